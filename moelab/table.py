@@ -10,7 +10,7 @@ from typing import Any
 
 def format_value(value: Any) -> str:
     """A number with at most five significant digits and thousands separated; anything else as it is."""
-    if value is None:
+    if value is None or value != value:     # not a number, of an interval of too few samples
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

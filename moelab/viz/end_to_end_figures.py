@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moelab.viz.figures import DASHED, GREY, NOTE, add_points, finish, hover, panels
+from moelab.viz.figures import DASHED, GREY, NOTE, ROUND, add_points, finish, hover, panels
 from moelab.viz.plotly_json import Figure
 
 Point = tuple[float, float]
@@ -31,7 +31,7 @@ def against(sections: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
         figure.add_scatter(x=[x for x, _ in limits], y=[name for _, name in limits], mode="markers", name="limit",
                            marker={"symbol": "line-ns-open", "size": 12, "color": GREY, "line": {"width": 2}},
                            hovertemplate=hover("%{y}: %{x:.3g} ms", f"limit, {budget}"), **at)
-    figure.update_xaxes(type="log", title="TPOT (ms, log)")
+    figure.update_xaxes(type="log", tickvals=ROUND, title="TPOT (ms, log)")
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1])
     return finish(figure, y="", legend="measured", height=140 + 26 * len(names), margin_l=170)
 

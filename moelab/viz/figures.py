@@ -22,6 +22,8 @@ EDGE = {"color": theme.BLACK, "width": 1}
 PAPER = {"symbol": "diamond-open", "size": 10, "color": theme.BLACK, "line": {"width": 2}}
 DASHED = {"color": GREY, "dash": "dash", "width": 1.5}
 NOTE = {"size": 11, "color": GREY}
+#: ticks of a logarithmic axis
+ROUND = tuple(digit * 10.0 ** power for power in range(-6, 7) for digit in (1, 2, 5))
 Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
 
@@ -260,8 +262,7 @@ def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns
         values = np.array([p["xy".index(axis)] for of in groups.values() for points in of.values() for p in points])
         if axis in log and np.isfinite(values).any():
             low, high = np.nanmin(values), np.nanmax(values)
-            few = [d * 10.0 ** power for power in range(-6, 7) for d in (1, 2, 5)
-                   if low / 1.6 <= d * 10.0 ** power <= high * 1.6]
+            few = [tick for tick in ROUND if low / 1.6 <= tick <= high * 1.6]
             update(type="log", tickvals=few, range=np.log10([low / 1.15, high * 1.15]).tolist(),
                    ticktext=[f"{t:g}" for t in few])
         elif axis == "x":

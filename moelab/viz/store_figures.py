@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from moelab.store.entropy import FORMATS, entropy, marginals
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, add_reference, bar_look, finish, hover,
+from moelab.viz.figures import (DASHED, GREY, ROUND, add_lines, add_points, add_reference, bar_look, finish, hover,
                                 interval, panels, point_look)
 from moelab.viz.plotly_json import Figure
 
@@ -90,9 +90,8 @@ def delivery(read_rates: ArrayLike, by_name: Mapping[str, ArrayLike],
     for i, name in enumerate(by_name):
         if points := (measured or {}).get(name):
             add_points(figure, points, f"{name}, measured", i, "%{x:.2f}: %{y:.2f} GB/s", showlegend=False)
-    marks = [digit * 10.0 ** power for power in range(-2, 3) for digit in (1, 2, 5)]
-    figure.update_xaxes(type="log", tickvals=marks)
-    figure.update_yaxes(type="log", tickvals=marks)
+    figure.update_xaxes(type="log", tickvals=ROUND)
+    figure.update_yaxes(type="log", tickvals=ROUND)
     return finish(figure, "read rate of the disk (GB of stored bytes a second)", "weights delivered (GB/s)",
                   legend="lines: modelled<br>points: measured" if measured else "modelled")
 

@@ -91,7 +91,7 @@ def test_executors_are_medians_in_milliseconds_in_the_order_given_and_limits_cro
     points = named(MADE["executors"], "prefill")
     np.testing.assert_allclose([points.x, points.error_x.array, points.error_x.arrayminus], [[20, 10], [8, 8], [8, 0]])
     assert MADE["executors"].layout.yaxis.categoryarray == ("gemv", "packed", "reference")
-    line = named(MADE["executors"], "decode: memory bandwidth, 0.80 ms")
+    line = named(MADE["executors"], "decode: memory bandwidth, 0.8 ms")
     assert line.x == pytest.approx([0.8] * 3) and set(line.y) == {"gemv", "packed", "reference"}
 
 

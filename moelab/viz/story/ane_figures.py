@@ -14,8 +14,8 @@ from moelab.ane.systems import SYSTEMS, TABLE_2
 from moelab.cards import load_device
 from moelab.claims import FITTED, FOLLOWS, NOT_REPRODUCED, REPRODUCED, Row
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, GREY, add_lines, add_points, bar_look, bars, finish, line_look, panels, pattern,
-                                point_look, whole_steps)
+from moelab.viz.figures import (DASHED, GREY, ROUND, add_lines, add_points, bar_look, bars, finish, line_look, panels,
+                                pattern, point_look, whole_steps)
 from moelab.viz.plotly_json import Figure
 from moelab.viz.story.ane_tables import label
 
@@ -73,7 +73,7 @@ def graph_weights(gb_by_model: Mapping[str, Mapping[int, float]], limit: float) 
     figure = add_lines(Figure(), {model: list(by_size.items()) for model, by_size in gb_by_model.items()})
     _limit(figure, sorted(set().union(*gb_by_model.values())), limit, f"limit, {limit:.2f} GB")
     figure.update_xaxes(type="log", tickvals=[1, 2, 4, 8, 16])
-    figure.update_yaxes(type="log", tickvals=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5])
+    figure.update_yaxes(type="log", tickvals=ROUND)
     return finish(figure, "group size G (experts a graph)", "weights of one graph (GB)")
 
 
