@@ -4,7 +4,8 @@ every executor; one process and one model (raw experts, routing from random toke
 Never slower: the same generation on demand and with hints in turn, from the cache that the one before has left, which
 decides the same whether anything is prefetched. Each begins with a new gate (`moelab.offloading.prefetch_gate`), so
 what it costs to find out counts. The ratio is of the first tokens of all generations, pair by pair, with its 95 %
-interval; "≤ 1.01" is shown where the whole interval is, refuted where none of it is. The predictors are the next router
+interval; "≤ 1.01" is shown where the whole interval is, refuted where none of it is. The median, beside it, is not
+moved by a token that something else disturbed, nor by trials. The predictors are the next router
 on this layer's router input, as the model is random, and a random one, right in K/E of cases.
 
 What can be gained: each token is decoded by the next of four ways that share the cache: on demand as in Speculating
@@ -306,6 +307,7 @@ def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[in
     for n in lengths:
         demand, hint = ([second for one in found[arm] for second in one[:n]] for arm in PAIR)
         row |= named(f"{n} tokens", of := ratio_of(hint, demand))
+        row[f"{n} tokens: median"] = median(a / b for a, b in zip(hint, demand))
         row[f"{n} tokens: ≤ {AIM}"] = "shown" if of[2] <= AIM else "refuted" if of[1] > AIM else "undecided"
     return row
 

@@ -41,7 +41,7 @@ LONG = 3            # means: what takes longer than so many was disturbed, and c
 FIRST = 0.5         # the precision assumed before any was seen
 RECENT = 16         # tokens, and trials, that are compared
 FEW = 4             # tokens of the best way, that the first trial is compared with
-RISK = 0.1          # of a token's time: what a trial is taken to lose before any was made; and twice that counts, at most
+RISK = 0.1          # of a token's time: what a trial is taken to lose before any was made; at most twice that counts
 COST = 0.005        # of all time, for tokens that a trial makes slower
 
 
@@ -130,7 +130,7 @@ class PrefetchGate:
         return sum(layer.idle.value * layer.demands.value for layer in self._phases["decode"].layers.values())
 
     def wants(self, layer: int) -> bool:
-        """Whether a predictor shall be asked for this layer's experts: where a rank pays, and now and then elsewhere."""
+        """Whether a predictor shall be asked for this layer: where a rank pays, and now and then elsewhere."""
         of = self.now.layers[layer]
         return self._open(layer) and (not of.precision or not self._best or self._since % RECENT == 0 or any(
             self.pays(of, rank) for rank in of.precision))
