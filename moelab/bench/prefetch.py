@@ -5,8 +5,8 @@ Never slower: the same generation on demand and with hints in turn, from the cac
 decides the same whether anything is prefetched. Each begins with a new gate (`moelab.offloading.prefetch_gate`), so
 what it costs to find out counts. The ratio is of the first tokens of all generations, pair by pair, with its 95 %
 interval; "≤ 1.01" is shown where the whole interval is, refuted where none of it is. The median, beside it, is not
-moved by a token that something else disturbed, nor by trials. The predictors are the next router
-on this layer's router input, as the model is random, and a random one, right in K/E of cases.
+moved by a token that something else disturbed, nor by trials. The predictors are the next router on this layer's router
+input, as the model is random, and at the first of the rates a random one, right in K/E of cases.
 
 What can be gained: each token is decoded by the next of four ways that share the cache: on demand as in Speculating
 Experts (all of a layer's experts are copied, then computed) or as the engine does it (each is computed as it comes),
@@ -332,7 +332,7 @@ def run(folder: str | Path | None = None, tokens: int = 18, budgets: Sequence[fl
             where = f"budget {share:.0%}, {executor}"
             with opened(store, share, executor, ahead=None) as bench:
                 for ratio, _ in rates(bench, ratios, where):
-                    for kind in ("router", "random"):
+                    for kind in ("router", "random")[:1 + (ratio == ratios[0])]:
                         bench.predictor = partial(make, "predictor", kind, bench.model)
                         title = f"{where}, copying {ratio:g} × computing, {kind}"
                         never[title] = verdict(bench.pairs(max(lengths), times, title), lengths)

@@ -78,6 +78,7 @@ class Speculation(AbstractContextManager):
         """Put on the layers what predicting needs, or take it off again."""
         if wanted is self._listening:
             return
+        self._listening = None                          # as long as it is neither: an interruption comes at any line
         self._hooks.close()
         with Patches() as patches:
             for layer, entry in zip(self.layers, self._entries):
