@@ -125,11 +125,11 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
     if way.resident and costs.rest is not None:
         other, head = (costs.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
     if not way.resident:
-        ahead = min(spec.K, way.budget // (4 * sizes.in_flight)) if way.prefetch else 0
-        room = way.budget - ahead * sizes.in_flight
+        room = way.budget
         if room < sizes.in_flight + sizes.full:
             return None
         pools, staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
+        ahead = min(spec.K, staging - 1) if way.prefetch else 0
         if sizes.sm:
             pools = way.pools or best_pools(
                 seen.shares, seen.steps[:1 + WARM + FEW], room - staging * sizes.in_flight, sizes, delays, most=FEW,

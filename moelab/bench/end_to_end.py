@@ -95,8 +95,7 @@ def options_of(arm: str) -> dict[str, Any]:
 def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Sequence[float]) -> Arm:
     """A configuration of ours with a budget, opened once for each disk rate; 0: the disk's own."""
     given = options_of(arm)
-    ahead = {"ahead": bench.spec.K} if "predictor" in given else {}
-    name, options, limit = bench.moelab(budget=int(share * bench.spec.experts_bytes), limit=limit, **given, **ahead)
+    name, options, limit = bench.moelab(budget=int(share * bench.spec.experts_bytes), limit=limit, **given)
     each = [{"options": options["options"] | ({"bandwidth": rate} if rate else {})} for rate in rates]
     each[0]["logits"] = str(bench.folder / "logits.npy")
     for i, of in enumerate(each):

@@ -109,9 +109,9 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
                              "alone; compare peers on a larger model")
         arms: dict[str, Arm] = {
             "moelab": bench.moelab("raw", budget, memory), "moelab, huffman": bench.moelab("huffman", budget, memory),
-            "moelab, prefetching": bench.moelab("raw", budget, memory, predictor="router", ahead=bench.spec.K),
+            "moelab, prefetching": bench.moelab("raw", budget, memory, predictor="router"),
             **{f"moelab, {codec}, fast, prefetching": bench.moelab(
-                codec, budget, memory, predictor="router", ahead=bench.spec.K, executor="fast")
+                codec, budget, memory, predictor="router", executor="fast")
                for codec in ("raw", "bf12")},
             "moelab, int4, dense too": bench.moelab("int4", budget, memory, executor="fast", dense="int4"),
             **bench.others(budget, memory, ("BF16", "Q4_0"))}
@@ -138,8 +138,8 @@ def throttled(bench: EngineBenchmark) -> dict[str, Any]:
                 "bf12": bench.moelab("bf12", share, bandwidth=SLOW),
                 "bf12, fast": bench.moelab("bf12", share, bandwidth=SLOW, executor="fast"),
                 "huffman, kept compressed": bench.moelab("huffman", share, compressed=True, bandwidth=SLOW, staging=3)}
-        arms |= {f"{name}, prefetching": bench.moelab(name, share, predictor="router", ahead=bench.spec.K,
-                                                      bandwidth=SLOW) for name in ("raw", "huffman")}
+        arms |= {f"{name}, prefetching": bench.moelab(name, share, predictor="router", bandwidth=SLOW)
+                 for name in ("raw", "huffman")}
         title = f"reads of {SLOW / 1e6:.0f} MB/s, budget {share:.0%}"
         rows = sections[title] = bench.compare(title, arms, "raw")[0]
         lossless = [row["÷ raw"] for name, row in rows.items() if "prefetching" not in name and row.get("÷ raw")]

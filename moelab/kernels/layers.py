@@ -52,7 +52,7 @@ class DecodeLayer:
         self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
         self.children = [(name, one.module) for name, one in zip(PARTS, fast)]
         self.modules = [first.module, *self.attention.module.modules(), second.module]
-        self.parts = Unchanged(self.modules)
+        self.parts = Unchanged(self.modules[:-1], [second.module])
         self.shape = self.attention.plan, first.H, (first.eps, second.eps)
         self.weights = self.attention.weights.copy()
         self.weights[0, 2:] = [norm.module.weight.data_ptr() for norm in (first, second)]
@@ -67,13 +67,15 @@ class DecodeLayer:
         if self.stretch and (y := self.stretch(x, token, cache)) is not None:
             return y
         here = self.module._modules
-        if any(here[name] is not part for name, part in self.children) or self.parts.listeners() is None \
+        if any(here[name] is not part for name, part in self.children) or (heard := self.parts.listeners()) is None \
                 or (found := self.attention.room(cache)) is None:
             return self.own(self.module, *args, **kwargs)
         kept_by, room = found
         y, normed = torch.empty_like(x), torch.empty_like(x)
         to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
         room.grow(kept_by)
+        for _, told in heard:
+            told(y)
         return y + here["mlp"](normed)
 
 

@@ -21,8 +21,8 @@ _HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
 class Unchanged:
     """Modules with the children, weights and forwards that they have now; a linear layer's forward may be another.
 
-    heard : modules on which hooks may lie that only tell of a layer's choices (`moelab.models.seam.Layer.listening`);
-        on the others, none.
+    heard : modules on which hooks may lie that only tell what the kernel knows: a layer's choices (`moelab.models.seam
+        .MoELayer.listening`) or what its second norm reads (`moelab.speculate.execution`); on the others, none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], heard: Iterable[nn.Module] = ()) -> None:
@@ -40,8 +40,9 @@ class Unchanged:
                 [w if w is None else w.data_ptr() for held in map(_WEIGHTS, self.owners) for w in held.values()]]
 
     def listeners(self) -> list[tuple[int, Callable[..., Any]]] | None:
-        """Who is told ids [1, K] and weights [1, K] by a hook, and on which of `heard` that lies; None if somebody has
-        replaced or moved something, or has put something else on one of the modules, or on all that there are."""
+        """Who is told by a hook, and on which of `heard` that lies: ids [1, K] and weights [1, K] by one on a router or
+        experts, r [1, 1, H] by one on a norm. None if somebody has replaced or moved something, or has put something
+        else on one of the modules, or on all that there are."""
         if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks \
                 or any(any(map(hooks, self.silent)) for hooks in _HOOKS) or self._state() != self.state:
             return None

@@ -50,7 +50,7 @@ class Engine:
     reader : of the store; closed with the engine.
     delays : of an expert's parts on this machine, for the order of reading.
     run : records what happens.
-    ahead : how many experts there are slots for beyond what residency and staging need, for `prefetch`.
+    ahead : how many experts may be prefetched into slots that nothing demanded needs.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
     scheduler : orders reads and decoding, see `moelab.schedule.affinity`.
     held : slots of the experts that are in memory already, as residency has them.
@@ -114,8 +114,7 @@ class Engine:
     def _token(self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
         self._check()
         residency, find = self.residency, getattr(self.executor, "banks", None)
-        if find is None or not (self._sound and residency.holds_all) or residency.sees or self.pipeline.queue.ahead \
-                or self.pipeline.closed:
+        if find is None or not (self._sound and residency.holds_all) or residency.sees or self.pipeline.closed:
             return None
         layers, there = [of.layer for of in modules], (self.pipeline, self.executor, dtype, len(residency))
         if self._banks.get(layers[0], (None,))[0] != there:
@@ -186,6 +185,11 @@ class Engine:
             return tensors
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
+    @property
+    def opens(self) -> bool:
+        """Whether predictors shall listen in this forward pass: not where nobody would ask them."""
+        return bool(self.pipeline.queue.ahead) and self.gate.opens
+
     def wants(self, layer: int) -> bool:
         """Whether a predictor shall be asked which experts a layer will need."""
         return bool(self.pipeline.queue.ahead) and self.gate.wants(layer)
@@ -193,8 +197,8 @@ class Engine:
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
 
-        They are loaded behind the reads of the layer that runs next, into slots of their own (`ahead`; without, this
-        does nothing). A prediction changes when things are read, never what is kept or computed.
+        They are loaded behind the reads of the layer that runs next, into slots that it leaves (`ahead` at most; 0 is
+        none). A prediction changes when things are read, never what is kept or computed.
         """
         if self.pipeline.queue.ahead and 0 <= layer < self.residency.L:
             experts = dict.fromkeys(ids.T.reshape(-1).tolist())             # all tokens' first choices first

@@ -3,7 +3,7 @@
 Source: ZipMoE §3.1 (real-time inference). Everything of the model but its routed experts is loaded; the experts'
 modules hand each call to the engine.
 
-    budget = pools (F, C, S, E: what is kept) + staging (in-flight loads) + ahead (prefetched experts)
+    budget = pools (F, C, S, E: what is kept) + staging (in-flight loads, demanded or prefetched)
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     workers : threads that decompress.
     staging : loads in flight beyond the experts that are kept; by default workers + 2, fewer if the budget is small.
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's, in decode those that
-        are announced (`moelab.speculate.Speculation`), and the first layer's for the token after (`CrossToken`); None
-        for K, fewer if the budget is small. Their memory is part of the budget.
+        are announced (`moelab.speculate.Speculation`), and the first layer's for the token after (`CrossToken`). They
+        are staged; None for up to K, as many as the staging has room for beside one that is demanded, so that the
+        cache is none the smaller. None are prefetched where all are in memory.
     delays : of an expert's parts on this machine; measured within a second if not given (`quick_delays`).
     device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
     dtype : to compute in; "auto" takes what config.json says. Experts stored in another are cast when they are used.
@@ -89,24 +90,24 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     in_place = whole_only and torch.device(device).type == "cpu" and (compact or not has_few_bits(store))
     sizes = Sizes.of(store, None if in_place else False)
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
-    most_ahead = store.spec.K if ahead is None else ahead
-    everything = L * E * sizes.full + (most_ahead + (staging or workers + 2)) * sizes.in_flight + store.scratch
+    at_least = (ahead or 0) + 1                             # staging
+    everything = L * E * sizes.full + max(staging or workers + 2, at_least) * sizes.in_flight + store.scratch
     room = parse_budget(budget, everything, store.weights_bytes)
-    ahead = min(most_ahead, room // (4 * sizes.in_flight)) if ahead is None else ahead
-    least = ((staging or 1) + ahead) * sizes.in_flight + store.scratch
+    least = max(staging or 1, at_least) * sizes.in_flight + store.scratch
     if room < least:
         raise ValueError(f"the budget is {room:,} bytes; {least:,} bytes are the least "
-                         f"that works: {staging or 1} in-flight expert(s), read and decoded"
-                         + f", and {ahead} prefetched" * bool(ahead))
+                         f"that works: {max(staging or 1, at_least)} in-flight expert(s), read and decoded"
+                         + f", {ahead} of them prefetched" * bool(ahead))
     if (auto := auto and sizes.sm > 0) and calibration is None:
         raise ValueError("plan='auto' divides the memory by how popular experts are: give calibration=, which "
                          "`python -m moelab calibrate MODEL FILE` makes")
-    kept = room - ahead * sizes.in_flight - store.scratch
-    pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging)
+    kept = room - store.scratch
+    pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging, ahead or 0)
     residency = Residency(L, E, pools, policy, scope, margin)
+    ahead = 0 if residency.holds_all else min(store.spec.K, staging - 1) if ahead is None else ahead
 
     def memory() -> Slots:
-        return Slots(store, slot_counts(pools, L if scope == "layer" else 1, staging + ahead), sizes, device)
+        return Slots(store, slot_counts(pools, L if scope == "layer" else 1, staging), sizes, device)
 
     # Experts of a prompt get ever other numbers of tokens. For each shape oneDNN, by which torch multiplies bf16, keeps
     # code of 0.7 MB, and so does what calls it: 1024 each, unless the first use finds a smaller number here.

@@ -1,11 +1,16 @@
-"""The prefetch gate: experts are read ahead as long as tokens take less time with it than without.
+"""The prefetch gate: experts are read ahead only where that has been seen to make tokens faster.
 
 What prefetching costs depends on the machine: the predictor's time, memory and cores that reading shares with
-computing, threads that are woken. So the whole is measured. In a trial, decoded tokens take turns with prefetching and
-without; the others do what the trials so far have found best. How many experts a layer loads does not depend on
-prefetching, so what a token takes longer for having more of them is taken off (regression; the mean of the middle half
-is what counts, so disturbed tokens do not). The next trial comes after so many tokens that trials cost `COST`, sooner
-as long as they do not agree.
+computing, threads that are woken. So the whole is measured. Tokens are decoded in the way that is best so far, at
+first on demand; now and then one is tried in the other way and compared with those just before it. How many experts a
+token loads does not depend on prefetching, so what it takes longer for having more of them is taken off (regression).
+With the gains x of the tokens tried so far, shares of a token's time,
+
+    g = (Σ x − RISK) / (n + 1)
+
+is what prefetching is taken to gain: it has to prove itself. It is best if g > 0, and the next trial comes after
+|g| / `COST` tokens, so that trials cost that share of the time at most: the first one after RISK / COST tokens, and
+never where the disk rests too little before layers that demand reads for anything to be gained.
 
 Which of the predicted experts to read follows from Speculating Experts §5.1, eq. (1): what can be hidden is the time,
 a seconds on average, for which the disk would rest before a layer. Say that it is memoryless. Then a read under way
@@ -22,10 +27,9 @@ nothing; and whether some layers gain while others lose by the costs that only t
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, repeat
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from statistics import median
-from typing import NamedTuple
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.intervals import typical
@@ -35,11 +39,10 @@ from moelab.specs import ExpertKey, State
 MEMORY = 20         # values that a mean remembers
 LONG = 3            # means: what takes longer than so many was disturbed, and counts as so long
 FIRST = 0.5         # the precision assumed before any was seen
-TRIAL = (True, False, False, True, True, False, False, True)        # with prefetching? balanced against any drift
-TRIALS = 4          # trials that are remembered
+RECENT = 16         # tokens, and trials, that are compared
+FEW = 4             # tokens of the best way, that the first trial is compared with
+RISK = 0.1          # of a token's time: what a trial is taken to lose before any was made; at most twice that counts
 COST = 0.005        # of all time, for tokens that a trial makes slower
-AGAIN = 4           # trials' time until the next one, at most; twice as much for each, up to so many, that agreed
-BEGIN = 0.005       # of a token's time, that prefetching must gain to begin; to end, it must lose
 
 
 class Mean:
@@ -80,20 +83,14 @@ class Phase:
         self.layers: defaultdict[int, Layer] = defaultdict(lambda: Layer(self.precision))
 
 
-class Arm(NamedTuple):
-    """How a token is decoded: with prefetching or without, and whether to compare it."""
-
-    prefetches: bool
-    tried: bool
-
-
-def gained(without: Sequence[tuple[int, float]], within: Sequence[tuple[int, float]]) -> float:
-    """Share of a token's time that prefetching saves, from tokens as (loads, seconds). What one more load takes is the
-    median over pairs of tokens of a side (Theil, Sen), which a disturbed token does not move."""
-    slopes = [(s - t) / (n - m) for side in (without, within) for (n, s), (m, t) in combinations(side, 2) if n != m]
-    each = median(slopes) if slopes else 0.0
-    before, now = (typical(seconds - each * loads for loads, seconds in side) for side in (without, within))
-    return (before - now) / (typical(seconds for _, seconds in without) or 1.0)
+def gained(tokens: Sequence[tuple[int, float]], loads: int, seconds: float) -> float:
+    """Share of a token's time by which one of so many loads is faster than these tokens, (loads, seconds) each, say
+    that it would be. What one more load takes is the median over pairs of them (Theil, Sen), which a disturbed token
+    does not move."""
+    slopes = [(s - t) / (n - m) for (n, s), (m, t) in combinations(tokens, 2) if n != m]
+    each = max(median(slopes), 0.0) if slopes else 0.0
+    expected = typical(s - each * (n - loads) for n, s in tokens)
+    return 1 - seconds / expected if expected > 0 else 0.0
 
 
 class PrefetchGate:
@@ -106,9 +103,10 @@ class PrefetchGate:
         self.announced: dict[int, tuple[Layer, dict[int, int]]] = {}        # layer → it, {expert not resident: rank}
         self._phases: defaultdict[str, Phase] = defaultdict(Phase)
         self._reads, self._read, self._bytes = Reads(), Mean(), Mean()
-        self._tried = {arm: deque(maxlen=TRIALS * TRIAL.count(arm)) for arm in TRIAL}       # prefetches → its tokens
-        self._schedule = self._arms() if trials else repeat(Arm(prefetches=True, tried=True))
-        self._arm, self._then = next(self._schedule), next(self._schedule)                  # of this token, of the next
+        self._trials, self._best = trials, not trials
+        self._on = self._then = self._best                                  # prefetches: this token, the next one
+        self._tokens = {on: deque(maxlen=RECENT) for on in (False, True)}   # (loads, seconds) of the latest
+        self._gains, self._since = deque(maxlen=RECENT), 0                  # of trials; tokens since the latest
         self.begin("decode")
 
     def begin(self, phase: str) -> None:
@@ -116,10 +114,26 @@ class PrefetchGate:
         self.now, self._decoding, self._at = self._phases[phase], phase == "decode", -1
         self._asked, self._loads = False, 0
 
+    @property
+    def opens(self) -> bool:
+        """Whether predictors are asked for anything in this forward pass, or had better not be listening."""
+        return self._open(self._at + 1)
+
+    @property
+    def gain(self) -> float:
+        """What prefetching is taken to save of a token's time."""
+        return (sum(self._gains) - RISK) / (len(self._gains) + 1)
+
+    @property
+    def most(self) -> float:
+        """Seconds of a token that prefetching could hide by eq. (1): the disk rests before layers that demand reads."""
+        return sum(layer.idle.value * layer.demands.value for layer in self._phases["decode"].layers.values())
+
     def wants(self, layer: int) -> bool:
-        """Whether a predictor shall be asked for this layer's experts."""
-        arm, of = self._arm_of(layer), self.now.layers[layer]
-        return arm.prefetches and (arm.tried or not of.precision or any(self.pays(of, rank) for rank in of.precision))
+        """Whether a predictor shall be asked for this layer: where a rank pays, and now and then elsewhere."""
+        of = self.now.layers[layer]
+        return self._open(layer) and (not of.precision or not self._best or self._since % RECENT == 0 or any(
+            self.pays(of, rank) for rank in of.precision))
 
     def rested(self, layer: int, seconds: float) -> None:
         """The layer comes; so long ago the disk had read what was demanded before."""
@@ -136,12 +150,12 @@ class PrefetchGate:
         self._note(reads)
         if not 0 <= layer < residency.L:
             return []
-        arm, of, found, ranks = self._arm_of(layer), self.now.layers[layer], [], {}
+        opens, of, found, ranks = self._open(layer), self.now.layers[layer], [], {}
         for rank, expert in enumerate(dict.fromkeys(experts)):
             key = ExpertKey(layer, expert)
             if 0 <= expert < residency.E and (state := residency.state(key)) is not State.FULL:
                 ranks[expert] = rank
-                if arm.prefetches and self.pays(of, rank):
+                if opens and self.pays(of, rank):
                     found.append(Request(key, 1, state, State.MISSED))
         if ranks:
             self.announced[layer] = of, ranks
@@ -158,29 +172,25 @@ class PrefetchGate:
                 of.learn(rank, expert in wanted)
 
     def ended(self, seconds: float) -> None:
-        """The forward pass took so long. It counts, and the next token's turn comes, if there are predictions."""
-        if self._decoding and self._asked:
-            if self._arm.tried:
-                self._tried[self._arm.prefetches].append((self._loads, seconds))
-            self._arm, self._then = self._then, next(self._schedule)
+        """The forward pass took so long. If there are predictions, it counts, and the token after the next is decided
+        about."""
+        if not (self._decoding and self._asked and self._trials):
+            return
+        self._since += 1
+        if self._on is not self._best and self._tokens[self._best]:
+            x = gained(self._tokens[self._best], self._loads, seconds)
+            self._gains.append(max(-2 * RISK, min(2 * RISK, x if self._on else -x)))
+            self._since = 0
+        self._tokens[self._on].append((self._loads, seconds))
+        self._best = self.gain > 0
+        self._on, self._then = self._then, self._best
+        if self._on is self._best and len(self._tokens[self._best]) >= FEW and self._since + 1 >= abs(self.gain) / COST:
+            self._then = not self._best if self.most > COST * seconds else False
 
-    def _arms(self) -> Iterator[Arm]:
-        """Trials, and what was best between them. The last token of a trial has not run when it is decided."""
-        best, agreed = False, 0
-        while True:
-            for prefetches in TRIAL:
-                yield Arm(prefetches, True)
-            gain = gained(self._tried[False], self._tried[True])
-            before, best = best, gain > (0 if best else BEGIN)
-            agreed = agreed + 1 if best == before else 0
-            rest = min(len(TRIAL) / 2 * abs(gain) / COST, len(TRIAL) * AGAIN * 2 ** min(agreed, AGAIN))
-            for _ in range(round(rest)):
-                yield Arm(best, False)
-
-    def _arm_of(self, layer: int) -> Arm:
-        """The turn of the token that a layer belongs to: of the next one, if this one has passed it."""
+    def _open(self, layer: int) -> bool:
+        """Whether the token that a layer belongs to prefetches: the next one, if this one has passed it."""
         self._asked = True
-        return Arm(True, True) if not self._decoding else self._arm if layer > self._at else self._then
+        return not self._decoding or (self._on if layer > self._at else self._then)
 
     def _note(self, reads: Reads) -> None:
         if (n := reads.count - self._reads.count) > 0:

@@ -90,7 +90,7 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     scheduler : one of `moelab.schedule.affinity.SCHEDULERS` or your own; by default the engine's.
     predictions : of every forward; they change when experts are read, never what is kept or computed; `steps` if all
         are right.
-    ahead : experts that may be prefetched, in memory beyond `staging`; without predictions there is none of it.
+    ahead : experts that may be prefetched, into what of `staging` nothing demanded needs, but for one slot.
     distance : how many layers before its own an expert is announced.
     gate : throttles prefetching and learns; None for one that prefetches in every token what should pay, as a recorded
         run's tokens have predictions if it was their turn.
@@ -115,10 +115,10 @@ def simulate(steps: Steps, forwards: Iterable[tuple], residency: Residency, dela
     across = across or CrossToken(residency.E)
     ahead = ahead if predictions is not None else 0
     if staging is None:
-        staging = residency.E                                   # a layer's demand at most
+        staging = residency.E + ahead + 1                       # a layer's demand at most
     elif staging < 1:
         raise ValueError(f"staging is {staging}; at least one expert must have slots to be loaded into")
-    slots = slot_counts(residency.pools, residency.L if residency.scope == "layer" else 1, staging + ahead)
+    slots = slot_counts(residency.pools, residency.L if residency.scope == "layer" else 1, staging)
     resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
     machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
 

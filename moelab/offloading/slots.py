@@ -209,10 +209,12 @@ def _view(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
 
 
 def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope: str, workers: int,
-           staging: int | None) -> tuple[Pools, int]:
-    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes."""
+           staging: int | None, ahead: int = 0) -> tuple[Pools, int]:
+    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes: so much
+    staging that `ahead` experts may be prefetched into it, and one demanded."""
     if staging is None:
         staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
+    staging = max(staging, ahead + 1)
     room, copies = budget - staging * sizes.in_flight, L if scope == "layer" else 1
     if plan is None:
         return Pools(F=min(E * L, room // sizes.full) // copies), staging

@@ -10,7 +10,8 @@ simulator from its event loop, so both follow the same rules.
 Slots are numbers of three kinds: "e" and "sm" for the two compressed chunks of an expert, "full" for its decoded
 tensors. Three rules exclude a deadlock. A load takes all the slots that it lacks at once, so every load that has
 been admitted can finish. While an expert that already holds a chunk waits, a missed one must leave a slot of each
-kind free. Prefetched loads take at most `ahead` slots of a kind, and give them back when they are dropped.
+kind free. Prefetched loads always do, take at most `ahead` slots of a kind, and only what no demand waits for: they
+need no memory of their own.
 """
 
 from __future__ import annotations
@@ -306,7 +307,7 @@ class LoadQueue:
                     break
         for batch in self.prefetched.values() if not self.running.waiting else ():
             for load in list(batch.waiting):
-                if self._ahead == self.ahead or not all(free[kind] for kind in load.lacks):
+                if self._ahead == self.ahead or not all(len(free[kind]) > 1 for kind in load.lacks):
                     break
                 self._give(load)
                 self._ahead += 1

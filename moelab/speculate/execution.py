@@ -38,7 +38,9 @@ class Speculation(AbstractContextManager):
     mode : "hint", "speculative" or "router-free".
     prefill : whether predictions are executed in prefill too; they are announced in both phases.
 
-    In hint mode an executor with a method `wants(layer)` is asked first whether a prediction is worth its time.
+    In hint mode an executor with `opens` and a method `wants(layer)` says before each pass, and before each layer,
+    whether a prediction is worth its time. In a pass where none is, nothing lies on the layers, unless the predictor
+    learns from what routers choose; then it is told of that alone.
 
     requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers chose where there was a
         prediction, and how many of them were predicted. Padding does not count; nor do routers that did not run.
@@ -54,26 +56,48 @@ class Speculation(AbstractContextManager):
                              f"{type(predictor).__name__} asks them")
         self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
         self.layers = discover(model)
+        self._entries = [stream.entry for stream in streams(model)] if predictor.reads_residual else \
+            [None for _ in self.layers]
+        self._learns = type(predictor).observe is not Predictor.observe
+        self._listening, self._hooks = False, Patches()
         self.reset()
         self._end()
         predictor.begin()
         with Patches() as patches:
             patches.enter_context(plugged(model))
-            entries = [stream.entry for stream in streams(model)] if predictor.reads_residual else \
-                [None for _ in self.layers]
             for stack, layers in recording.stacks(model):
                 first = layers[0].index == 0
                 patches.hook(stack.register_forward_pre_hook, lambda _m, args, kwargs, first=first: self._begin(
                     first, args, kwargs), with_kwargs=True)
                 patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
-            for layer, entry in zip(self.layers, entries):
-                self._attach(layer, entry, patches)
+            patches.callback(lambda: self._hooks.close())
+            self._listen(True)
             self._patches = patches.pop_all()
+
+    def _listen(self, wanted: bool) -> None:
+        """Put on the layers what predicting needs, or take it off again."""
+        if wanted is self._listening:
+            return
+        self._listening = None                          # as long as it is neither: an interruption comes at any line
+        self._hooks.close()
+        with Patches() as patches:
+            for layer, entry in zip(self.layers, self._entries):
+                if wanted:
+                    self._attach(layer, entry, patches)
+                elif self._learns:
+                    register, hook, options = layer.listening(partial(self._observe, layer.index))
+                    patches.hook(register, hook, **options)
+            self._hooks, self._listening = patches.pop_all(), wanted
 
     def _attach(self, layer: MoELayer, entry: nn.Module | None, patches: Patches) -> None:
         if entry is not None:
-            patches.hook(entry.register_forward_pre_hook,
-                         lambda _m, args: self._residuals.__setitem__(layer.index, args[0]))
+            def told(r: Tensor) -> None:
+                self._residuals[layer.index] = r
+
+            def of_entry(_m: nn.Module, args: tuple) -> None:
+                told(args[0])
+            of_entry.told = told                        # for who computes it without calling the module
+            patches.hook(entry.register_forward_pre_hook, of_entry)
         patches.hook(layer.router.register_forward_pre_hook,
                      lambda _m, args: self._inputs.__setitem__(layer.index, args[0]))
         # First of all hooks on the experts, so that a recording's sees what is executed.
@@ -111,6 +135,7 @@ class Speculation(AbstractContextManager):
         if self._phase == PREFILL and mask is not None and mask.dim() == 2:
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
+        self._listen(self.mode != "hint" or getattr(self.layers[0].experts.executor, "opens", True))
 
     def _end(self) -> None:
         self._running, self._phase = False, PREFILL
@@ -130,8 +155,7 @@ class Speculation(AbstractContextManager):
             return s, ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)
         if mine is None or not (self._executes and self.mode == "router-free"):         # the true router has run
-            true = ids if self._real is None else ids.masked_fill(~self._real[:, None], self.predictor.spec.E)
-            self.predictor.observe(index, true, weights)
+            true = self._observe(index, ids, weights)
             if mine is not None:
                 self._count(index, mine[0], true)
         if mine is not None and self._executes:
@@ -151,6 +175,14 @@ class Speculation(AbstractContextManager):
             if (prefetch := getattr(executor, "prefetch", None)) is not None:
                 prefetch(target.index, prediction[0])                                                   # line 9
         return s, ids, weights
+
+    def _observe(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
+        """Tell the predictor what a router chose, ids and weights [T, K]; returns the ids, E for padding."""
+        if self._running and self._real is not None:
+            ids = ids.masked_fill(~self._real[:, None], self.predictor.spec.E)
+        if self._running:
+            self.predictor.observe(layer, ids, weights)
+        return ids
 
     def _count(self, layer: int, predicted: Tensor, true: Tensor) -> None:
         if len(true) == 1 and self._counts.device.type == "cpu":        # a decode step: sets are faster than tensors

@@ -104,12 +104,34 @@ def test_a_prompt_is_read_once_and_without_a_limit():
     assert read == [(5, 0, None), (5, 10, None)]
 
 
+@given(st.lists(st.tuples(st.floats(1, 2), st.floats(1, 2)), min_size=4, max_size=8), st.integers(1, 3))
+def test_a_verdict_is_of_the_first_tokens_of_all_generations(pairs, times):
+    demand, hint = map(list, zip(*pairs))
+    found = prefetch.verdict({"on demand": [demand] * times, "hint": [hint] * times}, [2, 3])
+    for n in (2, 3):
+        assert found[f"{n} tokens"] == pytest.approx(sum(hint[:n]) / sum(demand[:n]))
+        low, high = found[f"{n} tokens_from"], found[f"{n} tokens_to"]
+        assert found[f"{n} tokens: ≤ 1.01"] == (
+            "shown" if high <= 1.01 else "refuted" if low > 1.01 else "undecided")
+    assert prefetch.verdict({"on demand": [[2.0] * 4], "hint": [[2.0] * 4]}, [4])["4 tokens: ≤ 1.01"] == "shown"
+    assert prefetch.verdict({"on demand": [[2.0] * 4], "hint": [[3.0] * 4]}, [4])["4 tokens: ≤ 1.01"] == "refuted"
+
+
+def test_generations_take_turns_and_one_before_does_not_count():
+    ran, bench = [], SimpleNamespace(generation=lambda arm, tokens: ran.append(arm) or [len(ran)] * tokens)
+    assert prefetch.PrefetchBenchmark.pairs(bench, 2, 2, "name") == {
+        "on demand": [[2, 2], [5, 5]], "hint": [[3, 3], [4, 4]]}
+
+
 def test_the_bench_runs(tmp_path):
     spec = MoESpec("synthetic-mini", "qwen3_moe", 3, (0, 1, 2), 16, 2, 64, 64, vocab=256, heads=4, kv_heads=2,
                    head_dim=16)
-    found = prefetch.run(tmp_path, tokens=2, budgets=[0.5], ratios=[1.0], executors=["fast"], spec=spec)
+    found = prefetch.run(tmp_path, tokens=2, budgets=[0.5], ratios=[1.0], executors=["fast"], lengths=[2, 3],
+                         times=2, spec=spec)
     rows = found["budget 50%, fast, copying 1 × computing"]
     assert list(rows) == list(prefetch.ARMS)
     assert rows["speculative"]["MB wasted"] == 0 == rows["copy, then compute"]["hidden reads"]
     against = found["against the bounds"]["budget 50%, fast, copying 1 × computing"]
+    never = found["never slower (hint ÷ on demand)"]
+    assert len(never) == 2 and all(row["2 tokens_from"] <= row["2 tokens"] <= row["2 tokens_to"] for row in never.values())
     assert against["bound s"] >= against["eq. (1) s"] > 0 and against["copy ÷ compute, found"] > 0

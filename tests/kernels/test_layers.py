@@ -5,7 +5,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from moelab import open_model
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.specs import State
+from moelab.speculate import default_vectors
+from moelab.speculate.predictors import Quasi
 from tests.models import tiny
 
 pytest.importorskip("numba")
@@ -108,9 +111,31 @@ def test_whatever_is_not_exactly_this_goes_layer_by_layer(tmp_path, calls):
         assert not calls
     with open_model(tmp_path / "model", memory=0.5, executor="fast") as lm:
         decode(lm, steps=3)
+    assert not calls
     with open_model(tmp_path / "model", memory=1.0, executor="fast", prefetch="router") as lm:
         decode(lm, steps=3)
-    assert not calls
+    assert calls                                    # nothing can be prefetched, so nothing lies on the layers
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_predictor_leaves_layers_in_one_call_and_a_shut_gate_leaves_nothing_on_them(opens, tmp_path, monkeypatch):
+    """Up to their experts, which run one by one as not all are in memory; the predictor reads r, too."""
+    folder = tiny.save("olmoe", tmp_path / "model", torch.float32)
+    with open_model(folder, executor="exact") as lm:
+        vectors = default_vectors(lm, [PROMPT[0].tolist()])
+    found, fast, run = [], [], stretches.to_experts
+    monkeypatch.setattr(stretches, "to_experts", lambda *args: fast.append(args) or run(*args))
+    for prefetch in (None, lambda lm: Quasi(lm, vectors=vectors)):
+        with open_model(folder, memory=0.5, executor="fast", prefetch=prefetch, ahead=2 if prefetch else 0) as lm:
+            lm.moelab.engine.gate, fast[:] = PrefetchGate(trials=not opens), []
+            if opens:
+                lm.moelab.engine.gate.pays = lambda of, rank: True
+            found.append(decode(lm)[0])
+            assert len(fast) == STEPS * lm.spec.L
+            decoded = lm.moelab.predictions[1:]
+            hooks = [hook for layer in lm.model.layers for part in layer.modules() for hook in part._forward_pre_hooks]
+            assert any(decoded) == bool(hooks) == bool(opens and prefetch)
+    assert torch.equal(*found)
 
 
 def test_a_model_that_was_interrupted_goes_on(tmp_path, calls, monkeypatch):

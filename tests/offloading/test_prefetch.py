@@ -44,7 +44,7 @@ def nothing_is_lost(model):
 def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.bfloat16))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", codec=codec).folder)
-    for budget, ahead, guess in ((4 * Sizes.of(store).in_flight, 3, "random"), (0.5, 2, "router")):
+    for budget, ahead, guess in ((4 * Sizes.of(store).in_flight, 3, "random"), (0.75, 2, "router")):
         offloaded = offload(store, budget, ahead=ahead, delays=DELAYS)
         jitter(offloaded, random.Random(0))
         with offloaded.moelab as offloading, Speculation(offloaded, make("predictor", guess, offloaded), "hint"):

@@ -99,7 +99,8 @@ class Stage:
         for step in flat(steps[:self.warm]):
             residency.begin(*step)
         return simulate(steps[self.warm:], self.forwards[self.warm:], residency, delays, workers=self.settings.workers,
-                        staging=self.settings.staging, other=self.other, head=self.head, quiet=True, **more)
+                        staging=self.settings.staging + more.get("ahead", 0), other=self.other, head=self.head,
+                        quiet=True, **more)
 
     def loss(self, way: str, predictor: str, distance: int) -> float | None:
         """Nats a token; None if nobody knows."""
