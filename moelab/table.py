@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from html import escape
 from typing import Any
 
@@ -31,6 +32,21 @@ def percent(share: float | str, digits: int = 1) -> str:
 def ms(seconds: float) -> str:
     """Seconds in milliseconds, without the unit."""
     return f"{1e3 * seconds:.2f}"
+
+
+def plain(value: float) -> str:
+    """A number in three significant digits, thousands separated, never with an exponent."""
+    return f"{Decimal(f'{value:.3g}'):,f}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in GB, or below one in MB."""
+    return f"{plain(nbytes / 1e9)} GB" if nbytes >= 1e9 else f"{plain(nbytes / 1e6)} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or below one milliseconds."""
+    return f"{plain(seconds)} s" if seconds >= 1 else f"{plain(1e3 * seconds)} ms"
 
 
 def span(low: float, high: float) -> str:

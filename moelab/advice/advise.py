@@ -27,6 +27,7 @@ from moelab.cards import load_device
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.limits import MachineRates
 from moelab.specs import DeviceSpec, MoESpec
+from moelab.table import size
 
 
 def advise(model: str | Path | None = None, memory: str | float | int = "auto", *, context: int = 4096,
@@ -77,9 +78,9 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
     tried = simulate and (not found.forms() or ways and allowed)            # what simulation may yet find
     if not tried and not any(way.within(allowed) for way in ways):
         few = f"; with loss='any' (--loss any), {ways[0].form} would fit" if ways else ""
-        raise ValueError(f"{spec.name} does not fit {nbytes / 1e9:.3g} GB: its other weights, a KV cache of {context} "
-                         f"tokens, the process and a layer's experts take {least(found, context, batch) / 1e9:.3g} "
-                         f"GB{few}. Give more memory, or a smaller context or batch")
+        raise ValueError(f"{spec.name} does not fit {size(nbytes)}: its other weights, a KV cache of {context} "
+                         f"tokens, the process and a layer's experts take {size(least(found, context, batch))}"
+                         f"{few}. Give more memory, or a smaller context or batch")
     if simulate:
         from moelab.advice.simulated import simulated
         return simulated(found, device, nbytes, context=context, batch=batch, loss=allowed, shares=shares,
@@ -88,7 +89,7 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
 
     def best_of(ways: list[Way], loss: float = allowed) -> Way:
         return next(way for way in ways if way.within(loss))
-    options = [(f"{1.5 * nbytes / 1e9:.3g} GB of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
+    options = [(f"{size(1.5 * nbytes)} of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
                ("a disk twice as fast", best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)))]
     if not (few := best_of(ways, math.inf)).within(allowed):
         options.append((f"{few.form} experts, of unknown loss", few))

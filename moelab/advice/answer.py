@@ -13,7 +13,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.specs import DeviceSpec
-from moelab.table import head_and_rows, text_table
+from moelab.table import duration, head_and_rows, plain, size, text_table
 
 #: rows of the printed table
 ROWS = 12
@@ -92,25 +92,26 @@ class Advice:
         """What to do, what it gives, what gives more, and the commands."""
         way, spec, device = self.best, self.model.spec, self.device
         where = "all of them in memory" if way.resident else \
-            f"{way.budget / 1e9:.3g} of their {way.experts / 1e9:.3g} GB in memory, the others on disk"
+            f"{size(way.budget)} of their {size(way.experts)} in memory, the others on disk"
         form = "Leave the checkpoint as it is" if way.form == AS_IS else f"Store the experts as {way.form}"
         loss = ("lossless" if way.lossless else f"at most {100 * way.loss:.2g} % more language loss" if way.loss is not
                 None else "its loss is unknown: --verify measures it")
         rates = MachineRates.of(device)
-        more = "; ".join(f"{what}: {other.tpot:.3g} s ({way.tpot / other.tpot:.3g}×)" for what, other in self.more)
+        more = "; ".join(f"{what}: {duration(other.tpot)} ({plain(way.tpot / other.tpot)}×)"
+                         for what, other in self.more)
         error = "" if way.error is None else f" ± {100 * way.error:.0f} %"
-        expected = f", {way.predicted:.3g} s expected" if way.predicted else ""
+        expected = f", {duration(way.predicted)} expected" if way.predicted else ""
         return "\n".join([
             f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
-            f"{spec.experts_bytes / 1e9:.3g} GB, other weights {self.model.others / 1e9:.3g} GB ({self.model.how}), "
-            f"KV cache {kv_bytes(spec, self.context * self.batch) / 1e9:.3g} GB, process {RESERVE / 1e9:.2g} GB",
-            f"{device.name}: memory {rates.memory / 1e9:.3g} GB/s, experts arrive at {rates.read / 1e9:.3g} GB/s; "
-            f"{self.memory / 1e9:.3g} GB may be used",
+            f"{size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), "
+            f"KV cache {size(kv_bytes(spec, self.context * self.batch))}, process {size(RESERVE)}",
+            f"{device.name}: memory {size(rates.memory)}/s, experts arrive at {size(rates.read)}/s; "
+            f"{size(self.memory)} may be used",
             "",
             f"Do: {form} ({loss}), {where}; {way.name}.",
-            f"Gives: {way.tpot:.3g} s{error} a token ({self.batch / way.tpot:.3g} tokens/s), {way.ttft:.3g} s to the "
-            f"first, of {self.context:,} tokens; {way.kind}{expected}, limited by the {way.limited_by}, with experts "
-            f"chosen {self.popularity}.",
+            f"Gives: {duration(way.tpot)}{error} a token ({plain(self.batch / way.tpot)} tokens/s), "
+            f"{duration(way.ttft)} to the first, of {self.context:,} tokens; {way.kind}{expected}, limited by the "
+            f"{way.limited_by}, with experts chosen {self.popularity}.",
             f"More: {more or 'nothing that was tried here'}.",
             "", *(f"  {command}" for command in self.commands), f"  {self.python}"])
 

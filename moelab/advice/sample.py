@@ -40,12 +40,12 @@ from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/5"
+VERSION = "moelab.sample/6"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE, SECONDS = 160 << 20, 1.5
 #: forms without which there is no advice; seconds that a form's tokens in memory take beside others', about
 LEAST, TURNS = 2, 1.5
-#: bytes that push a sample out of a processor's cache, which would hold one in few bits and no model
+#: bytes beyond which it makes no difference how many more a processor's cache has to let go of a sample for
 PUSHED = 128 << 20
 #: cores that others keep busy, above which what is measured meanwhile is measured again the next time
 DISTURBED = 0.25
@@ -70,13 +70,30 @@ def sample_spec(spec: MoESpec) -> MoESpec:
                    head_dim=max(spec.head_dim, 2) // 2 * 2 or 64, dtype="bfloat16")
 
 
-def measured(spec: MoESpec, forms: Sequence[str], executor: str, end: float = math.inf) -> dict[str, Profile]:
+def attention_bytes(sample: MoESpec) -> int:
+    """Of a layer of a sample, about."""
+    return 4 * sample.H * sample.head_dim * (sample.heads + sample.kv_heads)
+
+
+def between(model: Model, expert: int) -> int:
+    """Bytes to read between two tokens of a model's sample, so that it meets each of its weights after as many others
+    as the model would: a processor's cache, which may hold a sample in few bits, keeps what it would of the model.
+
+    expert : bytes of an expert in memory.    An expert comes again after E/K tokens, all other weights in each.
+    """
+    spec, here = model.spec, sample_spec(model.spec)
+    experts = (spec.L * spec.E - here.L * here.E) * expert * here.K // here.E
+    others = model.dense - here.L * attention_bytes(here) - 2 * here.vocab * here.H
+    return min(experts + max(others, 0), PUSHED)
+
+
+def measured(model: Model, forms: Sequence[str], executor: str, end: float = math.inf) -> dict[str, Profile]:
     """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few seconds each; of one
     that was disturbed and is measured again, the less disturbed. `LEAST` of them are measured however long it takes;
     others, that would not be done by `end`, of time.monotonic(), are left out."""
-    sample, files, found = sample_spec(spec), {}, {}
+    sample, files, found = sample_spec(model.spec), {}, {}
     for form in forms:
-        key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, form, executor)))
+        key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor)))
         files[form] = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
         if files[form].is_file():
             found[form] = Profile.load(files[form])
@@ -92,7 +109,8 @@ def measured(spec: MoESpec, forms: Sequence[str], executor: str, end: float = ma
             how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
             stores[form] = ExpertStore(synthesize(Path(folder) / form, sample, **how))
             new[form] = of_store(stores[form], executor)
-        for form, seconds in resident_tokens(stores, executor).items():
+        others = {form: between(model, profile.nbytes["full"]) for form, profile in new.items()}
+        for form, seconds in resident_tokens(stores, executor, others).items():
             new[form].seconds["resident"] = seconds
             if form not in found or new[form].others <= found[form].others:
                 found[form] = new[form]
@@ -115,11 +133,11 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
-def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: int = 6, tokens: int = 12
-                    ) -> dict[str, list[float]]:
-    """Seconds of single tokens, with all of a store's experts in memory: of all stores in turn, so that what disturbs
-    the machine disturbs all, and none from the processor's cache. The first half of the rounds, which meets new memory,
-    does not count."""
+def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, others: Mapping[str, int], rounds: int = 4,
+                    tokens: int = 20) -> dict[str, list[float]]:
+    """Seconds of single tokens, with all of a store's experts in memory and so many bytes of `others` read before each:
+    of all stores in turn, so that what disturbs the machine disturbs all. The first half of the rounds, which meets new
+    memory, and of a turn, which meets the cache as another store has left it, do not count."""
     import torch
     from transformers import DynamicCache
 
@@ -127,15 +145,15 @@ def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, rounds: in
     with ExitStack() as stack, torch.inference_mode():
         models = {form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
                   for form, store in stores.items()}
-        others = torch.zeros(PUSHED // 8, dtype=torch.int64)
+        beside = torch.zeros(max(others.values(), default=0) // 8, dtype=torch.int64)
         caches = {form: DynamicCache(config=lm.config) for form, lm in models.items()}
         for ids in torch.arange(rounds * tokens).split(tokens):
             for form, lm in models.items():
                 for one in ids[:, None, None] % lm.config.vocab_size:
-                    others.sum()                        # reads it; written lines would be in the token's way
+                    beside[:others[form] // 8].sum()    # reads it; written lines would be in the token's way
                     lm(input_ids=one, past_key_values=caches[form], use_cache=True)
-        return {form: [forward.end - forward.start for forward in lm.moelab.forwards[rounds // 2 * tokens:]]
-                for form, lm in models.items()}
+        return {form: [forward.end - forward.start for i, forward in enumerate(lm.moelab.forwards)
+                       if i >= rounds // 2 * tokens and i % tokens >= tokens // 2] for form, lm in models.items()}
 
 
 def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float:
@@ -156,7 +174,7 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
     if not whole:
         rate = found.to_device()["memory_bandwidth_gbs"] * 1e9
         spec, here = model.spec, sample_spec(model.spec)
-        attention = spec.num_layers * 2 * spec.H * here.head_dim * (2 * here.heads + 2 * here.kv_heads)
+        attention = spec.num_layers * attention_bytes(here)
         head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / rate
         more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
         base = base * spec.num_layers / spec.L + more       # a dense layer's attention is its successor's
@@ -186,8 +204,8 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None, end: 
             return costs(together[name], model, False)
         if time.monotonic() > end - 4 * TURNS:
             return None
-        return costs(measured(model.spec, [name], executor)[name], model, False)
-    together = measured(model.spec, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast", end)
+        return costs(measured(model, [name], executor)[name], model, False)
+    together = measured(model, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast", end)
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
         found = sampled(form, executor)
@@ -195,7 +213,8 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None, end: 
             return found
         own, seen, L = costs(look.itself, model, True), Observed(*look.ran["observed"]), model.spec.L
         if executor != "fast":                                  # of which no run has told more than that
-            return found and replace(found, around=partial(replace, decide=seen.decide, handover=seen.handover))
+            return found and replace(found, predict=seen.predict,
+                                     around=partial(replace, decide=seen.decide, handover=seen.handover))
         awake = None                                            # the run knows its head, and more layers than a sample
         if found:
             awake = max(found.resident + (sum(found.head) - sum(seen.head) + seen.first) / L

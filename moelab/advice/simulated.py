@@ -26,10 +26,10 @@ from moelab.files import cache_root, read_json, write_json
 from moelab.offloading.profile import Profile
 from moelab.offloading.simulator import flat
 from moelab.specs import DeviceSpec
-from moelab.table import span
+from moelab.table import size, span
 
 #: of what is kept of a look: another number where that would no longer do
-FORMAT = "moelab.look/3"
+FORMAT = "moelab.look/4"
 #: ways that `verify` runs
 VERIFIED = 3
 #: seconds of measuring, the model itself first
@@ -102,12 +102,12 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
                   key=lambda way: (way.tpot, not way.lossless))
     best = next((way for way in ways if way.within(search.allowed)), None)
     if best is None:
-        raise ValueError(f"nothing that fits {search.memory / 1e9:.3g} GB is known to lose no more than "
+        raise ValueError(f"nothing that fits {size(search.memory)} is known to lose no more than "
                          f"{search.allowed:.2%}: measure it (--verify), allow any loss, or give more memory")
     plain = next(way for way in search.found if (way.name, way.budget) == (best.name, best.budget))
     faster = Search(search.model, twice_as_fast(costs_of), search.seen, search.memory, search.context, search.batch,
                     search.loss, search.allowed)
-    options = [(f"{1.5 * search.memory / 1e9:.3g} GB of memory",
+    options = [(f"{size(1.5 * search.memory)} of memory",
                 corrected(search.other(plain, search.memory * 3 // 2))),
                ("a disk twice as fast", None if plain.resident else _scaled(faster.play(plain, []), best, plain))]
     few = next((way for way in ways if not way.within(search.allowed)), None)
@@ -173,7 +173,7 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
     if not (file.is_file() and profile.is_file() and read_json(file).get("format") == FORMAT):
         if (way := as_looked(model, within)) is None:
-            return None, f"its experts as they are do not fit {within['memory'] / 1e9:.3g} GB"
+            return None, f"its experts as they are do not fit {size(within['memory'])}"
         options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}
         options |= {"bandwidth": bandwidth} if bandwidth else {}
         try:

@@ -41,6 +41,7 @@ from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import aligned
+from moelab.table import size
 
 #: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
 PROMPT, WARM, TIMED = 64, 24, 24
@@ -220,7 +221,7 @@ class Search:
             if self.allowed == 0 and not way.lossless:
                 continue
             for memory in (round(share * self.memory) for share in (0.5, 0.75, 1.5)):
-                if not self.late(f"{way.name} in {memory / 1e9:.3g} GB"):
+                if not self.late(f"{way.name} in {size(memory)}"):
                     self.other(way, memory)
 
     def leaders(self) -> list[Way]:

@@ -35,7 +35,8 @@ class Observed(NamedTuple):
     first : how much longer the first layer's `other` takes than the next ones' in a decode step.
     predict : asking a predictor for a layer's experts, which is not in `other`.
     decide : until the first of a layer's experts is computed, or waited for, and handover: as in `Delays`.
-    expert : an expert by itself: (base, per token).    together : as in `Delays`, of those n that came often.
+    expert : an expert by itself, from the end of what was computed before: (base, per token).
+    together : as in `Delays`, of those n that came often.
     """
 
     other: Linear
@@ -98,6 +99,7 @@ def observed(run: EngineRun) -> Observed:
             elif event.resource != "compute" and event.expert in steps.get(event.layer, ()):
                 loads[event.layer].add(event.expert)
         compute = [event for event in events if event.resource == "compute"]
+        after = {then: event.end for event, then in pairwise(compute) if event.kind != "other"}
         for event, then in pairwise([*compute, None]):
             if event.kind == "other":
                 if event.layer < 0:
@@ -109,7 +111,7 @@ def observed(run: EngineRun) -> Observed:
         for layer, found in experts.items():
             for event in found:
                 if event.expert >= 0:
-                    alone[steps[layer][event.expert]].append(event.end - event.start)
+                    alone[steps[layer][event.expert]].append(event.end - after.get(event, event.start))
                 elif max(steps[layer].values()) == 1:
                     several[len(steps[layer]) - len(found) + 1].append(event.end - event.start)
     predict, often = _asking(other), sum(map(len, several.values())) / 10
@@ -149,8 +151,9 @@ def _handovers(events: Sequence[Event]) -> list[float]:
         read = reads.get(wait[2:4], wait.end)
         mine = [i for i, one in enumerate(decodes) if one[2:4] == wait[2:4] and read <= one.start < wait.end]
         if wait.kind == "wait" and read < wait.end and not (mine and mine[0] and decodes[mine[0] - 1].end > read):
-            worked = (decodes[mine[0]].start, max(decodes[i].end for i in mine)) if mine else (read, read)
-            found.append(max(worked[0] - read + wait.end - worked[1], 0.0))
+            since = max(read, wait.start)                       # a prefetched one may have been there for long
+            worked = (decodes[mine[0]].start, max(decodes[i].end for i in mine)) if mine else (since, since)
+            found.append(max(worked[0] - since, 0.0) + max(wait.end - max(worked[1], since), 0.0))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moelab.advice.answer import Advice
 from moelab.advice.ways import Way, front
-from moelab.table import format_value
+from moelab.table import duration, format_value, size
 from moelab.viz import theme
 from moelab.viz.figures import add_points, finish, panels
 from moelab.viz.notebook import say, show, table
@@ -26,7 +26,7 @@ def pareto(advice: Advice) -> Figure:
     figure, places = panels(["memory", "loss"] if known else ["memory"], horizontal_spacing=0.12,
                             y="TPOT (ms)")
     for i, (name, of) in enumerate(sorted(groups.items())):
-        told = {"text": [f"{way.name}, {way.memory / 1e9:.3g} GB" for way in of]}
+        told = {"text": [f"{way.name}, {size(way.memory)}" for way in of]}
         add_points(figure, [(way.memory / 1e9, 1e3 * way.tpot) for way in of], name, i, "%{text}: %{y:.4g} ms", **told,
                    **places[0])
         if known and of[0].loss is not None:
@@ -54,8 +54,8 @@ def draw(advice: Advice) -> None:
     tried = len(advice.ways) + len(advice.elsewhere)
     show(pareto(advice), f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
          f"that was tried. Kinds of numbers differ by series; the ring is what is advised.",
-         f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {1e3 * best.tpot:.3g} ms a "
-         f"token in {best.memory / 1e9:.3g} GB", "advice")
+         f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {duration(best.tpot)} a "
+         f"token in {size(best.memory)}", "advice")
     rows = advice.table()           # what is the same in all rows takes no column
     same = {name: value for name, value in rows[0].items() if len(rows) > 1 and all(r[name] == value for r in rows)}
     table([{name: value for name, value in row.items() if name not in same} for row in rows])

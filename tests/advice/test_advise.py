@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from moelab.advice.ways import Way, front, hit_rates, possible, zipf
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes, uniform_hit_rate
 from moelab.specs import MoESpec
+from moelab.table import duration, size
 from tests.models import tiny
 
 RATES = MachineRates(read=1e9, memory=20e9, flops=1e12)
@@ -74,7 +76,19 @@ def test_a_card_needs_no_weights_and_what_is_printed_can_be_run(name):
         build_parser(words).parse_args(words)
     given = {key: value for _, _, options in found.steps[-1:] for key, value in options.items()}
     inspect.signature(open_model).bind(found.steps[-1][1], **given)
-    assert f"{found.best.tpot:.3g} s a token" in str(found) and "modelled" in str(found)
+    assert f"{duration(found.best.tpot)} a token" in str(found) and "modelled" in str(found)
+
+
+def test_quantities_are_told_in_units_of_their_size_and_plain_digits():
+    """Of the smallest and the largest ways, what is told, read back by its unit, is what was meant."""
+    units = {"GB": 1e9, "MB": 1e6, "s": 1.0, "ms": 1e-3}
+    for told, value in ((size, 9_437_184), (size, 1e9), (size, 1.35e12), (duration, 0.00351), (duration, 1234.0)):
+        number, unit = told(value).split(" ")
+        assert float(number.replace(",", "")) * units[unit] == pytest.approx(value, rel=5e-3)
+        assert "e" not in number and float(number.replace(",", "")) >= 1
+    for memory in ("16GB", "2000GB"):
+        told = advise("Qwen3-30B-A3B", memory, device="m2-max", context=16, batch=100).words
+        assert not re.search(r"\d\.?\d*e[+-]\d|(?<![\d,.])0\.0\d* GB", told), told
 
 
 def test_lossless_is_advised_unless_loss_is_allowed():

@@ -108,9 +108,9 @@ def test_forms_that_time_does_not_suffice_for_are_left_out_and_measured_later(mo
     monkeypatch.setattr(sample, "SECONDS", 0.01)
     monkeypatch.setattr(sample, "SIZE", 1 << 20)
     forms = ["raw", "bf12", "int4"]
-    assert [*sample.measured(SPEC, forms, "exact", end=0.0)] == forms[:sample.LEAST]
-    assert [*sample.measured(SPEC, forms, "exact", end=0.0)] == forms[:sample.LEAST]        # all that is kept is enough
-    assert {*sample.measured(SPEC, forms, "exact")} == {*forms}
+    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[:sample.LEAST]
+    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[:sample.LEAST]        # all that is kept is enough
+    assert {*sample.measured(MODEL, forms, "exact")} == {*forms}
 
 
 def test_a_loss_is_relative_to_the_model_as_it_is():
@@ -184,7 +184,19 @@ def test_what_the_engine_takes_in_a_run_is_added_to_the_parts_of_every_form(monk
     assert as_it_is.around(as_it_is.delays).expert(1) == 8.0 and as_it_is.delays == own and as_it_is.resident == 45.5
     exact = costs_of("bf12", "exact")                             # of which nothing was run
     assert exact.around(parts) == replace(parts, decide=((0, 1.0), (2, 4.0)), handover=0.5)
-    assert exact.other == (7.0, 7.0)
+    assert exact.other == (7.0, 7.0) and exact.predict == found.predict           # the same predictor is asked
+
+
+@pytest.mark.parametrize("L, E, others", [(2, 8, 0), (3, 8, 0), (2, 64, 10**5), (90, 999, 0)])
+def test_a_sample_meets_an_expert_again_after_as_many_bytes_as_the_model(monkeypatch, L, E, others):
+    """E/K tokens, each of them K experts of every layer, in the sample with what is read beside."""
+    monkeypatch.setattr(sample, "SIZE", 1 << 18)
+    spec = replace(SPEC, num_layers=L, moe_layers=tuple(range(L)), E=E)
+    here, beside = sample.sample_spec(spec), sample.between(Model("m", spec, 0, "given"), expert := 12_345)
+    again = here.E / here.K * (here.L * here.K * expert + beside)
+    assert again == pytest.approx(E / spec.K * (L * spec.K * expert), rel=0.01) or beside == sample.PUSHED
+    more = sample.between(Model("m", spec, 10**7 + others, "given"), expert)
+    assert beside < more or beside == sample.PUSHED
 
 
 def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
@@ -200,8 +212,8 @@ def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeyp
     monkeypatch.setattr(sample, "SIZE", 1 << 20)
     busy = iter([0.0, 1e6, 0.0, 2e6, 0.0, 0.0])                     # seconds of others, before and after
     monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
-    first = sample.measured(SPEC, ["raw"], "exact")["raw"]
+    first = sample.measured(MODEL, ["raw"], "exact")["raw"]
     assert sample.disturbed(first) and first.load_average is not None
-    assert sample.measured(SPEC, ["raw"], "exact")["raw"] == first           # it was worse the second time
-    quiet = sample.measured(SPEC, ["raw"], "exact")["raw"]
-    assert not sample.disturbed(quiet) and quiet.others == 0 and sample.measured(SPEC, ["raw"], "exact")["raw"] == quiet
+    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first           # it was worse the second time
+    quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
+    assert not sample.disturbed(quiet) and quiet.others == 0 and sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet

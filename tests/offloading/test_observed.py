@@ -38,10 +38,10 @@ def test_what_is_measured_besides_experts_is_fitted():
 
 
 def test_deciding_waking_and_computing_by_hand():
-    """Experts 0, 1 are in memory and are computed in 4 s; 2 is read until 8, decoded from 9 to 11, waited for until 14;
-    nothing is decided for 3 s with a load, and 1 s without."""
+    """Experts 0, 1 are in memory and are computed in 4 s; 2 is read until 8, decoded from 9 to 11, waited for until 14, and
+    computed a second later; nothing is decided for 3 s with a load, and 1 s without."""
     loading = [("compute", "other", -1, 0, 1), ("compute", "expert", -1, 4, 8), ("disk", "read", 2, 3, 8),
-               ("worker 0", "decode", 2, 9, 11), ("compute", "wait", 2, 8, 14), ("compute", "expert", 2, 14, 19),
+               ("worker 0", "decode", 2, 9, 11), ("compute", "wait", 2, 8, 14), ("compute", "expert", 2, 15, 19),
                ("compute", "head", -1, 19, 20)]
     there = [("compute", "other", -1, 0, 1), ("compute", "expert", -1, 2, 8), ("compute", "head", -1, 8, 9)]
     found = observed(run_of((1, {0: 1, 1: 1, 2: 1}, loading), (1, {0: 1, 1: 1, 3: 1}, there)))
@@ -69,6 +69,13 @@ def test_layers_differ_and_those_that_predict_take_longer():
     layers = [(5 - predict + 4) / 2, (5 * (3 - predict) + 2) / 4, 2.0]
     assert found.other[0] == pytest.approx(sum(layers) / 3)
     assert found.first == pytest.approx(layers[0] - sum(layers[1:]) / 2)
+
+
+def test_what_a_prefetched_expert_was_there_before_it_was_waited_for_is_no_handover():
+    """It is read at 2 and checked from 8 to 9; compute is busy until 7 and waits for it until 10."""
+    events = [("disk", "read", 1, 1, 2), ("compute", "other", -1, 0, 7), ("compute", "wait", 1, 7, 10),
+              ("worker 0", "check", 1, 8, 9), ("compute", "expert", 1, 10, 12)]
+    assert observed(run_of((1, {1: 1}, events))).handover == (8 - 7) + (10 - 9)
 
 
 def test_what_experts_take_besides_is_without_those_they_run_beside():

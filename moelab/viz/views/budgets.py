@@ -25,7 +25,7 @@ from moelab.offloading.slots import Sizes, divide
 from moelab.registry import names, require
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
-from moelab.table import ms
+from moelab.table import ms, size
 from moelab.viz.engine_figures import budget_curve, memory_bar
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
@@ -206,7 +206,7 @@ def budgets(explorer: Explorer, share: float, policies: Sequence[str], target: f
 def draw(found: Budgets) -> Iterator[Figure]:
     """TPOT and hit rate by budget, the chosen one marked; the memory bar."""
     yield budget_curve(found.curves, found.optimum, {"disk or compute alone": found.limit},
-                       {_size(found.memory): found.memory}, most_hits=found.ceiling, measured=found.measured,
+                       {size(found.memory): found.memory}, most_hits=found.ceiling, measured=found.measured,
                        target=(1 / found.target, _rate(found.target)))
     yield memory_bar(found.parts, ON_DISK)
 
@@ -222,8 +222,8 @@ def rows(found: Budgets) -> list[dict[str, Any]]:
 
 def words(found: Budgets) -> tuple[str, str]:
     best = min(found.at, key=lambda policy: found.at[policy].tpot)
-    reached = [f"{_size(size)} with {policy}" for policy, size in found.needs.items() if size is not None]
-    told = f"{found.name}, {_size(found.memory)} for experts, {found.device}: {best} takes " \
+    reached = [f"{size(least)} with {policy}" for policy, least in found.needs.items() if least is not None]
+    told = f"{found.name}, {size(found.memory)} for experts, {found.device}: {best} takes " \
            f"{ms(found.at[best].tpot)} ms a token and finds {found.at[best].hit_rate:.0%} of the experts in memory. " \
            f"{_rate(found.target)} need {', '.join(reached) or 'more than memory: no budget gives them here'}. " \
            f"TPOT is the mean of decode steps (simulated; routing {found.how})."
@@ -234,10 +234,6 @@ def words(found: Budgets) -> tuple[str, str]:
 
 def _rate(tokens: float) -> str:
     return f"{tokens:,.0f} tokens/s" if tokens >= 100 else f"{tokens:.3g} tokens/s"
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 0.5e9 else f"{nbytes / 1e6:.3g} MB"
 
 
 def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIES, device: str | None = None,
