@@ -144,10 +144,10 @@ def library(kind: str, split: str) -> tuple[str, ...]:
             folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
             files += [Path(folder, name) for name in names if name.endswith(".py") and name != "topics.py"]
         named = ((p.relative_to(root).as_posix(), p) for p in sorted(files))
-        texts = [p.read_text(encoding="utf-8", errors="ignore") for name, p in named if in_split(name, split)]
+        texts = (p.read_text(encoding="utf-8", errors="ignore") for name, p in named if in_split(name, split))
     else:
         from pydoc_data.topics import topics
-        texts = [text for name, text in sorted(topics.items()) if in_split(name, split, share=5)]
+        texts = (text for name, text in sorted(topics.items()) if in_split(name, split, share=5))
     tidy = ("\n".join(line.rstrip() for line in text.splitlines() if line.strip()) for text in texts)
     return tuple(text for text in tidy if text.count("\n") >= 8)
 

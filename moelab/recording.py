@@ -150,7 +150,7 @@ class _Writer:
                                    ("position", position, torch.int32), ("tokens", tokens, torch.int32)):
             self.columns[name].append(value.reshape(-1)[self.rows].to(dtype))
         self.routed: dict[int, tuple[Tensor, Tensor]] = {}
-        self.hidden: dict[str, dict[int, Tensor]] = {name: {} for name in HIDDEN}
+        self.hidden: dict[str, Tensor] = {}                         # [T, L, H], filled as layers run
 
     def put(self, layer: int, ids: Tensor, weights: Tensor) -> None:
         if layer in self.routed:
@@ -159,7 +159,10 @@ class _Writer:
         self.routed[layer] = ids, weights
 
     def see(self, name: str, layer: int, value: Tensor) -> None:
-        self.hidden[name][layer] = value.reshape(-1, value.shape[-1])
+        value = value.reshape(-1, value.shape[-1]).cpu()[self.rows]
+        if name not in self.hidden:
+            self.hidden[name] = torch.zeros(len(value), self.spec.L, value.shape[-1], dtype=value.dtype)
+        self.hidden[name][:, layer] = value
 
     def flush(self) -> None:
         """The forward pass is over: stack its layers."""
@@ -173,12 +176,9 @@ class _Writer:
         self.columns["ids"].append(ids)
         self.columns["weights"].append(weights)
         if self.sink is not None:
-            for name, values in self.hidden.items():
-                some = next(iter(values.values()))
-                stacked = torch.zeros((T, L, some.shape[-1]), dtype=some.dtype)
-                for layer, value in values.items():
-                    stacked[:, layer] = value.cpu()[self.rows]
-                self.sink.files[name].append(stacked)
+            while self.hidden:
+                name, values = self.hidden.popitem()
+                self.sink.files[name].append(values)
 
     def trace(self, model_id: str) -> RoutingTrace:
         columns = {name: torch.cat(parts) for name, parts in self.columns.items()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moelab.models import deepseek
+from moelab.models import compat, deepseek
 from moelab.store.headers import Stored, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore
 
@@ -96,6 +96,7 @@ def _stays_inside(path: Path, home: Path) -> None:
 def load_config(folder: Path) -> Any:
     """The config of a checkpoint folder; ValueError for one that transformers does not know or that is damaged."""
     import transformers
+    compat.import_losses()
     deepseek.register()
     file = folder / "config.json"
     if not file.is_file():

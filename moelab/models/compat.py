@@ -33,6 +33,28 @@ def model_class(config: Any) -> type:
                      f"language models, encoder-decoders, and those that read images and write text")
 
 
+@cache
+def import_losses() -> None:
+    """Import the losses that every model class imports without scipy.optimize, 20 MB that only detectors' losses use:
+    it is imported when they call it."""
+    from transformers import utils
+
+    def linear_sum_assignment(*args: Any, **options: Any) -> Any:
+        from scipy import optimize
+        return optimize.linear_sum_assignment(*args, **options)
+
+    asked, utils.is_scipy_available = utils.is_scipy_available, lambda: False
+    try:
+        from transformers.loss import loss_utils as losses
+    finally:
+        utils.is_scipy_available = asked
+    package = losses.__name__.removesuffix("loss_utils")
+    for module in [vars(module) for name, module in sys.modules.items() if name.startswith(package)]:
+        if "is_scipy_available" in module:
+            module["is_scipy_available"] = asked
+            module.setdefault("linear_sum_assignment", linear_sum_assignment)
+
+
 def meta_twin(config: Any) -> torch.nn.Module:
     """The whole model without any memory behind it (the meta device), unquantised."""
     config = deepcopy(config)

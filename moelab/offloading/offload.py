@@ -112,7 +112,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     # Experts of a prompt get ever other numbers of tokens. For each shape oneDNN, by which torch multiplies bf16, keeps
     # code of 0.7 MB, and so does what calls it: 1024 each, unless the first use finds a smaller number here.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "32")
+        os.environ.setdefault(cache, "8")
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)

@@ -122,12 +122,14 @@ def coming(chosen: Tensor, sequence: Tensor, discount: float) -> tuple[Tensor, T
 def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
     """W [F, E] of y ≈ x W by all rows, with the strength that predicts the rows `held_out` [T] best from the rest."""
     def products(rows: Tensor) -> tuple[Tensor, Tensor]:
-        return x[rows].T.double() @ x[rows].double(), x[rows].T.double() @ y[rows].double()
+        some = x[rows].double()
+        return some.T @ some, some.T @ y[rows].double()
 
     def solved(of: tuple[Tensor, Tensor], strength: float) -> Tensor:
-        gram, target = of
-        return torch.linalg.solve(gram + strength * gram.diagonal().mean() * torch.eye(len(gram)), target).float()
+        gram, target = of[0].clone(), of[1]
+        gram.diagonal().add_(strength * gram.diagonal().mean())
+        return torch.linalg.solve(gram, target).float()
 
     part, rest = products(~held_out), products(held_out)
     errors = {s: float((x[held_out] @ solved(part, s) - y[held_out]).square().sum()) for s in RIDGES}
-    return solved((part[0] + rest[0], part[1] + rest[1]), min(errors, key=errors.get))
+    return solved((part[0].add_(rest[0]), part[1] + rest[1]), min(errors, key=errors.get))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -28,6 +30,15 @@ def test_the_small_model_opens_by_default():
     assert model.tokenizer.padding_side == "left"
     text = model.tokenizer("\nkey = 123")["input_ids"]
     assert model(torch.tensor([text])).logits.shape == (1, len(text), model.config.vocab_size)
+
+
+def test_losses_bring_scipy_s_optimizers_only_when_they_match():
+    code = ("import sys, torch, moelab; moelab.open_model()\n"
+            "print('scipy.optimize' in sys.modules)\n"
+            "from transformers.loss.loss_for_object_detection import linear_sum_assignment as match\n"
+            "print(match(torch.tensor([[4., 1, 3], [2, 0, 5], [3, 2, 2]]))[1].tolist())")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split("\n")[:2] == ["False", "[1, 0, 2]"]       # 1 + 2 + 2 is the least
 
 
 def test_resident_is_plain_transformers(tmp_path):

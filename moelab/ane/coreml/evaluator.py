@@ -98,6 +98,10 @@ class Evaluator:
             if op.type not in OPS:
                 raise ValueError(f"{self.path}: the operation {op.type!r} ({op.name}) is not evaluated; it takes a "
                                  f"line in OPS of moelab/ane/coreml/evaluator.py")
+        last = {name: step for step, op in enumerate(self._steps) for names in op.inputs.values()
+                for name in (names if isinstance(names, tuple) else (names,))}
+        self._last_use = [{name for name in last.keys() - set(self.function.outputs) if last[name] == step}
+                          for step in range(len(self._steps))]
         self._alarms: dict[tuple[str, str], Alarm] = {}
 
     @property
@@ -112,7 +116,7 @@ class Evaluator:
 
         def found(name: str) -> Any:        # weights are widened for one operation: all would be four times the file
             return self._constant(constants[name]) if name in constants else values.get(name)
-        for op in self._steps:
+        for op, last_used in zip(self._steps, self._last_use):
             given = {parameter: list(map(found, names)) if isinstance(names, tuple) else found(names)
                      for parameter, names in op.inputs.items()}
             try:
@@ -123,6 +127,8 @@ class Evaluator:
                 self._look(given["x"].abs().sum(given["axes"].tolist()), op.name, op.type, FP16_MAX, "sum")
             for value, tensor in zip(op.outputs, made if isinstance(made, list) else [made], strict=True):
                 values[value.name] = self._declared(tensor, value, op.type, op.name)
+            for name in last_used & values.keys():
+                del values[name]
         return {name: found(name) for name in self.function.outputs}
 
     def _declared(self, tensor: Tensor, value: Value, kind: str, name: str) -> Tensor:
@@ -150,7 +156,7 @@ class Evaluator:
         """Floats as tensors in the working precision, all else as it is."""
         if op.outputs[0].dtype not in FLOATS:
             return op.constant
-        return torch.as_tensor(np.asarray(op.constant, dtype=np.float64)).to(self.dtype)
+        return torch.from_numpy(np.array(op.constant, dtype=np.float64 if self.mode == "double" else np.float32))
 
     def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         expected = {value.name: value for value in self.function.inputs}
