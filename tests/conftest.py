@@ -1,5 +1,6 @@
 """What every test shares: results go to a temporary folder, torch uses one thread, hypothesis takes its time."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,16 @@ sys.modules.setdefault("rfc3987_syntax", None)      # optional, and seconds of w
 settings.register_profile("moelab", deadline=None, max_examples=50, print_blob=True,
                           derandomize=bool(os.environ.get("CI")))
 settings.load_profile("moelab")
+
+
+def pytest_collection_finish():
+    """What was imported stays: half a second of work for the collector, each time that a test asks for it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()                   # else libraries complain at the end about what they take for leaks
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from moelab.files import CHECKOUT, small_model
 from moelab.lab.results import KINDS
-from moelab.lab.runner import is_side_by_side, notebooks, run_notebook
+from moelab.lab.runner import is_side_by_side, notebooks
 from moelab.models.synthesize import TOKENIZER, synthesize
 from moelab.parallel.launch import HEAVY
 from moelab.specs import MoESpec
@@ -21,8 +21,8 @@ InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").Interact
 every_notebook = pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 
 
-def run_cells(path, environment):
-    """Run a notebook's cells in IPython, with smoke=True."""
+def run_cells(path, environment, parameters):
+    """Run a notebook's cells in IPython, with parameters of its own."""
     os.environ.update(environment)
     os.chdir(CHECKOUT)
     shell = InteractiveShell.instance()
@@ -30,22 +30,28 @@ def run_cells(path, environment):
         if cell.cell_type == "code":
             shell.run_cell(cell.source, store_history=True).raise_error()
             if "parameters" in cell.metadata.get("tags", ()):
-                shell.run_cell("smoke = True").raise_error()
+                shell.push(parameters)
+
+
+def smoke_run(path, folder, **parameters):
+    """What a notebook finds with smoke=True, in a process that is forked from one that has imported what takes
+    seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*HEAVY, "ipywidgets", "plotly.graph_objects", "moelab.offloading.offload"])
+    process = context.Process(target=run_cells, args=(path, dict(os.environ) | {
+        "MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(folder), "IPYTHONDIR": str(folder / "ipython")},
+        {"smoke": True} | parameters))
+    process.start()
+    process.join(3600 if STRESS else 500)
+    process.kill()                  # if it has not ended
+    process.join()
+    assert process.exitcode == 0
+    return json.loads((folder / "metrics.json").read_text())
 
 
 @every_notebook
 def test_smoke_run(path, tmp_path):
-    """In a process that is forked from one that has imported what takes seconds."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([*HEAVY, "ipywidgets", "plotly.graph_objects", "moelab.offloading.offload"])
-    process = context.Process(target=run_cells, args=(path, dict(os.environ) | {
-        "MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(tmp_path), "IPYTHONDIR": str(tmp_path / "ipython")}))
-    process.start()
-    process.join(300)
-    process.kill()                  # if it has not ended
-    process.join()
-    assert process.exitcode == 0
-    found = json.loads((tmp_path / "metrics.json").read_text())
+    found = smoke_run(path, tmp_path)
     assert found["notebook"] == path.stem and found["metrics"]
     assert all(metric["kind"] in KINDS for metric in found["metrics"].values())
     if is_side_by_side(path):       # what it measures in seconds does not depend on what else runs
@@ -70,8 +76,7 @@ def foreign(tmp_path_factory):
 
 @pytest.mark.stress
 @every_notebook
-def test_smoke_run_of_another_model(path, foreign):
+def test_smoke_run_of_another_model(path, foreign, tmp_path):
     if not STRESS and path.stem != "03_cache_planning":
         pytest.skip("make stress runs all of them")
-    directory = run_notebook(path, {"smoke": True, "model": str(foreign)}, timeout=3600)
-    assert json.loads((directory / "metrics.json").read_text())["metrics"]
+    assert smoke_run(path, tmp_path, model=str(foreign))["metrics"]

@@ -435,7 +435,7 @@ def test_random_damage_is_refused_or_harmless(tmp_path):
         raw = file.read_bytes()
         end = 8 + int.from_bytes(raw[:8], "little") if file.suffix == ".safetensors" else len(raw)
         file.write_bytes(mutated(raw, end, rng))
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             logits = open_model(folder, experts=rng.choice(["resident", "external"]))(ids).logits
         except (ValueError, LookupError, OSError):
@@ -444,7 +444,7 @@ def test_random_damage_is_refused_or_harmless(tmp_path):
             opened += 1
             expected = theirs(folder)(ids).logits if file.name == "config.json" else truth
             assert torch.equal(logits, expected), file.read_bytes()[:2000]
-        assert time.perf_counter() - start < 10
+        assert time.process_time() - start < 10             # of this process, however busy the machine
         file.write_bytes(raw)
     assert opened < depth(40, 1000)
 

@@ -49,7 +49,7 @@ MODELS = {
     "qwen2_moe": {"num_experts": 12, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 40,
                   "decoder_sparse_step": 1, "mlp_only_layers": []}}
 CODECS = ("raw", "zstd-huffman", "huffman")
-WATCHDOG = 60                           # seconds that one generation may take
+WATCHDOG = 300                          # seconds that one generation may take
 
 
 def save(folder: Path, model_type: str, seed: int = 0) -> Path:

@@ -28,8 +28,13 @@ try:
             raise {"error": ValueError, "Ctrl-C": KeyboardInterrupt}[sys.argv[2]]
 except (ValueError, KeyboardInterrupt):
     pass
-time.sleep(0.2)                                 # a thread that has been joined may be seen a moment longer
-print([name for name in threads() if "gloo" in name or "tcpstore" in name])
+def left():
+    return [name for name in threads() if "gloo" in name or "tcpstore" in name]
+
+end = time.monotonic() + 10                     # a thread that has been joined may be seen a moment longer
+while left() and time.monotonic() < end:
+    time.sleep(0.01)
+print(left())
 """
 
 

@@ -248,7 +248,7 @@ def rows_of(predicted, way, x, ids, weights):
 def test_a_killed_rank_ends_the_run(tmp_path):
     with pytest.raises(RuntimeError, match=r"rank 1 of 3 was killed by SIGKILL.*the other ranks were ended"):
         launch(ranks.die_in_the_middle, 3, tmp_path / "note")
-    assert time.time() - float((tmp_path / "note").read_text()) < 15
+    assert time.time() - float((tmp_path / "note").read_text()) < 300         # rank 2 would go on for 600
 
 
 def test_an_error_of_one_rank_is_told(capfd):

@@ -79,7 +79,7 @@ def everything_under(folder):
 
 def attack(folder, work, truth, source):
     """Open, read, verify and restore: each is refused by name, or gives what the model has; returns what was refused."""
-    before, start, refused = everything_under(work), time.perf_counter(), set()
+    before, start, refused = everything_under(work), time.process_time(), set()
 
     def files(path):
         return {p.name: p.read_bytes() for p in path.iterdir()}
@@ -92,7 +92,7 @@ def attack(folder, work, truth, source):
             refused.add(name)
     shutil.rmtree(work / "restored", ignore_errors=True)
     assert everything_under(work) == before                             # and nothing else was left or touched
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10                             # of this process, however busy the machine
     return refused
 
 

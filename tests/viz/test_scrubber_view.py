@@ -1,7 +1,6 @@
 """The token scrubber: states against the engine's own counts, and the player in a browser, without a kernel."""
 
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -115,13 +114,11 @@ def test_the_page_plays_in_a_browser_without_a_kernel(page):
         tab.keyboard.press("Home")
         tab.locator("select").select_option("30")
         drawn = int(tab.locator("canvas.moelab-player").get_attribute("data-frames"))
-        start = time.perf_counter()
         tab.keyboard.press(" ")
         tab.wait_for_function("document.querySelector('[role=status]').textContent.startsWith('pass 15 of 15')")
-        took = time.perf_counter() - start
         frames = int(tab.locator("canvas.moelab-player").get_attribute("data-frames")) - drawn
         browser.close()
-    assert errors == [] and 12 <= frames <= 20 and took < 5
+    assert errors == [] and 12 <= frames <= 20
 
 
 def test_tables_and_bad_controls_on_the_command_line(folder, tmp_path, capsys):
