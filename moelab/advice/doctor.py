@@ -22,8 +22,8 @@ FEATURES = {"avx2": "vectors of 8", "avx512bw": "vectors of 16", "avx512bf16": "
             "amx-bf16": "bf16 products in tiles", "neon": "vectors of 4", "bf16": "bf16 products"}
 #: package → what does not run without it
 PACKAGES = {
-    "torch": "everything", "transformers": "opening models", "zstandard": "the codecs zstd and zstd-huffman",
-    "numba": "the executors fast and gemv, bf12 and few bits multiplied as they lie",
+    "torch": "everything", "transformers": "opening models", "numba": "opening models",
+    "zstandard": "the codecs zstd and zstd-huffman",
     "coremltools": "converting for the Neural Engine", "plotly": "figures", "ipywidgets": "widgets",
     "papermill": "reproduce and run", "lm_eval": "evaluate with lm-eval's tasks",
     "accelerate": "bench engine's peer accelerate"}
@@ -90,7 +90,7 @@ def _kernels() -> str:
     try:
         from moelab.kernels import compile as compiled
     except ModuleNotFoundError:
-        return "none without numba: experts are computed by torch"
+        return "none without numba"
     folder = Path(compiled.__file__).with_name("__pycache__")
     made = len(list(folder.glob("*.nbi"))) if folder.is_dir() else 0
     if not os.access(folder if folder.is_dir() else folder.parent, os.W_OK):

@@ -17,18 +17,12 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_gated, wants_grad
-
-try:
-    from moelab.kernels import feed_forward as around, products
-except ModuleNotFoundError as error:
-    if error.name != "numba":
-        raise
-    products = None
+from moelab.kernels import feed_forward as around, products
 
 
 class GEMV(Sorted):
-    """numba products with weights as they lie; `Sorted` where numba is missing, for experts that are not plain, weights
-    that are not contiguous, mixed types, other devices and gradients."""
+    """numba products with weights as they lie; `Sorted` for experts that are not plain, weights that are not contiguous,
+    mixed types, other devices and gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,5 +135,5 @@ def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype) ->
 
 
 def _computable(x: Tensor, weights: Tensor, experts: Any) -> bool:
-    return products is not None and x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts) \
+    return x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts) \
         and not wants_grad(x, weights)

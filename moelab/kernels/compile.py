@@ -9,6 +9,7 @@ from other files too. So what is older than any of the files that a kernel may c
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -24,7 +25,6 @@ from moelab.progress import Notice
 #: files that a kernel may call into → when they were changed: this folder's, where `tiles` has parts of kernels but
 #: none of its own, then others in the order of their imports
 _FILES = {path: path.stat().st_mtime for path in Path(__file__).parent.glob("*.py")}
-_LOOKED_AT: set[Path] = set()           # files of which nothing stale is left
 _ALIVE: list[Any] = []                  # compiled functions, which would take their code with them
 
 
@@ -63,26 +63,23 @@ def c_function(function: Callable) -> int:
 
 def c_library(name: str) -> int:
     """The address of a C function of a library that this process has loaded; 0 if there is none."""
-    try:
-        return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
-    except (OSError, AttributeError, TypeError):
-        return 0
+    own = None if sys.platform == "win32" else ctypes.CDLL(None)
+    return ctypes.cast(getattr(own, name, None), ctypes.c_void_p).value or 0
 
 
 def _cached(compiler: Callable, function: Callable, *args: Any, **options: Any) -> Any:
-    _drop_stale(function)
+    _drop_stale(Path(function.__code__.co_filename))
     try:
         return compiler(*args, cache=True, **options)(function)
     except RuntimeError:                # numba found no folder that it can write to: compile in every process
         return compiler(*args, **options)(function)
 
 
-def _drop_stale(function: Callable) -> None:
+@lru_cache(maxsize=None)
+def _drop_stale(file: Path) -> None:
     """Forget what is cached of a file's kernels if a file of kernels that was imported before has changed since."""
-    file = Path(function.__code__.co_filename)
-    if file in _LOOKED_AT or not file.exists():
+    if not file.exists():
         return
-    _LOOKED_AT.add(file)
     _FILES[file] = file.stat().st_mtime
     newest = max(_FILES.values())
     for index in (file.parent / "__pycache__").glob(f"{file.stem}.*.nbi"):

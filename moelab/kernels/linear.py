@@ -19,12 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    from moelab.kernels import products
-except ModuleNotFoundError as error:
-    if error.name != "numba":
-        raise
-    products = None             # nothing is replaced
+from moelab.kernels import products
 
 SIZES = (8, 32, 128)            # tokens of one expert that are tried
 REPEATS = 3                     # the best of so many counts: the others were disturbed
@@ -43,7 +38,7 @@ class FastLinears:
         pack : a `products.Pack`: the weight is multiplied as that packs it, kept beside the module's own. One that is
             rounded is so for any number of rows; only where it is trained is it the module's own.
         """
-        if products is None or type(module) is not nn.Linear or not fits(module.weight, module.bias) \
+        if type(module) is not nn.Linear or not fits(module.weight, module.bias) \
                 or module.weight.numel() < LARGE and pack is None:
             return None
         packed = None if pack is None else products.Matrices.of(module.weight, module.bias, pack=pack)

@@ -13,22 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moelab.kernels.attention import decode_attention
+from moelab.kernels.layers import decode_layer, stretches
 from moelab.kernels.linear import FastLinears
+from moelab.kernels.norms import fast_norm, fast_router
+from moelab.kernels.products import PACKED, Matrices
 from moelab.models.patches import Patches, bare
 from moelab.store import bf12, fewbit
 from moelab.store.reader import aligned_buffer
 
-try:
-    from moelab.kernels.attention import decode_attention
-    from moelab.kernels.layers import decode_layer, stretches
-    from moelab.kernels.norms import fast_norm, fast_router
-    from moelab.kernels.products import PACKED, Matrices
-    KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer}
-except ModuleNotFoundError as error:
-    if error.name != "numba":
-        raise
-    KERNELS = {}                        # nothing is replaced then
-
+KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer}
 #: what linear layers can be multiplied in; the last three round
 DENSE = "bf12", "int8", "int4", "mxfp4"
 ROUTERS = "gate", "router"              # linear layers of these names choose experts
@@ -67,10 +61,10 @@ class FastDecode(Patches):
                         setattr(self, what, getattr(self, what) + 1)
             for weight in model.parameters():
                 on_huge_pages(weight.data_ptr(), weight.nbytes if weight.is_cpu else 0)
-            self.stretches = sum(len(stretches(module)) for module in model.modules()) if KERNELS else 0
+            self.stretches = sum(len(stretches(module)) for module in model.modules())
             if dense and not packed:
                 raise ValueError(f"dense is {dense!r}, and no linear layer of this model can be: their weights must be "
-                                 f"bf16 on the CPU, their inputs a multiple of 64, and numba must be installed")
+                                 f"bf16 on the CPU, their inputs a multiple of 64")
         except BaseException:
             self.close()
             raise

@@ -4,42 +4,35 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from moelab.kernels.compile import kernel
+from moelab.kernels.emit import I8, I64, emitted
 
 
-def _memory(bits: int):
-    """(load, store) of words of so many bits, zero-extended to u64."""
-    pointer = ir.IntType(bits).as_pointer()
-
-    @intrinsic
-    def load(typing, address):
-        def code(context, builder, signature, args):
-            value = builder.load(builder.inttoptr(args[0], pointer), align=1)
-            return value if bits == 64 else builder.zext(value, ir.IntType(64))
-        return types.uint64(types.int64), code
-
-    @intrinsic
-    def store(typing, address, value):
-        def code(context, builder, signature, args):
-            value = args[1] if bits == 64 else builder.trunc(args[1], ir.IntType(bits))
-            builder.store(value, builder.inttoptr(args[0], pointer), align=1)
-            return context.get_dummy_value()
-        return types.void(types.int64, types.uint64), code
-    return load, store
+@emitted(types.uint64)
+def load(address):
+    return address.load(I64)
 
 
-load, store = _memory(64)
-load_byte, store_byte = _memory(8)
+@emitted(types.uint64)
+def load_byte(address):
+    return address.load(I8).to(I64, "zext")
 
 
-@intrinsic
-def trailing_zeros(typing, value):
+@emitted()
+def store(address, value):
+    address.store(value)
+
+
+@emitted()
+def store_byte(address, value):
+    address.store(value.to(I8, "trunc"))
+
+
+@emitted(types.int64)
+def trailing_zeros(value):
     """Zeros below the lowest 1 of a u64 that has one."""
-    def code(context, builder, signature, args):
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-    return types.int64(types.uint64), code
+    return value.made("cttz", value.of(1, ir.IntType(1)))
 
 
 @kernel

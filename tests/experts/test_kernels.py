@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
-import importlib
 from functools import partial
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -13,20 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.experts import gemv as gemv_module
 from moelab.experts.executor import plain, silu_gated
 from moelab.experts.fast import Fast
 from moelab.experts.gemm import AVAILABLE, SUPPORTED, Packed
 from moelab.experts.gemv import GEMV
-from moelab.kernels import linear
+from moelab.kernels import feed_forward as around, products
 from moelab.models.seam import eager
 from moelab.registry import make
 from moelab.store import bf12, fewbit
 
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
-pytest.importorskip("numba")            # only its absence may skip; kernels that do not import must fail
-products, around = (import_module(f"moelab.kernels.{name}") for name in ("products", "feed_forward"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -343,26 +337,6 @@ def test_packed_falls_back_where_the_processor_lacks_instructions(monkeypatch):
             assert torch.allclose(packed(*case).double(), naive(*case), atol=0.05) and bool(packed.nbytes) == there
 
 
-@pytest.mark.parametrize("module", [gemv_module, linear])
-def test_only_a_missing_numba_is_forgiven(module, monkeypatch):
-    def without(missing):
-        def fails(name, *rest):
-            if name == "moelab.kernels" and {"products", "feed_forward"} & set(rest[2] or ()):
-                raise missing
-            return real(name, *rest)
-        return fails
-    real = builtins.__import__
-    spec = importlib.util.find_spec(module.__name__)
-    copy = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(builtins, "__import__", without(ModuleNotFoundError("no numba", name="numba")))
-    spec.loader.exec_module(copy)
-    assert copy.products is None
-    for error in (ImportError("cannot import name 'dots'"), ModuleNotFoundError("no tiles", name="moelab.tiles")):
-        monkeypatch.setattr(builtins, "__import__", without(error))
-        with pytest.raises(ImportError, match=str(error)):
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 def test_one_expert_twice_for_one_token():
     x, ids, weights, experts = step()
     ids[:, 1] = ids[:, 0]
@@ -371,12 +345,9 @@ def test_one_expert_twice_for_one_token():
         assert torch.allclose(y, naive(x, ids, weights, experts), atol=1e-4)
 
 
-def test_what_gemv_cannot_do_falls_back(monkeypatch):
+def test_what_gemv_cannot_do_falls_back():
     x, ids, weights, experts = step()
     y = make("executor", "sorted")(x, ids, weights, experts)
-    monkeypatch.setattr(gemv_module, "products", None)                                  # no numba
-    assert torch.equal(GEMV()(x, ids, weights, experts), y)
-    monkeypatch.undo()
     experts.source = lambda layer, e: {name: w.mT.contiguous().mT if w.dim() == 2 else w    # strided
                                        for name, w in experts.own(e).items()}
     assert torch.allclose(GEMV()(x, ids, weights, experts), y, atol=1e-5)

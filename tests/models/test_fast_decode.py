@@ -199,11 +199,3 @@ def test_dense_is_an_option_of_fast(dense):
     for wrong in ({"dense": dense}, {"dense": "int3", "executor": "fast"}):
         with pytest.raises(ValueError, match="bf12, int8, int4, mxfp4"):
             open_model(**wrong)
-
-
-def test_without_numba_nothing_changes(monkeypatch, tmp_path):
-    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
-    monkeypatch.setattr("moelab.models.fast_decode.KERNELS", {})
-    monkeypatch.setattr("moelab.kernels.linear.products", None)
-    with FastDecode(model) as found:
-        assert found.norms == found.routers == found.attentions == found.linears == 0
