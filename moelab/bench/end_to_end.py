@@ -301,7 +301,7 @@ def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]]
 
 
 def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
-        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 8,
+        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 64,
         batches: Sequence[int] = (1,), seed: int = 0, model: str | None = None, folder: str | Path | None = None,
         alone: bool = False, here: bool = False, simulated: bool = True, python: Sequence[str] = (),
         spec: MoESpec = SPEC) -> dict[str, Any]:
