@@ -54,7 +54,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         transformers' own arithmetic, bit for bit; "fast" is equal within the dtype's tolerance, and computes attention,
         norms, routers and linear layers of single tokens in kernels of its own, too.
     prefetch : with `memory`, which experts of the next layer are loaded ahead: a name of `moelab.names("predictor")`, a
-        predictor, or what makes one of the model. No bit of the output changes.
+        predictor, or what makes one of the model. No bit of the output changes. It is on in tokens once that was seen
+        to be faster, see `moelab.offloading.prefetch_gate`.
     calibration : counts of this very model, for executors with static capacities and for plan="auto".
     dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's); where to, or the CPU.
     workers : with `memory`, threads that decompress.

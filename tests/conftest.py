@@ -20,6 +20,11 @@ settings.register_profile("moelab", deadline=None, max_examples=50, print_blob=T
 settings.load_profile("moelab")
 
 
+def pytest_collection_modifyitems(items):
+    """What takes a minute comes first, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: "browser" not in item.nodeid and "test_accuracy" not in item.nodeid)
+
+
 def pytest_collection_finish():
     """What was imported stays: half a second of work for the collector, each time that a test asks for it."""
     gc.collect()

@@ -9,7 +9,8 @@ Kullback-Leibler divergence of its next-token distribution from theirs, in nats 
 their intervals over tokens: another run, on another day's disk, may differ by more. Limits follow from a run's own
 bytes and times and the best rate at which it read whole experts: Σ over layers of (attention, router + max(read,
 decode, compute)) on demand, the longest of these sums when prefetching; Belady's hits; the bytes that must be in
-memory.
+memory. `prefetch` does so in every token: what the technique gives. An engine finds out where it pays, and leaves it
+where it does not (`moelab.offloading.prefetch_gate`).
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Seque
     """A configuration of ours with a budget, opened once for each disk rate; 0: the disk's own."""
     given = options_of(arm)
     name, options, limit = bench.moelab(budget=int(share * bench.spec.experts_bytes), limit=limit, **given)
+    options["ungated"] = "predictor" in given
     each = [{"options": options["options"] | ({"bandwidth": rate} if rate else {})} for rate in rates]
     each[0]["logits"] = str(bench.folder / "logits.npy")
     for i, of in enumerate(each):
@@ -301,7 +303,7 @@ def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]]
 
 
 def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
-        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 64,
+        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 16,
         batches: Sequence[int] = (1,), seed: int = 0, model: str | None = None, folder: str | Path | None = None,
         alone: bool = False, here: bool = False, simulated: bool = True, python: Sequence[str] = (),
         spec: MoESpec = SPEC) -> dict[str, Any]:

@@ -183,8 +183,9 @@ class Transformers(BenchmarkedEngine):
 
 class Moelab(Transformers):
     """Options: store, budget, and others of `open_model` as "options"; "trace": a file for its steps and what it took
-    besides; "predictor"; "probe": experts that are read to measure the disk; "compressed": the budget is divided into
-    staging, which must be given, and experts kept compressed."""
+    besides; "predictor"; "ungated": it prefetches in every token, not where that has been seen to pay; "probe":
+    experts that are read to measure the disk; "compressed": the budget is divided into staging, which must be given,
+    and experts kept compressed."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
@@ -196,6 +197,9 @@ class Moelab(Transformers):
         super().__init__(open_model(options["store"], memory=options["budget"], prefetch=options.get("predictor"),
                                     **given))
         self.offloading = self.model.moelab
+        if options.get("ungated"):
+            from moelab.offloading.prefetch_gate import PrefetchGate
+            self.offloading.engine.gate = PrefetchGate(trials=False)
 
     def decoding(self) -> None:
         counters = self.offloading.residency.counters

@@ -21,8 +21,8 @@ from moelab.kernels import feed_forward as around, products
 
 
 class GEMV(Sorted):
-    """numba products with weights as they lie; `Sorted` for experts that are not plain, weights that are not contiguous,
-    mixed types, other devices and gradients."""
+    """numba products with weights as they lie; `Sorted` for experts that are not plain, weights that are not
+    contiguous, mixed types, other devices and gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,9 +27,11 @@ nothing; and whether some layers gain while others lose by the costs that only t
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from statistics import median
+from typing import Any
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.intervals import typical
@@ -197,3 +199,13 @@ class PrefetchGate:
             self._read.took((reads.seconds - self._reads.seconds) / n)
             self._bytes.add((reads.nbytes - self._reads.nbytes) / n)
         self._reads = reads
+
+
+@contextmanager
+def ungated(engine: Any) -> Iterator[None]:
+    """Meanwhile an engine prefetches in every token: to see what prefetching does, whether or not it pays."""
+    kept, engine.gate = engine.gate, PrefetchGate(trials=False)
+    try:
+        yield
+    finally:
+        engine.gate = kept

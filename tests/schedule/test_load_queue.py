@@ -191,16 +191,24 @@ def test_an_error_of_a_prefetch_reaches_only_who_wants_the_expert(wanted):
 
 
 def test_a_dropped_load_keeps_its_slots_until_nothing_runs_on_it():
-    queue = LoadQueue(dict.fromkeys(KINDS, 1), ahead=1)
+    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
     demand(queue, [])
     asked = requests(5, layer=1)
     queue.prefetch(1, asked, given_order(asked))
     load, kinds = queue.next_read()
-    ready = demand(queue, requests(6, layer=1), layer=1)
-    assert load.phase is Phase.DROPPED and queue.next_read() is None and not queue.free["e"]
+    ready = demand(queue, requests(6, 7, layer=1), layer=1)
+    others = iter(queue.next_read, None)
+    assert load.phase is Phase.DROPPED and {other.key.expert for other, _ in others} == {6} and not queue.free["e"]
     queue.read_done(load, kinds, 7)
-    finish(queue)
-    assert ready == [ExpertKey(1, 6)] and (queue.counts.nbytes, queue.counts.wasted) == (7, 7)
+    assert queue.next_read()[0].key == (1, 7) and not ready and (queue.counts.nbytes, queue.counts.wasted) == (7, 7)
+
+
+def test_what_is_prefetched_leaves_a_slot_of_each_kind():
+    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=2)
+    demand(queue, [])
+    asked = requests(4, 5, layer=1)
+    queue.prefetch(1, asked, given_order(asked))
+    assert len({load.key for load, _ in iter(queue.next_read, None)}) == 1 and all(map(len, queue.free.values()))
 
 
 def test_whoever_holds_a_chunk_is_not_starved_by_missed_experts():

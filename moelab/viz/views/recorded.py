@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from moelab.cache.residency import Residency
 from moelab.cards import load_model
 from moelab.datasets import prompts
 from moelab.offloading.metrics import Forward
+from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import find, names
 
@@ -67,8 +69,9 @@ class Recorded:
 def recorded(source: Any, prompt: str | Sequence[int] | None = None, tokens: int = TOKENS) -> Recorded:
     """What is looked at.
 
-    source : a model that `moelab.open_model` has opened, which then generates greedily; an `EngineRun`, such as
-        `lm.moelab.run`; or the name of a model card, whose routing is then assumed: all experts as often.
+    source : a model that `moelab.open_model` has opened, which then generates greedily, and prefetches in every token
+        if it was opened to prefetch; an `EngineRun`, such as `lm.moelab.run`; or the name of a model card, whose
+        routing is then assumed: all experts as often.
     prompt : a text or token ids; by default a few words of a library.    tokens : that are generated.
 
     Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything else.
@@ -105,7 +108,7 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
     import torch
     session, ids = lm.moelab, torch.tensor([prompt_ids(lm, prompt)])
     before, first = deepcopy(session.residency), len(session.forwards)
-    with torch.inference_mode():
+    with torch.inference_mode(), ungated(session.engine) if session.engine else nullcontext():
         out = lm.generate(ids.to(lm.device), attention_mask=torch.ones_like(ids).to(lm.device), do_sample=False,
                           max_new_tokens=tokens, min_new_tokens=tokens)
     run = session.run.since(first)
