@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, product
@@ -96,12 +97,14 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
                     for _ in islice(steps, 1 + WARM):
                         pass
                     running[way] = lm, steps
-            for way, (_, steps) in list(running.items()) * (TIMED // TURN):
+            for way, (lm, steps) in list(running.items()) * (TIMED // TURN):
                 if way.form == AS_IS:
                     drop_cached(model.folder)
                 with noted(failed, way):
                     for _ in islice(steps, TURN * (MORE if way.resident else 1)):
                         pass
+                    while lm.moelab.engine and lm.moelab.engine.pipeline.queue.busy:
+                        time.sleep(1e-3)                # what is read for its next token is in nobody else's way
             for way in running.keys() - failed.keys():
                 seconds = (end - start for start, end, *_ in running[way][0].moelab.forwards[1 + WARM:])
                 best[way] = min(best[way], typical(seconds))
