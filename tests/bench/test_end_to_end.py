@@ -143,7 +143,8 @@ def test_a_table_of_times_has_a_column_for_each_budget_and_rate():
 
 
 def test_winners_are_the_fastest_of_each_kind():
-    rows = {name: of | ({"KL": 0.2} if "mxfp4" in name or name == "bf12 + fast" else {"KL": 1e-5})
+    # few bits are no lossless way, however little a random model's KL is
+    rows = {name: of | ({"KL": 0.2} if name == "bf12 + fast" else {"KL": 1e-5})
             for name, of in SECTION["x"].items()} | {
         RESIDENT: {"TPOT s": 0.1}, "accelerate disk": {"result": "absent"}, "transformers mmap": {
             "TPOT s": 0.1, "result": "no control group can be made here: nothing was limited"}}
