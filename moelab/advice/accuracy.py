@@ -78,11 +78,12 @@ def noted(failed: dict[Way, str], way: Way) -> Iterator[None]:
 
 
 def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str) -> dict[Way, float | str]:
-    """TPOT of each way, `typical` of its least disturbed round; why, of those that could not run. All are open at the
-    same time and take turns of `TURN` tokens, so that what disturbs the machine disturbs all; those that are in memory
-    take `MORE` times as many. A checkpoint's experts are never read from the page cache."""
+    """TPOT of each way, `typical` of its tokens, each in its least disturbed round; why, of those that could not run.
+    All are open at the same time and take turns of `TURN` tokens, so that what disturbs the machine disturbs all; those
+    that are in memory take `MORE` times as many. A checkpoint's experts are never read from the page cache."""
     import torch
-    best, failed = dict.fromkeys(ways, inf), {}
+    best: dict[Way, list[float]] = {}
+    failed: dict[Way, str] = {}
     for _ in progress(range(rounds), title, unit="rounds"):
         with ExitStack() as stack:
             running: dict[Way, tuple[Any, Iterator[None]]] = {}
@@ -106,9 +107,9 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
                     while lm.moelab.engine and lm.moelab.engine.pipeline.queue.busy:
                         time.sleep(1e-3)                # what is read for its next token is in nobody else's way
             for way in running.keys() - failed.keys():
-                seconds = (end - start for start, end, *_ in running[way][0].moelab.forwards[1 + WARM:])
-                best[way] = min(best[way], typical(seconds))
-    return best | failed
+                seconds = [end - start for start, end, *_ in running[way][0].moelab.forwards[1 + WARM:]]
+                best[way] = [*map(min, seconds, best.get(way, seconds))]
+    return {way: typical(seconds) for way, seconds in best.items()} | failed
 
 
 def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: DeviceSpec, budget: float, rate: float,
@@ -160,7 +161,7 @@ def aims(counted: dict[str, Any]) -> Rows:
                 "worst advised ÷ best": {"measured": worst, "aim": f"≤ {WORST}", "met": worst <= WORST}})
 
 
-def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (200, 600, 2000), rounds: int = 1,
+def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (200, 600, 2000), rounds: int = 3,
         folder: str | Path | None = None, quick: bool = False, specs: Sequence[MoESpec] = SPECS) -> dict[str, Any]:
     if quick:
         specs, budgets, rates, rounds = specs[:1], budgets[:1], rates[:1], 1
@@ -204,6 +205,6 @@ def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Cal
 OPTIONS = {
     "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take in bf16"),
     "rates": (several(number(above=0)), "of the disk, MB/s, by throttling our reader"),
-    "rounds": (whole(1), "of every way; the fastest counts, as others only disturb it"),
+    "rounds": (whole(1), "of every way; of each token the fastest counts, as others only disturb it"),
     "folder": (None, "where models and their forms are kept, 5 GB, for the next time; else they are temporary"),
     "quick": ({"action": "store_true"}, "one shape, budget, rate and round: whether all of it runs")}

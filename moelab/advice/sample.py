@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
+from statistics import median
 
 from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
@@ -40,9 +41,9 @@ from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/6"
-#: bytes of a sample's experts in bf16, about; seconds of measuring it
-SIZE, SECONDS = 160 << 20, 1.5
+VERSION = "moelab.sample/7"
+#: bytes of a sample's experts in bf16, about; seconds of measuring it, each of two times
+SIZE, SECONDS = 160 << 20, 0.8
 #: forms without which there is no advice; seconds that a form's tokens in memory take beside others', about
 LEAST, TURNS = 2, 1.5
 #: bytes beyond which it makes no difference how many more a processor's cache has to let go of a sample for
@@ -110,6 +111,10 @@ def measured(model: Model, forms: Sequence[str], executor: str, end: float = mat
             stores[form] = ExpertStore(synthesize(Path(folder) / form, sample, **how))
             new[form] = of_store(stores[form], executor)
         others = {form: between(model, profile.nbytes["full"]) for form, profile in new.items()}
+        for form, store in progress(stores.items(), "and once more", unit="forms") if new else ():
+            if len(new) <= LEAST or time.monotonic() + (time.monotonic() - start) / (2 * len(new)) < end:
+                new[form] += of_store(store, executor)      # what disturbed the machine may be over
+            new[form] = new[form].calm()
         for form, seconds in resident_tokens(stores, executor, others).items():
             new[form].seconds["resident"] = seconds
             if form not in found or new[form].others <= found[form].others:
@@ -133,11 +138,11 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
-def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, others: Mapping[str, int], rounds: int = 4,
-                    tokens: int = 20) -> dict[str, list[float]]:
+def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, others: Mapping[str, int], rounds: int = 8,
+                    tokens: int = 16) -> dict[str, list[float]]:
     """Seconds of single tokens, with all of a store's experts in memory and so many bytes of `others` read before each:
-    of all stores in turn, so that what disturbs the machine disturbs all. The first half of the rounds, which meets new
-    memory, and of a turn, which meets the cache as another store has left it, do not count."""
+    of all stores in turn, of each its least disturbed turn. The first round, which meets new memory, and the first half
+    of a turn, which meets the cache as another store has left it, do not count."""
     import torch
     from transformers import DynamicCache
 
@@ -152,8 +157,9 @@ def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, others: Ma
                 for one in ids[:, None, None] % lm.config.vocab_size:
                     beside[:others[form] // 8].sum()    # reads it; written lines would be in the token's way
                     lm(input_ids=one, past_key_values=caches[form], use_cache=True)
-        return {form: [forward.end - forward.start for i, forward in enumerate(lm.moelab.forwards)
-                       if i >= rounds // 2 * tokens and i % tokens >= tokens // 2] for form, lm in models.items()}
+        seconds = {form: [forward.end - forward.start for forward in lm.moelab.forwards] for form, lm in models.items()}
+        return {form: min((of[i + tokens // 2:i + tokens] for i in range(tokens, len(of), tokens)), key=median)
+                for form, of in seconds.items()}
 
 
 def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float:

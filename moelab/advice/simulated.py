@@ -29,7 +29,7 @@ from moelab.specs import DeviceSpec
 from moelab.table import size, span
 
 #: of what is kept of a look: another number where that would no longer do
-FORMAT = "moelab.look/4"
+FORMAT = "moelab.look/5"
 #: ways that `verify` runs
 VERIFIED = 3
 #: seconds of measuring, the model itself first

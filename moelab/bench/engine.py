@@ -12,7 +12,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -207,8 +206,7 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
                 trace = Path(temporary) / f"{share}.json"
                 reports[trace] = bench.report(bench.moelab(codec, share, trace=trace, executor=executor,
                                                            **reading))
-            after = profiled().seconds
-            both = replace(before, seconds={name: of + after.get(name, []) for name, of in before.seconds.items()})
+            both = before + profiled()
             for (trace, report), share in zip(reports.items(), BUDGETS):
                 name = f"{arm}, {share:.0%}"
                 if "result" in report:

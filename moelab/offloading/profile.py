@@ -20,7 +20,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,21 @@ class Profile:
         if name not in self.seconds:
             raise KeyError(f"nothing called {name!r} was measured; there are {', '.join(self.seconds)}")
         return statistics.median(self.seconds[name])
+
+    def __add__(self, later: Profile) -> Profile:
+        """The samples of both, of the same store, and as many cores busy as in the busier one."""
+        others = [one.others for one in (self, later) if one.others is not None]
+        return replace(later, others=max(others, default=None), seconds={
+            name: self.seconds.get(name, []) + samples for name, samples in later.seconds.items()})
+
+    def calm(self) -> Profile:
+        """The calmer half of the rounds: what disturbs a machine for a while makes all of a round slower."""
+        rounds = len(self.seconds["read both"])
+        slower = np.median([np.array(of) / usual for of in self.seconds.values()
+                            if len(of) == rounds and (usual := statistics.median(of))], axis=0)
+        kept = np.sort(np.argsort(slower, kind="stable")[:max(-(-rounds // 2), MINIMUM)])
+        return replace(self, seconds={name: [of[i] for i in kept] if len(of) == rounds else of
+                                      for name, of in self.seconds.items()})
 
     def points(self, kind: str) -> dict[int, float]:
         """Median seconds by number: of "expert", "other" and "head" by tokens, of "read" by bytes."""

@@ -17,6 +17,7 @@ def small(monkeypatch):
     monkeypatch.setattr(verify, "fresh", lambda source, options, memory, **how: verify.run(source, options, **how) | {
         "limit": "none"})
     monkeypatch.setattr(sample, "SECONDS", 0.01)
+    monkeypatch.setattr(verify, "LOOKED", 0.0)
     monkeypatch.setattr(sample, "SIZE", 1 << 20)
     for module in (simulated, accuracy):
         monkeypatch.setattr(module, "forms_of", lambda model: [AS_IS, "bf12"])

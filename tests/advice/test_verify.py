@@ -140,6 +140,7 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(tmp_path, monke
     monkeypatch.setattr(verify, "fresh", lambda source, options, memory, **how: run(source, options, **how) | {
         "limit": "none"})
     monkeypatch.setattr(sample, "SECONDS", 0.01)
+    monkeypatch.setattr(verify, "LOOKED", 0.0)
     monkeypatch.setattr(sample, "SIZE", 1 << 20)
     monkeypatch.setattr(simulated, "forms_of", lambda model: [AS_IS, "bf12"])
     model = find_model(folder)
@@ -210,7 +211,8 @@ def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave
 def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeypatch):
     monkeypatch.setattr(sample, "SECONDS", 0.01)
     monkeypatch.setattr(sample, "SIZE", 1 << 20)
-    busy = iter([0.0, 1e6, 0.0, 2e6, 0.0, 0.0])                     # seconds of others, before and after
+    # seconds of others, before and after, twice each time: the busier counts
+    busy = iter([0.0, 1e6, 0.0, 0.0] + [0.0, 0.0, 0.0, 2e6] + [0.0] * 4)
     monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
     first = sample.measured(MODEL, ["raw"], "exact")["raw"]
     assert sample.disturbed(first) and first.load_average is not None

@@ -257,6 +257,27 @@ def replace_seconds(seconds):
     return Profile(seconds, sizes, [], 1, 3, "m", "raw", "float32", "direct", 1, 1, "now", "here")
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(9)).flatmap(lambda order: st.tuples(st.just(order), st.integers(4, 9))))
+def test_the_calmer_half_of_the_rounds_is_kept_in_order(drawn):
+    """Everything of a round takes as many times longer; what was not measured in every round stays."""
+    order, rounds = drawn
+    factors = [1 + 0.1 * place for place in order[:rounds]]
+    found = replace_seconds({"read both": [2.0 * f for f in factors], "expert 1": [0.1 * f for f in factors],
+                             "resident": [5.0]}).calm()
+    half = sorted(factors)[:max((rounds + 1) // 2, 3)]
+    kept = [f for f in factors if f in half]
+    assert found.seconds["read both"] == [2.0 * f for f in kept] and found.seconds["resident"] == [5.0]
+    assert found.seconds["expert 1"] == [0.1 * f for f in kept]
+
+
+def test_samples_of_two_times_are_joined():
+    first, then = replace_seconds({"read both": [1.0, 2.0]}), replace_seconds({"read both": [3.0], "resident": [4.0]})
+    joined = replace(first, others=0.5, when="before") + replace(then, others=0.1)
+    assert joined.seconds == {"read both": [1.0, 2.0, 3.0], "resident": [4.0]}
+    assert (joined.others, joined.when) == (0.5, "now") and (first + then).others is None
+
+
 def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
     path = measured.save(tmp_path / "new" / "profile.json")
     assert Profile.load(path) == measured and [f.name for f in path.parent.iterdir()] == ["profile.json"]
