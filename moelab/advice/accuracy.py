@@ -104,8 +104,10 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
                 with noted(failed, way):
                     for _ in islice(steps, TURN * (MORE if way.resident else 1)):
                         pass
-                    while lm.moelab.engine and lm.moelab.engine.pipeline.queue.busy:
-                        time.sleep(1e-3)                # what is read for its next token is in nobody else's way
+                    for _ in range(100):                # what is read for its next token is in nobody else's way;
+                        if not (lm.moelab.engine and lm.moelab.engine.pipeline.queue.busy):
+                            break                       # what waits for a slot, waits for that token
+                        time.sleep(1e-3)
             for way in running.keys() - failed.keys():
                 seconds = [end - start for start, end, *_ in running[way][0].moelab.forwards[1 + WARM:]]
                 best[way] = [*map(min, seconds, best.get(way, seconds))]
