@@ -183,25 +183,18 @@ def bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]]
 
 
 def _generated(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
-    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}[source]
+    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}.get(source, 0)
     for i in range(n):
         rng = random.Random(f"{source}/{split}/{seed}/{i}")
         facts = invent_facts(rng, n_facts, split)
-        question, answer = ask(rng, rng.choice(facts), facts, yesno=source == "yesno")
+        question, answer = (ask(rng, rng.choice(facts), facts, yesno=source == "yesno") if facts else
+                            remember(rng, source))
         if source == "lookup":
             text = "".join(f.statement for f in facts) + question
         else:
             pieces = bury(rng, facts, [(question, "")], tokens - count(answer), split, count)
             text = "".join(piece for piece, _ in pieces)
         yield Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
-
-
-def _remembered(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
-    for i in range(n):
-        rng = random.Random(f"{source}/{split}/{seed}/{i}")
-        question, answer = remember(rng, source)
-        pieces = bury(rng, [], [(question, "")], tokens - count(answer), split, count)
-        yield Prompt(source, "".join(piece for piece, _ in pieces), answer)
 
 
 def _solved(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
@@ -298,8 +291,8 @@ def _small_token_count() -> Callable[[str], int]:
 REMEMBERED = ("couples", "spelling", "sums")
 SOLVED = {"arithmetic": ("sums",), "knowledge": ("couples", "spelling")}        # what their prompts ask
 SOURCES: dict[str, Callable] = {
-    **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno"), _generated),
-    **dict.fromkeys(REMEMBERED, _remembered), **dict.fromkeys(SOLVED, _solved),
+    **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno", *REMEMBERED), _generated),
+    **dict.fromkeys(SOLVED, _solved),
     **dict.fromkeys(("code", "prose"), _library_prompts),
     **dict.fromkeys(HUB, _from_hub)}
 GENERATED = tuple(name for name in SOURCES if name not in HUB)

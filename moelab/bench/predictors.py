@@ -50,8 +50,7 @@ Learned = dict[str, dict[int, list[float]]]
 
 def texts(split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
     """`n` prompts of each source, of about so many tokens."""
-    how = {"tokens": tokens, "seed": seed, "split": split}
-    return [prompt.text for source in SOURCES for prompt in prompts(source, n, **how)]
+    return [prompt.text for prompt in prompts(SOURCES, n, tokens=tokens, seed=seed, split=split)]
 
 
 def random_weights(model: Any, seed: int) -> Any:

@@ -308,16 +308,13 @@ def from_disk(nbytes: int, repeats: int) -> tuple[dict[str, Any], Samples]:
 
 def run(nbytes: int = EXPERT, repeats: int = 7) -> dict[str, dict[str, Any]]:
     load, weights = load_average(), synthetic_expert(nbytes)
-    size, made = weights.numel() * 2, coders(weights)
-    single = per_thread(weights, made, repeats)
-    counts = sorted({1, 2, os.cpu_count() or 1})
-    several = together({name: coder for name, coder in made.items() if name != "raw"}, counts, repeats)
+    made = coders(weights)
+    of = Rates.of(weights, made, repeats, sorted({1, 2, os.cpu_count() or 1}))
     found = {"conditions": {
-        "load average before": load, "expert bytes": size, "memcpy GB/s": rate(single, "memcpy", size),
-        "recovery time ÷ memcpy time": 1 / speed_up(single, "recovery", "memcpy"),
-        PEER: "in this run" if PEER in made else MISSING}}
-    first, second = sizes(weights, made), rates(single, size)
+        "load average before": load, "expert bytes": of.nbytes, "memcpy GB/s": of.memcpy,
+        "recovery time ÷ memcpy time": of.recovery[0], PEER: "in this run" if PEER in made else MISSING}}
+    first, second = sizes(weights, made), rates(of.single, of.nbytes)
     found |= {f"{name}, one thread": first[name] | second[name] for name in made}
-    found["threads together, by the clock"] = scaling(several, size)
+    found["threads together, by the clock"] = scaling(of.several, of.nbytes)
     found[f"from disk, {modes()[0]} reads of {DEFAULT}"], disk = from_disk(nbytes, repeats)
-    return found | {"samples": single | several | disk}
+    return found | {"samples": of.single | of.several | disk}

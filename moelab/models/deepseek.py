@@ -13,7 +13,7 @@ from moelab.models.compat import share_conversion
 @lru_cache(maxsize=1)
 def register() -> None:
     """Make AutoConfig and AutoModelForCausalLM know `deepseek`, and transformers how its checkpoint is laid out."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
     class DeepseekConfig(LlamaConfig):
@@ -32,22 +32,14 @@ def register() -> None:
         n_group: int = 1
         topk_group: int = 1
 
-    class DeepseekModel(LlamaModel):
-        config_class = DeepseekConfig
-
-        def __init__(self, config: DeepseekConfig) -> None:
-            super().__init__(config)
-            for index, layer in enumerate(self.layers):
-                if index >= config.first_k_dense_replace and index % config.moe_layer_freq == 0:
-                    layer.mlp = DeepseekV2Moe(config)
-            self.post_init()
-
     class DeepseekForCausalLM(LlamaForCausalLM):
         config_class = DeepseekConfig
 
         def __init__(self, config: DeepseekConfig) -> None:
             super().__init__(config)
-            self.model = DeepseekModel(config)
+            for index, layer in enumerate(self.model.layers):
+                if index >= config.first_k_dense_replace and index % config.moe_layer_freq == 0:
+                    layer.mlp = DeepseekV2Moe(config)
             self.post_init()
 
     AutoConfig.register("deepseek", DeepseekConfig)

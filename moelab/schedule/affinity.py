@@ -30,11 +30,10 @@ Block = list[Task]
 
 class Order(NamedTuple):
     """The order of one layer's operations, by expert id: what the disk reads, (expert, "E" or "SM"); in which order of
-    priority workers take experts; the same, block by block."""
+    priority workers take experts."""
 
     io: list[tuple[int, str]]
     decode: list[int]
-    blocks: list[list[int]]
 
     @property
     def reads(self) -> list[tuple[int, str]]:
@@ -57,8 +56,7 @@ def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
     blocks = schedule([delays.whole(request) for request in requests if request.state is not State.FULL], workers)
     io = [(task.expert, part) for block in blocks for part in ("E", "SM") for task in block
           if (task.reads_e if part == "E" else task.type_1)]
-    return Order(io, [task.expert for block in blocks for task in block],
-                 [[task.expert for task in block] for block in blocks])
+    return Order(io, [task.expert for block in blocks for task in block])
 
 
 def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
@@ -85,8 +83,7 @@ def given_order(requests: Iterable[Any]) -> Order:
     missing = [request for request in requests if request.state is not State.FULL]
     io = [(request.key.expert, part) for request in missing for part in ("E", "SM")
           if not (request.state.has_e if part == "E" else request.state.has_sm)]
-    decode = [request.key.expert for request in missing]
-    return Order(io, decode, [[expert] for expert in decode])
+    return Order(io, [request.key.expert for request in missing])
 
 
 #: name → how to order a layer's reads and decoding: (requests, delays, workers) → `Order`

@@ -79,7 +79,7 @@ def test_type_1_by_itself_is_ordered_by_tokens():
 
 def test_what_is_in_memory_hides_behind_the_reading():
     found = order([request(0, 1, "C"), request(1, 3, "M"), request(2, 2, "C"), request(3, 5, "F")], SLOW_DISK, 1)
-    assert found == Order([(1, "E"), (1, "SM")], [2, 0, 1], [[2, 0, 1]])
+    assert found == Order([(1, "E"), (1, "SM")], [2, 0, 1])
     assert found.reads == [(1, "both")]
 
 
@@ -92,7 +92,6 @@ def test_a_type_2_task_that_makes_workers_idle_goes_behind_larger_type_1_tasks()
 def test_blocks_follow_when_decompression_is_slow():
     slow_workers = Delays(e_read=1.0, sm_read=1.0, decompress=9.0, recover=0.0, expert_base=1.0, expert_token=0.0)
     found = order([request(e, 1, "M") for e in range(3)], slow_workers, workers=1)
-    assert found.blocks == [[0], [1], [2]]
     assert found.reads == [(0, "both"), (1, "both"), (2, "both")]
 
 
@@ -110,19 +109,18 @@ def test_an_order_reads_what_is_missing_once(asked, machine, workers):
                   + [(r.key.expert, "SM") for r in missing if not r.state.has_sm])
         assert sorted(found.io) == sorted(wanted)
         assert sorted(found.decode) == sorted(r.key.expert for r in missing)
-        assert [expert for block in found.blocks for expert in block] == found.decode
         split = [(e, part) for e, kind in found.reads for part in (("E", "SM") if kind == "both" else (kind,))]
         assert split == found.io
 
 
 def test_the_naive_order():
     asked = [request(3, 9, "M"), request(1, 1, "S"), request(2, 1, "F"), request(0, 5, "E")]
-    assert naive_order(asked) == Order([(0, "SM"), (1, "E"), (3, "E"), (3, "SM")], [0, 1, 3], [[0], [1], [3]])
+    assert naive_order(asked) == Order([(0, "SM"), (1, "E"), (3, "E"), (3, "SM")], [0, 1, 3])
 
 
 def test_nothing_to_do():
     assert schedule([], 2) == []
-    assert order([], SLOW_DISK, 2) == order([request(0, 1, "F")], SLOW_DISK, 2) == Order([], [], [])
+    assert order([], SLOW_DISK, 2) == order([request(0, 1, "F")], SLOW_DISK, 2) == Order([], [])
 
 
 def test_errors():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.schedule.affinity import naive_order, order
+from moelab.schedule.affinity import naive_order, order, schedule
 from moelab.schedule.execution import RESOURCES, SimulatedMachine, execute, makespan, timetable
 from moelab.schedule.load_queue import HOLDS, KINDS
 from moelab.schedule.requests import Delays, Task, operations
@@ -174,13 +174,11 @@ def test_execute_and_makespan_agree_where_they_model_the_same(asked, machine, wo
     needs a worker in one only, there are workers enough whenever it is an operation of its own."""
     machine = Delays(machine.e_read, machine.sm_read, machine.decompress, 0.0, machine.expert_base,
                      machine.expert_token, K=1, N=1)
-    plan = order(asked, machine, workers)
+    plan, blocks = order(asked, machine, workers), schedule([machine.whole(r) for r in asked], workers)
     if any(kind == "both" for _, kind in plan.reads):
         return
     if any(not r.state.has_sm for r in asked):
         workers = 2 * len(asked)
-    task = {r.key.expert: machine.whole(r) for r in asked}
-    blocks = [[task[expert] for expert in block] for block in plan.blocks]
     assert execute(asked, plan, machine, workers)[1] == pytest.approx(makespan(blocks, workers))
 
 

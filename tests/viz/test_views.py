@@ -15,7 +15,7 @@ pytest.importorskip("anywidget")
 from moelab.viz import theme                                                    # noqa: E402
 from moelab.viz.figures import finish                                           # noqa: E402
 from moelab.viz.plotly_json import Figure                                             # noqa: E402
-from moelab.viz.views.base import View, menu, several, slider, switch           # noqa: E402
+from moelab.viz.views.base import View, menu, several, slider                   # noqa: E402
 
 #: one black pixel: the chunks of a PNG
 DOT = b"".join(len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4) for name, body in {
@@ -38,7 +38,7 @@ def lines(data):
 @pytest.fixture
 def view():
     controls = {"n": slider("n (items)", 5, 1, 20, 1), "kind": menu("kind", "square", {"n²": "square", "−n": "minus"}),
-                "who": several("who", ["p"], ["p", "q"]), "fails": switch("fails", False)}
+                "who": several("who", ["p"], ["p", "q"]), "fails": menu("fails", False, [False, True])}
     return View("demo", controls, powers, lines, lambda data: [{"x": x, "y": y} for x, y in data[0]],
                 lambda **values: (f"moelab demo {values['n']}", "demo()"), lambda data: (f"{len(data[0])} <b>", "alt"))
 

@@ -73,11 +73,6 @@ def several(label: str, values: Sequence[str], options: Sequence[str]) -> Contro
                                           rows=min(6, len(options))))
 
 
-def switch(label: str, value: bool) -> Control:
-    """On or off."""
-    return Control(value, partial(_wide, "Checkbox", label))
-
-
 class View:
     """A picture that one plays with.
 
@@ -161,8 +156,8 @@ class View:
 
     def csv(self) -> str:
         """The numbers of the picture as text with commas."""
-        file = io.StringIO()
-        csv.writer(file).writerows(map(list, _table(self._rows(self.data))))
+        (head, cells), file = head_and_rows(self._rows(self.data)), io.StringIO()
+        csv.writer(file).writerows([head, *cells])
         return file.getvalue()
 
     def html(self) -> str:
@@ -260,8 +255,3 @@ class View:
         self._caption.value = f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
         with self._tools.hold_sync():
             self._tools.shell, self._tools.python = self.commands
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[Any]]:
-    head, cells = head_and_rows(rows)
-    return [head, *cells]

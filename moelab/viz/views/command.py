@@ -62,8 +62,6 @@ def read(value: Any, text: str) -> Any:
     """Text from a command line as a value like the one that a control has."""
     if isinstance(value, tuple):
         return tuple(text.split(","))
-    if isinstance(value, bool):
-        return {"true": True, "false": False}[text.lower()]
     return type(value)(text) if isinstance(value, (int, float)) else text
 
 
@@ -123,7 +121,7 @@ def turned(view: Any, assignments: list[str]) -> Any:
             raise ValueError(f"-p {assignment}: write -p name=value, with one of {', '.join(view.values)}")
         try:
             values[name] = read(view.values[name], text)
-        except (ValueError, KeyError):
+        except ValueError:
             raise ValueError(f"-p {assignment}: it must be like {name}={_word(view.values[name])}") from None
     return view.set(**values) if values else view
 
