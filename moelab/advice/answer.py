@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
-from moelab.advice.ways import Way, front
+from moelab.advice.ways import Way
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes
@@ -23,7 +23,7 @@ ROWS = 12
 class Advice:
     """The answer: `ways` that fit, best first; `more`: (what would give more, and then).
 
-    elsewhere : ways that were simulated in other memory.    loss : what is allowed, relative; infinity allows any.
+    elsewhere : ways in other memory.    loss : what is allowed, relative; infinity allows any.
     popularity : how often experts are taken to be chosen.    notes : what else there is to know.
     """
 
@@ -43,11 +43,6 @@ class Advice:
     def best(self) -> Way:
         """The fastest that loses no more than was allowed."""
         return next(way for way in self.ways if way.within(self.loss))
-
-    @property
-    def front(self) -> list[Way]:
-        """What no other way beats in TPOT, memory and loss at once."""
-        return front([*self.ways, *self.elsewhere])
 
     @property
     def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
