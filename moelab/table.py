@@ -39,14 +39,40 @@ def plain(value: float) -> str:
     return f"{Decimal(f'{value:.3g}'):,f}"
 
 
+#: what bytes and seconds are told in, the largest first
+UNITS = {"B": (("GB", 1e9), ("MB", 1e6)), "s": (("s", 1.0), ("ms", 1e-3))}
+
+
+def unit_of(least: float, base: str) -> tuple[str, float]:
+    """(unit, how many of the base unit it is): the largest in which `least` is not below 1, or else the smallest."""
+    return next((one for one in UNITS[base] if least >= one[1]), UNITS[base][-1])
+
+
 def size(nbytes: float) -> str:
     """Bytes in GB, or below one in MB."""
-    return f"{plain(nbytes / 1e9)} GB" if nbytes >= 1e9 else f"{plain(nbytes / 1e6)} MB"
+    unit, of = unit_of(nbytes, "B")
+    return f"{plain(nbytes / of)} {unit}"
 
 
 def duration(seconds: float) -> str:
     """Seconds, or below one milliseconds."""
-    return f"{plain(seconds)} s" if seconds >= 1 else f"{plain(1e3 * seconds)} ms"
+    unit, of = unit_of(seconds, "s")
+    return f"{plain(seconds / of)} {unit}"
+
+
+def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the same columns as a person reads them: numbers in three digits, and a column of bytes or seconds
+    ("memory, B", "TPOT, s") in one unit, in which none but 0 is below 1 if there is one."""
+    found: list[dict[str, Any]] = [{} for _ in rows]
+    for column in rows[0] if rows else ():
+        values = [row[column] for row in rows]
+        name, _, base = column.rpartition(", ")
+        if base in UNITS:
+            unit, of = unit_of(min(filter(None, values), default=0), base)
+            column, values = f"{name}, {unit}", [value / of for value in values]
+        for row, value in zip(found, values):
+            row[column] = plain(value) if isinstance(value, float) else value
+    return found
 
 
 def span(low: float, high: float) -> str:

@@ -18,27 +18,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moelab.advice.answer import Advice, more_of
+from moelab.advice.answer import Advice, beyond, more_of
 from moelab.advice.machine import here
 from moelab.advice.model import find_model
 from moelab.advice.ways import ZIPF, Way, hit_rates, least, possible, zipf
 from moelab.arguments import number, whole
 from moelab.cards import load_device
-from moelab.offloading.budget import parse_budget
-from moelab.offloading.limits import MachineRates
+from moelab.offloading.budget import RESERVE, parse_budget
+from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.specs import DeviceSpec, MoESpec
 from moelab.table import size
 
+#: tokens of a sequence, where nobody says how many
+CONTEXT = 4096
 
-def advise(model: str | Path | None = None, memory: str | float | int = "auto", *, context: int = 4096,
+
+def advise(model: str | Path | None = None, memory: str | float | int = "auto", *, context: int | None = None,
            batch: int = 1, loss: str | float = 0.0, device: str | Path | DeviceSpec | None = None,
            calibration: str | Path | None = None, simulate: bool | None = None, decompress_gbs: float | None = None,
            verify: bool = False) -> Advice:
     """What to do with a model in so much memory; `print` it, or look at it in a notebook.
 
-    model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder or a store; None is the small model.
+    model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which config.json is enough, or a
+        store; None is the small model.
     memory : bytes, "8GB" or "auto", for the whole process: experts, other weights, KV cache, interpreter.
-    context : tokens of a sequence, of which all but few are the prompt.    batch : sequences at a time.
+    context : tokens of a sequence, of which all but few are the prompt; None is 4,096, or as many as the model takes.
+    batch : sequences at a time.
     loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or not. A form whose loss
         nobody has measured is advised with "any" only; `verify` measures those of the best.
     device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
@@ -49,11 +54,16 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
     decompress_gbs : exponents that a thread decodes, GB/s, for Huffman on a card that does not say it.
     verify : run the best ones for real, minutes; what is measured is kept.
 
-    Raises FileNotFoundError, ValueError: a model or device that is not there or not known; a memory in which not even
-    the model without its experts fits; another model's calibration; what cannot be verified.
+    Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more context than
+    the model takes; a memory in which not even the model without its experts fits; another model's calibration; what
+    cannot be verified.
     """
     found, allowed = find_model(model), parse_loss(loss)
-    spec, elsewhere = found.spec, device is not None
+    spec, elsewhere, most = found.spec, device is not None, found.most or math.inf
+    context = context or min(CONTEXT, most)
+    if context > most:
+        raise ValueError(f"{spec.name} takes sequences of at most {most:,} tokens (max_position_embeddings of its "
+                         f"config), and the context is {context:,}; give less")
     if verify and (found.folder is None or elsewhere):
         raise ValueError("only a model whose weights are here can be verified, and only on this machine: give its "
                          "folder and no device")
@@ -64,10 +74,13 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
         device = load_device(device)
     if memory == "auto":
         memory = device["memory_gb"] * 1e9
-    elif isinstance(memory, str) and memory.strip().endswith("%"):
-        raise ValueError(f"memory is {memory!r}; it is of the whole process, so it must be bytes, such as '8GB', or "
-                         f"'auto'")
-    nbytes, rates = parse_budget(memory, 0, 0), MachineRates.of(device)
+    try:
+        nbytes = parse_budget(memory, 0, 0)
+    except ValueError:
+        nbytes = 0
+    if not nbytes:                                      # of a share, too: it would be one of the experts
+        raise ValueError(f"memory is {memory!r}; it is that of the whole process, in bytes, such as '8GB', or 'auto'")
+    rates = MachineRates.of(device)
     shares, popularity = (zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed") if calibration is None else \
         (_shares(calibration, spec), "as the calibration counted")
     hits = hit_rates(shares)
@@ -77,10 +90,12 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
     ways = arithmetic(rates, nbytes)
     tried = simulate and (not found.forms() or ways and allowed)            # what simulation may yet find
     if not tried and not any(way.within(allowed) for way in ways):
-        few = f"; with loss='any' (--loss any), {ways[0].form} would fit" if ways else ""
-        raise ValueError(f"{spec.name} does not fit {size(nbytes)}: its other weights, a KV cache of {context} "
-                         f"tokens, the process and a layer's experts take {size(least(found, context, batch))}"
-                         f"{few}. Give more memory, or a smaller context or batch")
+        few = f" (with loss='any', --loss any, {ways[0].form} would fit)" if ways else ""
+        needs = least(found, context, batch)
+        raise ValueError(f"{spec.name} does not fit {size(nbytes)}: the process takes {size(RESERVE)}, other weights "
+                         f"{size(found.others)}, a KV cache of {context * batch:,} tokens "
+                         f"{size(kv_bytes(spec, context * batch))}, and a few experts are needed, too{few}. Give "
+                         f"{-(-needs // 10**6)}MB or more, or a smaller context or batch")
     if simulate:
         from moelab.advice.simulated import simulated
         return simulated(found, device, nbytes, context=context, batch=batch, loss=allowed, shares=shares,
@@ -89,12 +104,14 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
 
     def best_of(ways: list[Way], loss: float = allowed) -> Way:
         return next(way for way in ways if way.within(loss))
+    through, _ = beyond(device)
     options = [(f"{size(1.5 * nbytes)} of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
-               ("a disk twice as fast", best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)))]
+               (f"a {through} twice as fast", best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)))]
     if not (few := best_of(ways, math.inf)).within(allowed):
         options.append((f"{few.form} experts, of unknown loss", few))
+    elsewhere = [way for part in (0.5, 0.75, 1.5, 2.0) for way in arithmetic(rates, int(part * nbytes))]
     return Advice(found, device, nbytes, context, batch, allowed, tuple(ways), more_of(best_of(ways), options),
-                  popularity)
+                  popularity, tuple(way for way in dict.fromkeys(elsewhere) if way not in ways))
 
 
 def parse_loss(loss: str | float) -> float:
@@ -106,7 +123,8 @@ def parse_loss(loss: str | float) -> float:
             return value
     except ValueError:
         pass
-    raise ValueError(f"loss is {loss!r}; it is what may be lost of language loss, such as '1%' or 0.01, or 'any'")
+    raise ValueError(f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 1, such as 0.01 or '1%', "
+                     f"or 'any'")
 
 
 def _shares(calibration: str | Path, spec: MoESpec) -> Any:
@@ -125,7 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                                                  "the small model")
     parser.add_argument("--memory", default="auto", help="of the whole process, such as 8GB; auto (default): what is "
                                                          "available")
-    parser.add_argument("--context", type=whole(1), default=4096, help="tokens of a sequence (default: 4096)")
+    parser.add_argument("--context", type=whole(1), help=f"tokens of a sequence (default: {CONTEXT}, or "
+                                                           "as many as the model takes)")
     parser.add_argument("--batch", type=whole(1), default=1, help="sequences at a time (default: 1)")
     parser.add_argument("--loss", default=0.0, help="more language loss that few bits may cost, such as 1%%, or any "
                                                     "(default: none)")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
-from moelab.advice.ways import Way, front
+from moelab.advice.ways import Way
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.specs import DeviceSpec
-from moelab.table import duration, head_and_rows, plain, size, text_table
+from moelab.table import duration, head_and_rows, in_units, plain, size, text_table
 
 #: rows of the printed table
 ROWS = 12
@@ -23,7 +23,7 @@ ROWS = 12
 class Advice:
     """The answer: `ways` that fit, best first; `more`: (what would give more, and then).
 
-    elsewhere : ways that were simulated in other memory.    loss : what is allowed, relative; infinity allows any.
+    elsewhere : ways in other memory.    loss : what is allowed, relative; infinity allows any.
     popularity : how often experts are taken to be chosen.    notes : what else there is to know.
     """
 
@@ -45,15 +45,11 @@ class Advice:
         return next(way for way in self.ways if way.within(self.loss))
 
     @property
-    def front(self) -> list[Way]:
-        """What no other way beats in TPOT, memory and loss at once."""
-        return front([*self.ways, *self.elsewhere])
-
-    @property
     def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
         """(command, source, options) of what to run, in this order."""
         way, source = self.best, self.model.source
-        options: dict[str, Any] = {"memory": "100%" if way.resident else f"{int(way.budget / 1e6)}MB",
+        options: dict[str, Any] = {"memory": "100%" if way.resident else
+                                   f"{way.budget // 10**6}MB" if way.budget >= 10**8 else f"{way.budget // 10**3}kB",
                                    "executor": way.executor}
         if not way.resident:
             options |= {name: value for name, value, usual in (
@@ -81,22 +77,33 @@ class Advice:
         return f"moelab.open_model({', '.join([repr(source), *(f'{k}={v!r}' for k, v in given.items()), *plan])})"
 
     def table(self) -> list[dict[str, Any]]:
-        """A row a way: of each form the fastest, then the others, the fastest first, and what was measured."""
+        """A row a way, exact, in bytes and seconds: of each form the fastest, what was measured, and others; the
+        fastest first."""
         firsts = {way.form: way for way in reversed(self.ways)}
         kept = [way for way in self.ways if way is firsts[way.form] or way.kind == "measured"]
         kept += [way for way in self.ways if way not in kept][:max(ROWS - len(kept), 0)]
         return [way.row(self.batch) for way in sorted(kept, key=lambda way: way.tpot)]
 
+    def rounded(self) -> tuple[list[dict[str, Any]], str]:
+        """The table as a person reads it, and a sentence of what is the same in all rows, which takes no column."""
+        rows = in_units(self.table())
+        same = {name: value for name, value in rows[0].items() if len(rows) > 1 and all(r[name] == value for r in rows)}
+        told = "; ".join(" ".join([(parts := name.split(", "))[0], str(value), *parts[1:]])
+                         for name, value in same.items() if value != "–")
+        return [{name: value for name, value in row.items() if name not in same} for row in rows], \
+            f"All rows: {told}." if told else ""
+
     @property
     def words(self) -> str:
         """What to do, what it gives, what gives more, and the commands."""
-        way, spec, device = self.best, self.model.spec, self.device
+        way, spec, device, options = self.best, self.model.spec, self.device, self.steps[-1][2]
+        rates, (_, outside) = MachineRates.of(device), beyond(device)
         where = "all of them in memory" if way.resident else \
-            f"{size(way.budget)} of their {size(way.experts)} in memory, the others on disk"
+            f"{size(way.budget)} of their {size(way.experts)} in memory, the others {outside}"
         form = "Leave the checkpoint as it is" if way.form == AS_IS else f"Store the experts as {way.form}"
         loss = ("lossless" if way.lossless else f"at most {100 * way.loss:.2g} % more language loss" if way.loss is not
                 None else "its loss is unknown: --verify measures it")
-        rates = MachineRates.of(device)
+        how = ", ".join(f"{name} {value}" for name, value in options.items() if name not in ("memory", "quantize"))
         more = "; ".join(f"{what}: {duration(other.tpot)} ({plain(way.tpot / other.tpot)}×)"
                          for what, other in self.more)
         error = "" if way.error is None else f" ± {100 * way.error:.0f} %"
@@ -105,19 +112,19 @@ class Advice:
             f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
             f"{size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), "
             f"KV cache {size(kv_bytes(spec, self.context * self.batch))}, process {size(RESERVE)}",
-            f"{device.name}: memory {size(rates.memory)}/s, experts arrive at {size(rates.read)}/s; "
+            f"{device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at {size(rates.read)}/s; "
             f"{size(self.memory)} may be used",
             "",
-            f"Do: {form} ({loss}), {where}; {way.name}.",
+            f"Do: {form} ({loss}), {where}; {how}.",
             f"Gives: {duration(way.tpot)}{error} a token ({plain(self.batch / way.tpot)} tokens/s), "
-            f"{duration(way.ttft)} to the first, of {self.context:,} tokens; {way.kind}{expected}, limited by the "
-            f"{way.limited_by}, with experts chosen {self.popularity}.",
+            f"{duration(way.ttft)} to the first after a prompt of {self.context:,} tokens; {way.kind}{expected}, "
+            f"limited by {way.limited_by}, with experts chosen {self.popularity}.",
             f"More: {more or 'nothing that was tried here'}.",
             "", *(f"  {command}" for command in self.commands), f"  {self.python}"])
 
     def __str__(self) -> str:
-        return "\n".join([self.words, "", text_table(*head_and_rows(self.table())), *("",) * bool(self.notes),
-                          *self.notes])
+        rows, common = self.rounded()
+        return "\n".join([self.words, "", text_table(*head_and_rows(rows)), "", *filter(None, (common, *self.notes))])
 
     def _ipython_display_(self) -> None:
         """Words, figure and table; words alone where nothing can be drawn."""
@@ -126,6 +133,11 @@ class Advice:
         except ModuleNotFoundError:
             return print(self)
         draw(self)
+
+
+def beyond(device: DeviceSpec) -> tuple[str, str]:
+    """(What experts come through that are not in memory, where they are.)"""
+    return ("host link", "in host memory") if "link_bandwidth_gbs" in device.figures else ("disk", "on disk")
 
 
 def more_of(best: Way, options: list[tuple[str, Way | None]]) -> tuple[tuple[str, Way], ...]:

@@ -16,6 +16,7 @@ from moelab.advice.machine import disk_rate, memory_rate
 from moelab.bench.machine import read_ahead
 from moelab.files import cache_root, folder_bytes
 from moelab.offloading.budget import available
+from moelab.table import size
 
 #: processor's features that the kernels or torch's products use → what they are good for
 FEATURES = {"avx2": "vectors of 8", "avx512bw": "vectors of 16", "avx512bf16": "bf16 products",
@@ -35,19 +36,18 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     yield "cores", f"{os.cpu_count()}; {_features()}"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield "memory", (f"{total / 1e9:.3g} GB, {available() / 1e9:.3g} GB available; read at "
-                     f"{memory_rate() / 1e9:.3g} GB/s")
+    yield "memory", f"{size(total)}, {size(available())} available; read at {size(memory_rate())}/s"
     rates = {requests: disk_rate(folder, requests) for requests in (1, 4, 16)}
-    yield "disk", (", ".join(f"{rate / 1e9:.3g} GB/s with {requests} request{'s' * (requests > 1)}"
+    yield "disk", (", ".join(f"{size(rate)}/s with {requests} request{'s' * (requests > 1)}"
                              for requests, (rate, _) in rates.items())
-                   + f" ({rates[1][1]}); {shutil.disk_usage(folder).free / 1e9:.3g} GB free"
+                   + f" ({rates[1][1]}); {size(shutil.disk_usage(folder).free)} free"
                    + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(Path(folder))) else ""))
     yield "CUDA", _cuda()
     yield "Neural Engine", ("Core ML can run models here" if sys.platform == "darwin" else
                             "none: this is no Mac; models can be converted and checked, not run")
     yield "hub", _hub()
     yield "kernels", _kernels()
-    yield "cache", f"{cache_root()}, {folder_bytes(cache_root()) / 1e9:.3g} GB"
+    yield "cache", f"{cache_root()}, {size(folder_bytes(cache_root()))}"
     for package, purpose in PACKAGES.items():
         try:
             yield package, version(package)
@@ -73,7 +73,7 @@ def _cuda() -> str:
     if not torch.cuda.is_available():
         return "none: models run on the CPU"
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(f"{one.name}, {one.total_memory / 1e9:.3g} GB" for one in found)
+    return ", ".join(f"{one.name}, {size(one.total_memory)}" for one in found)
 
 
 def _hub() -> str:

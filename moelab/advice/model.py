@@ -14,7 +14,8 @@ from typing import Any
 
 from moelab import registry
 from moelab.cards import load_card, load_model
-from moelab.configs import spec_from_config
+from moelab.configs import NESTED, spec_from_config
+from moelab.files import small_model
 from moelab.specs import DTYPE_BYTES, MoESpec
 
 #: how bf16 experts may be stored and multiplied as they lie → (bits a weight, whether lossless): `moelab.store`
@@ -28,7 +29,8 @@ AS_IS = "as it is"
 @dataclass(frozen=True)
 class Model:
     """A model without its weights: what opens it, its geometry, bytes of all other weights and how they are known, its
-    folder if it is here, and the form that an expert store has."""
+    folder if it is here, the form that an expert store has, and how many tokens a sequence may have, if that is known.
+    """
 
     source: str
     spec: MoESpec
@@ -36,6 +38,7 @@ class Model:
     how: str
     folder: Path | None = None
     stored: str | None = None
+    most: int | None = None
 
     @property
     def dense(self) -> int:
@@ -55,25 +58,41 @@ class Model:
 
 def find_model(model: str | Path | None) -> Model:
     """A model's geometry and bytes, without its weights. Raises FileNotFoundError, ValueError."""
-    if model is not None and str(model) in registry.names("model"):
-        spec, card = load_model(str(model)), load_card(str(model))
-        source, published = card.get("hub", str(model)), card.get("figures", {}).get("total_params")
-        if published is None:
-            return Model(source, spec, _others(spec), "estimated from its geometry")
-        others = (published["value"] - spec.L * spec.E * spec.expert_params) * 2
-        return Model(source, spec, round(others), "published parameters less the experts'")
-    if model is not None and not Path(model).expanduser().exists() and str(model).count("/") == 1:
-        spec, config = _read_config(_download(str(model)), str(model))
-        return Model(str(model), spec, _others(spec, config), "estimated from its geometry")
+    text, path = str(model), small_model() if model is None else Path(model).expanduser()
+    for name in registry.names("model"):
+        if text == name or text == load_card(name).get("hub") and not path.exists():
+            return _of_card(name)
+    if not path.exists() and "/" not in text and not path.with_name(f"{text}.part").exists():
+        registry.require("folder here and no model card", text, registry.names("model"))
+    file = path / "config.json" if path.exists() else _download(text) if text.count("/") == 1 else None
+    if file is not None and file.is_file() and not any(path.glob("*.safetensors")):
+        spec, config = _read_config(file, path.resolve().name if path.exists() else text)
+        return Model(text, spec, _others(spec, config), "estimated from its geometry", most=_most(config))
     from moelab.models.checkpoint import Checkpoint
     from moelab.models.opening import find, model_name
     folder = find(model)
     checkpoint = Checkpoint.at(folder)
-    spec, _ = _read_config(folder / "config.json", model_name(model, folder))
-    everything = sum(entry.nbytes for entry in checkpoint.tensors.values())
+    spec, config = _read_config(folder / "config.json", model_name(model, folder))
+    everything, most = sum(entry.nbytes for entry in checkpoint.tensors.values()), _most(config)
     if (store := checkpoint.store) is not None:
-        return Model(str(folder), spec, everything, "exact", folder, store.quantized or store.codec)
-    return Model(str(folder), spec, max(everything - spec.experts_bytes, 0), "exact", folder)
+        return Model(str(folder), spec, everything, "exact", folder, store.quantized or store.codec, most)
+    return Model(str(folder), spec, max(everything - spec.experts_bytes, 0), "exact", folder, most=most)
+
+
+def _of_card(name: str) -> Model:
+    spec, card = load_model(name), load_card(name)
+    source, published = card.get("hub", name), card.get("figures", {}).get("total_params")
+    if published is None:
+        return Model(source, spec, _others(spec), "estimated from its geometry")
+    others = (published["value"] - spec.L * spec.E * spec.expert_params) * 2
+    return Model(source, spec, round(others), "published parameters less the experts'")
+
+
+def _most(config: Any) -> int | None:
+    """Tokens of a sequence that a config allows."""
+    of = next((inner for key in NESTED if (inner := getattr(config, key, None)) is not None), config)
+    most = getattr(of, "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
 
 
 def _download(model: str) -> Path:

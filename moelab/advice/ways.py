@@ -20,6 +20,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.specs import MoESpec
+from moelab.table import percent
 
 #: experts that must have slots beside those that are kept, so that a layer can load while it computes
 STAGING = 2
@@ -85,15 +86,21 @@ class Way:
             [f"{self.workers} workers"] if self.workers > 1 else [])])]
         return ", ".join(parts)
 
+    @property
+    def loses(self) -> str:
+        """Its loss in words."""
+        return "lossless" if self.lossless else "loss unknown" if self.loss is None else \
+            f"{percent(self.loss, 2)} more loss"
+
     def row(self, batch: int) -> dict[str, Any]:
+        """All that is known of it, in bytes and seconds; `moelab.table.in_units` makes it readable."""
         return {"experts as": self.form, "executor": self.executor, "cache": "–" if self.resident else self.cache,
                 "prefetch": self.prefetch or "–", "TPOT, s": self.tpot,
-                "±": "unknown" if self.error is None else f"{100 * self.error:.0f} %",
-                "tokens/s": batch / self.tpot, "TTFT, s": self.ttft, "memory GB": self.memory / 1e9,
-                "of it experts": self.budget / 1e9, "written GB": self.written / 1e9,
-                "hit rate": self.hit_rate, "read MB/token": self.read / batch / 1e6,
-                "loss": "none" if self.lossless else "unknown" if self.loss is None else f"{100 * self.loss:.2f} %",
-                "limited by": self.limited_by, "kind": self.kind}
+                "±": "–" if self.error is None else f"{100 * self.error:.0f} %",
+                "tokens/s": batch / self.tpot, "TTFT, s": self.ttft, "memory, B": self.memory,
+                "experts in memory, B": self.budget, "written, B": self.written, "hit rate": self.hit_rate,
+                "read a token, B": self.read / batch, "loss": self.loses, "limited by": self.limited_by,
+                "kind": self.kind}
 
 
 def zipf(spec: MoESpec, exponent: float = ZIPF) -> np.ndarray:
@@ -152,7 +159,7 @@ def possible(model: Model, rates: MachineRates, memory: int, context: int, batch
             continue
         kept = count if way.resident else max(way.budget // expert - STAGING, 0)
         hit, touched = hits(kept), visits * expert
-        parts = {"memory": touched / rates.memory, "disk": touched * (1 - hit) / rates.read}
+        parts = {"memory bandwidth": touched / rates.memory, "reading experts": touched * (1 - hit) / rates.read}
         prompt = ((dense + way.experts) / rates.memory, (count - kept) * expert / rates.read,
                   2 * context * batch * weights / rates.flops)
         ways.append(replace(way, hit_rate=hit, read=touched * (1 - hit), ttft=max(prompt),

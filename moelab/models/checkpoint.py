@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moelab.models import compat, deepseek
+from moelab.models import deepseek
 from moelab.store.headers import Stored, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore
 
@@ -96,13 +96,13 @@ def _stays_inside(path: Path, home: Path) -> None:
 def load_config(folder: Path) -> Any:
     """The config of a checkpoint folder; ValueError for one that transformers does not know or that is damaged."""
     import transformers
-    compat.import_losses()
-    deepseek.register()
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint")
     fields = read_json(file)
     model_type = fields.get("model_type")
+    if model_type == "deepseek":
+        deepseek.register()
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         own = ", or it comes with code of its own (auto_map), which is never run here" if "auto_map" in fields else ""
         raise ValueError(f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "

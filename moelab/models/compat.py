@@ -24,6 +24,7 @@ from moelab.store import packings
 def model_class(config: Any) -> type:
     """The generating class for a config, whole: causal language model, encoder-decoder, or multimodal model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    import_losses()
     autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
     for auto in reversed(autos) if config.get_text_config() is not config else autos:
         found = auto._model_mapping.get(type(config), None)

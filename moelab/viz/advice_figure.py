@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 from moelab.advice.answer import Advice
-from moelab.advice.ways import Way, front
-from moelab.table import duration, format_value, size
+from moelab.advice.model import AS_IS, DECODED, FORMS
+from moelab.advice.ways import front
+from moelab.table import duration, size, unit_of
 from moelab.viz import theme
-from moelab.viz.figures import add_points, finish, panels
+from moelab.viz.figures import ROUND, add_points, finish, panels, point_look
 from moelab.viz.notebook import say, show, table
 from moelab.viz.plotly_json import Figure
 
+#: forms in the order of their colours and symbols
+SERIES = [AS_IS, DECODED, *FORMS]
+
 
 def pareto(advice: Advice) -> Figure:
-    """TPOT against memory and, of ways whose loss is known, against their loss; the Pareto front is a line.
+    """TPOT against memory and, of ways whose loss is known, against their loss; the lossless Pareto front is a line.
 
-    Ways that lose nothing, ways of known and of unknown loss differ in colour and symbol; each says in the legend
-    whether it was modelled, simulated or measured.
+    Each form of the experts has its colour and symbol, larger where it was measured; the legend says what it loses, and
+    it or the axis what was modelled, simulated or measured. The ring is what is advised.
     """
-    ways = [*advice.ways, *advice.elsewhere]
-    groups: dict[str, list[Way]] = {}
-    for way in ways:
-        loss = "lossless" if way.lossless else "loss unknown" if way.loss is None else "loss measured"
-        groups.setdefault(f"{loss}, {way.kind}", []).append(way)
-    known = [way for way in ways if way.loss]
-    figure, places = panels(["memory", "loss"] if known else ["memory"], horizontal_spacing=0.12,
-                            y="TPOT (ms)")
-    for i, (name, of) in enumerate(sorted(groups.items())):
-        told = {"text": [f"{way.name}, {size(way.memory)}" for way in of]}
-        add_points(figure, [(way.memory / 1e9, 1e3 * way.tpot) for way in of], name, i, "%{text}: %{y:.4g} ms", **told,
-                   **places[0])
-        if known and of[0].loss is not None:
-            add_points(figure, [(100 * way.loss, 1e3 * way.tpot) for way in of], name, i, "%{text}: %{y:.4g} ms",
-                       **told, **places[1])
-    sound = sorted(front(way for way in ways if way.lossless), key=lambda way: way.memory)
-    figure.add_scatter(x=[way.memory / 1e9 for way in sound], y=[1e3 * way.tpot for way in sound], mode="lines",
-                       name="nothing lossless is better", line={"color": theme.BLACK, "width": 1.5, "shape": "hv"},
-                       hoverinfo="skip", **places[0])
-    best = advice.best
-    figure.add_scatter(x=[best.memory / 1e9], y=[1e3 * best.tpot], mode="markers", name="advised", hoverinfo="skip",
+    ways, best, groups = [*advice.ways, *advice.elsewhere], advice.best, {}
+    kind = best.kind if len({way.kind for way in ways}) == 1 else ""
+    for way in sorted(ways, key=lambda way: (SERIES.index(way.form), way.kind)):
+        groups.setdefault(f"{way.form}, {way.loses}{'' if kind else f', {way.kind}'}", []).append(way)
+    times = sorted(way.tpot for way in ways)
+    (small, B), (fast, s) = unit_of(min(way.memory for way in ways), "B"), unit_of(times[0], "s")
+    axes = {f"memory of the process ({small})": lambda way: way.memory / B}
+    if any(way.loss for way in ways):
+        axes["more language loss (%)"] = lambda way: 100 * way.loss
+    wide = times[-1] > 3 * times[0]
+    figure, places = panels([""] * len(axes), y=f"{kind} TPOT ({fast}{', log' * wide})".strip())
+    if wide:
+        figure.update_yaxes(type="log", tickvals=ROUND)
+    for (title, of), place in zip(axes.items(), places):
+        figure.update_xaxes(title=title, **place)
+        for name, group in groups.items():
+            known = [way for way in group if way.loss is not None or place is places[0]]
+            add_points(figure, [(of(way), way.tpot / s) for way in known], name, 0, "%{text}", **place,
+                       marker=point_look(SERIES.index(group[0].form), 16 if group[0].kind == "measured" else 11),
+                       text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in known])
+    line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
+    line += [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]      # what fits less memory fits more
+    figure.add_scatter(x=[x / B for x, _ in line], y=[y / s for _, y in line], mode="lines", name="the best lossless",
+                       line={"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"}, hoverinfo="skip",
+                       **places[0])
+    figure.add_scatter(x=[best.memory / B], y=[best.tpot / s], mode="markers", name="advised", hoverinfo="skip",
                        marker={"symbol": "circle-open", "size": 20, "color": theme.BLACK, "line": {"width": 2}},
                        **places[0])
-    figure.update_xaxes(title="memory of the process (GB)", **places[0])
-    if known:
-        figure.update_xaxes(title="more language loss (%)", **places[1])
-    return finish(figure, legend="ways", height=420)
+    return finish(figure, height=440)
 
 
 def draw(advice: Advice) -> None:
@@ -53,11 +59,9 @@ def draw(advice: Advice) -> None:
     name, best = advice.model.spec.name, advice.best
     tried = len(advice.ways) + len(advice.elsewhere)
     show(pareto(advice), f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
-         f"that was tried. Kinds of numbers differ by series; the ring is what is advised.",
+         f"that was tried. The line is the fastest lossless one in so much memory, the ring what is advised.",
          f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {duration(best.tpot)} a "
          f"token in {size(best.memory)}", "advice")
-    rows = advice.table()           # what is the same in all rows takes no column
-    same = {name: value for name, value in rows[0].items() if len(rows) > 1 and all(r[name] == value for r in rows)}
-    table([{name: value for name, value in row.items() if name not in same} for row in rows])
-    common = "; ".join(f"{name}: {format_value(value)}" for name, value in same.items())
-    say("\n\n".join([*[f"All rows: {common}."] * bool(common), *advice.notes]))
+    rows, common = advice.rounded()
+    table(rows)
+    say("\n\n".join(filter(None, (common, *advice.notes))))

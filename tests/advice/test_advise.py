@@ -112,13 +112,26 @@ def test_a_config_alone_is_enough_and_loads_no_torch(tmp_path):
     assert done.returncode == 0 and "bf12" in done.stdout, done.stderr
 
 
+def test_a_config_without_weights_is_enough_and_a_card_stands_for_its_hub_id(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    assert find_model("Qwen/Qwen3-30B-A3B") == find_model("Qwen3-30B-A3B")
+    tiny.save("qwen3_moe", tmp_path / "model")
+    whole = find_model(tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    found = find_model(tmp_path / "model")
+    assert found.folder is None and found.spec == whole.spec and found.most == whole.most
+    assert found.how == "estimated from its geometry"
+
+
 def offline(*_):
     raise ConnectionError
 
 
 @pytest.mark.parametrize("options, words", [
     ({"memory": "1GB"}, "does not fit 1 GB"), ({"memory": "50%"}, "whole process"),
-    ({"device": "no-such-card"}, "there is no card"), ({"model": "no/such/folder"}, "no checkpoint folder"),
+    ({"model": "qwen3-30b"}, "Did you mean 'Qwen3-30B-A3B'"), ({"memory": "lots"}, "whole process"),
+    ({"model": None, "context": 2049}, "at most 2,048"), ({"device": "no-such-card"}, "there is no card"), ({"model": "no/such/folder"}, "no checkpoint folder"),
     ({"model": "some-where/else"}, "config cannot be had")])
 def test_bad_input(options, words, monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
@@ -189,5 +202,5 @@ def test_the_front_is_what_nothing_beats(points):
 def test_the_doctor_names_what_a_machine_has(tmp_path):
     found = dict(findings(tmp_path))
     assert {"cores", "memory", "disk", "CUDA", "Neural Engine", "kernels", "torch"} <= set(found)
-    assert "GB/s with 16 requests" in found["disk"] and not list(tmp_path.iterdir())
+    assert "/s with 16 requests" in found["disk"] and not list(tmp_path.iterdir())
     assert json.dumps(found)

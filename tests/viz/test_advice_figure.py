@@ -3,11 +3,13 @@
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pio = pytest.importorskip("plotly.io")
 
 from moelab import advise  # noqa: E402
+from moelab.table import duration, size  # noqa: E402
 from moelab.viz.advice_figure import pareto  # noqa: E402
 
 
@@ -25,13 +27,27 @@ def test_every_way_is_drawn_in_ms_and_gb_with_its_kind(advice):
     points = [trace for trace in figure.data if trace.mode == "markers" and trace.name != "advised"]
     left = [trace for trace in points if trace.xaxis == "x"]
     drawn = sorted((x, y) for trace in left for x, y in zip(trace.x, trace.y))
-    assert drawn == sorted((way.memory / 1e9, 1e3 * way.tpot) for way in (*advice.ways, *advice.elsewhere))
-    assert {trace.name for trace in left} == {"lossless, modelled", "lossless, simulated", "loss unknown, modelled",
-                                              "loss measured, measured"}
-    assert len({trace.marker.symbol for trace in left}) == 4
+    ways = (*advice.ways, *advice.elsewhere)
+    assert np.allclose(drawn, sorted((way.memory / 1e9, 1e3 * way.tpot) for way in ways))
+    few = advice.ways[0]
+    assert {trace.name for trace in left} == {f"{way.form}, {way.loses}, {way.kind}" for way in ways}
+    assert {trace.marker.symbol for trace in left} == {trace.marker.symbol for trace in points}
+    assert len({trace.marker.symbol for trace in left}) == len({way.form for way in ways})
     titles = [axis.title.text for axis in figure.select_xaxes()] + [axis.title.text for axis in figure.select_yaxes()]
-    assert all("(" in title for title in titles if title)
-    assert [trace.x for trace in points if trace.name == "loss measured, measured" and trace.xaxis == "x2"] == [(0.5,)]
+    assert "memory of the process (GB)" in titles and all("(" in title for title in titles if title)
+    name = f"{few.form}, 0.50 % more loss, measured"
+    assert [trace.x for trace in points if trace.name == name and trace.xaxis == "x2"] == [(0.5,)]
+    told = [text for trace in left for text in trace.text]
+    assert sorted(told) == sorted(f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in ways)
+
+
+def test_one_kind_is_told_by_the_axis_and_a_small_model_in_mb(advice):
+    ways = tuple(replace(way, kind="modelled", memory=way.memory // 100) for way in advice.ways)
+    figure = pio.from_json(pareto(replace(advice, ways=ways, elsewhere=())).to_json())
+    assert "modelled TPOT (ms, log)" in [axis.title.text for axis in figure.select_yaxes()]
+    assert "memory of the process (MB)" in [axis.title.text for axis in figure.select_xaxes()]
+    assert {x for trace in figure.data if trace.mode == "markers" and trace.xaxis == "x" for x in trace.x} == {
+        way.memory / 1e6 for way in ways}
 
 
 def test_the_line_falls_and_nothing_lossless_is_below_it(advice):
@@ -50,7 +66,10 @@ def test_it_draws_itself_in_a_notebook(advice, monkeypatch):
     assert [name for name, *_ in said] == ["say", "show", "table", "say"]
     assert all(line.strip() in said[0][1] for line in advice.words.split("\n")) and advice.best.name in said[1][3]
     for shown, row in zip(said[2][1], advice.table(), strict=True):     # what all rows share is told below
-        assert shown.items() <= row.items() and all(f"{name}: " in said[3][1] for name in row.keys() - shown.keys())
+        there = {name.partition(",")[0] for name in shown}
+        assert all(row[name] == "–" or f"{name.partition(',')[0]} " in said[3][1] for name in row
+                   if name.partition(",")[0] not in there)
+        assert float(shown["memory, GB"]) == pytest.approx(row["memory, B"] / 1e9, rel=5e-3)
 
 
 def test_without_plotly_it_is_text(advice, monkeypatch, capsys):
