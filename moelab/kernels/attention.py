@@ -22,8 +22,8 @@ from moelab.kernels import products
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.linear import fits
 from moelab.kernels.norms import epsilon, rms_norm
-from moelab.kernels.products import Matrices, Pack
-from moelab.kernels.tiles import (add_rows, dots, exponential, kept, place, read, span, spread, take, together,
+from moelab.kernels.products import PIECE, Matrices, Pack
+from moelab.kernels.tiles import (add_rows, address, dots, exponential, kept, place, read, span, spread, take, together,
                                   weight, write)
 from moelab.kernels.unchanged import Unchanged
 from moelab.kernels.vectors import STEP
@@ -181,12 +181,11 @@ def attend(plan, weights, token, room, x, H, out):
     q_norm, k_norm, rows, last = weights[0, 0], weights[0, 1], weights[1:-1], weights[-1:]
     heads, half, whole = len(rows) - 2 * kv_heads, D // 2, D - D % STEP
     y, q, turned = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32), np.empty(D, np.float32)
-    each = np.arange(len(rows) + 1)
-    together(team, work, threads, products.job_of(kind, order, rows, each, x, 1, H, np.zeros(len(rows), np.int64), D,
-                                                  y.ctypes.data))
+    each, zeros, one, piece = np.arange(len(rows) + 1), np.zeros(len(rows), np.int64), np.int64(1), np.int64(PIECE)
+    together(team, work, threads, products.job_of(kind, order, rows, each, x, one, H, zeros, D, address(y), piece))
     if q_norm != 0:
-        at = y.ctypes.data + 4 * heads * D
-        rms_norm(np.float32(0), y.ctypes.data, kind, q_norm, heads * D // q_width, q_width, eps, y.ctypes.data)
+        at = address(y) + 4 * heads * D
+        rms_norm(np.float32(0), address(y), kind, q_norm, heads * D // q_width, q_width, eps, address(y))
         rms_norm(np.float32(0), at, kind, k_norm, kv_heads * D // k_width, k_width, eps, at)
     for m in range(heads + kv_heads):
         for i in range(half):
@@ -196,8 +195,9 @@ def attend(plan, weights, token, room, x, H, out):
         if m < heads:                                   # scaled and in the order of `place`
             for i in range(D):
                 turned[i] *= np.float32(scaling)
-            spread(np.float32(0), kind, turned.ctypes.data, whole, q.ctypes.data + 4 * m * D)
-            q[m * D + whole:(m + 1) * D] = turned[whole:]
+            spread(np.float32(0), kind, address(turned), whole, address(q) + 4 * m * D)
+            for i in range(whole, D):
+                q[m * D + i] = turned[i]
         else:                                           # the newest of the cache
             newest = (m - heads) * stride + (S - 1) * D
             for i in range(D):
@@ -205,12 +205,12 @@ def attend(plan, weights, token, room, x, H, out):
                 write(kind, values, newest + i, y[m + kv_heads, i])
     mixed, job = np.empty(heads * D, np.float32), np.empty(10, np.int64)
     job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, heads // kv_heads, S, D
-    job[5], job[6], job[7], job[8], job[9] = q.ctypes.data, keys, values, mixed.ctypes.data, span(kind, stride)
+    job[5], job[6], job[7], job[8], job[9] = address(q), keys, values, address(mixed), span(kind, stride)
     together(team, heads_work, threads, job)
     kept(q)
     total = np.empty(H, np.float32)
-    job = products.job_of(np.float32(0), last_order, last, each[:2], mixed.ctypes.data, 1, heads * D, each[:0], H,
-                          total.ctypes.data)
+    job = products.job_of(np.float32(0), last_order, last, each[:2], address(mixed), one, heads * D, each[:0], H,
+                          address(total), piece)
     kept(mixed)
     together(team, last_work, threads, job)
     for i in range(H):
@@ -232,7 +232,7 @@ def _heads(kind, job):
         for g in range(group):
             inputs[g] = q + 4 * (h * group + g) * D
         for g in range(group):
-            x, to = inputs.ctypes.data + 8 * g, scores.ctypes.data + 4 * g * S
+            x, to = address(inputs) + 8 * g, address(scores) + 4 * g * S
             for s in range(0, S - 3, 4):
                 dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
             for s in range(S - S % 4, S):
@@ -247,11 +247,11 @@ def _heads(kind, job):
                 total += scores[g, s]
             sums[:] = 0
             for s in range(0, S - 3, 4):
-                add_rows(4, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
-                         sums.ctypes.data)
+                add_rows(4, kind, address(scores) + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
+                         address(sums))
             for s in range(S - S % 4, S):
-                add_rows(1, kind, scores.ctypes.data + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
-                         sums.ctypes.data)
+                add_rows(1, kind, address(scores) + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
+                         address(sums))
             for i in range(whole, D):
                 for s in range(S):
                     sums[i] += scores[g, s] * weight(kind, values, s * D + i)

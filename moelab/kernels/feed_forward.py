@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moelab.kernels.products import KINDS, OUTPUTS, PIECE, TEAM, entry, job_of
-from moelab.kernels.tiles import exponential, kept, together, weight, write
+from moelab.kernels.tiles import address, exponential, kept, together, weight, write
 from moelab.kernels.compile import kernel
 
 
@@ -97,12 +97,12 @@ def gated(x_kind, ways, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out,
     up_order, down_order, two_I, H, outputs, up_work, down_work = ways
     N, I = bounds[-1], two_I // 2
     h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
-    together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, h.ctypes.data,
+    together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, address(h),
                                             outputs))
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + exponential(-h[j, i])) * h[j, I + i]
-    together(team, down_work, threads, job_of(np.float32(0), down_order, down, bounds, a.ctypes.data, N, I, tokens[:0],
-                                              H, y.ctypes.data, outputs))
+    together(team, down_work, threads, job_of(np.float32(0), down_order, down, bounds, address(a), N, I, tokens[:0],
+                                              H, address(y), outputs))
     kept(a)
     _combine(w_kind, x_kind, y, rows, w, out)

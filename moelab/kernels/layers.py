@@ -26,7 +26,7 @@ from moelab.kernels.compile import c_library, kernel
 from moelab.kernels.feed_forward import gated, ways
 from moelab.kernels.norms import Norm, Router, rms_norm, route
 from moelab.kernels.products import entry
-from moelab.kernels.tiles import kept, now, span, weight, write
+from moelab.kernels.tiles import address, kept, now, span, weight, write
 from moelab.kernels.unchanged import Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
@@ -179,13 +179,13 @@ def to_experts(shape, weights, token, room, x, y, normed):
     """Write y [H] = x + attention(norm(x)) and its norm; where the norms' weights lie is in `weights[0]`, too."""
     plan, H, (first_eps, second_eps) = shape
     kind, inside = plan[0], np.empty(span(plan[0], H), np.uint8)
-    at = inside.ctypes.data
-    rms_norm(kind, x, kind, weights[0, 2], 1, H, first_eps, at)
+    at, one = address(inside), np.int64(1)
+    rms_norm(kind, x, kind, weights[0, 2], one, H, first_eps, at)
     attend(plan, weights, token, room, at, H, at)
     for i in range(H):
         write(kind, y, i, weight(kind, x, i) + weight(kind, at, i))
     kept(inside)
-    rms_norm(kind, y, kind, weights[0, 3], 1, H, second_eps, normed)
+    rms_norm(kind, y, kind, weights[0, 3], one, H, second_eps, normed)
 
 
 @kernel(error_model="numpy")
@@ -196,17 +196,18 @@ def _stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x
     memory = np.empty((4, max(H, E)), np.float32)
     up, down, each = np.empty((K, 4), np.int64), np.empty((K, 4), np.int64), np.arange(K + 1)
     tokens, rows = np.zeros(K, np.int64), each[:K].copy().reshape(1, K)
-    y, normed, out, logits = [memory[i:].ctypes.data for i in range(4)]
+    y, normed, out, logits = address(memory[0]), address(memory[1]), address(memory[2]), address(memory[3])
     for i in range(L):
         at = w + span(score_kind, i * K)
         to_experts(shape, weights[i], token, rooms[i], x, y, normed)
         route(kind, score_kind, normed, routers[i], E, H, K, normalised, logits, at, ids[i:i + 1], work, team, threads)
         for k in range(K):
-            up[k], down[k] = ups[i, ids[i, k]], downs[i, ids[i, k]]
+            for j in range(4):
+                up[k, j], down[k, j] = ups[i, ids[i, k], j], downs[i, ids[i, k], j]
             if up[k, 0] == 0:
                 return i
         times[i, 0] = now(*clock) - start
-        gated(kind, ways, up, down, each, normed, 1, H, tokens, rows, score_kind, at, out, team, threads)
+        gated(kind, ways, up, down, each, normed, np.int64(1), H, tokens, rows, score_kind, at, out, team, threads)
         times[i, 1] = now(*clock) - start
         for h in range(H):
             write(kind, x, h, weight(kind, y, h) + weight(kind, out, h))

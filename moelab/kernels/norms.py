@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moelab.kernels.compile import kernel
 from moelab.kernels.products import KINDS, PIECE, TEAM, entry, job_of, widen
-from moelab.kernels.tiles import span, together, write
+from moelab.kernels.tiles import address, span, together, write
 
 #: entries of a norm's x up to which one thread of ours is faster than torch's many operations
 LARGEST_NORM = 1 << 16
@@ -105,17 +105,17 @@ def fast_router(module: nn.Module) -> Router | None:
 def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
     """Norms of rows [H] at x, times the weight at w; `out` may be x."""
     row, scale = np.empty(H, np.float32), np.empty(H, np.float32)
-    widen(w_kind, np.float32(0), w, H, scale.ctypes.data)
+    widen(w_kind, np.float32(0), w, H, address(scale))
     for r in range(rows):
         at, to = x + span(kind, r * H), out + span(kind, r * H)
-        widen(kind, np.float32(0), at, H, row.ctypes.data)
+        widen(kind, np.float32(0), at, H, address(row))
         total = np.float32(0)
         for i in range(H):
             total += row[i] * row[i]
         inverse = np.float32(1 / np.sqrt(total / H + eps))
         for i in range(H):
             write(kind, to, i, row[i] * inverse)                # rounded before the weight, as transformers does it
-        widen(kind, np.float32(0), to, H, row.ctypes.data)
+        widen(kind, np.float32(0), to, H, address(row))
         for i in range(H):
             write(kind, to, i, row[i] * scale[i])
 
@@ -125,11 +125,11 @@ def route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work
     p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
     matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
     matrix[0, 0] = w
-    together(team, work, min(threads, (E + PIECE - 1) // PIECE), job_of(kind, kind, matrix, bounds, x, 1, H, bounds[:0],
-                                                                        E, p.ctypes.data))
+    job = job_of(kind, kind, matrix, bounds, x, np.int64(1), H, bounds[:0], E, address(p), np.int64(PIECE))
+    together(team, work, min(threads, (E + PIECE - 1) // PIECE), job)
     for e in range(E):
         write(kind, logits, e, p[e])                            # rounded before the softmax, as transformers does it
-    widen(kind, np.float32(0), logits, E, p.ctypes.data)
+    widen(kind, np.float32(0), logits, E, address(p))
     p = np.exp(p - p.max())
     total = p.sum()
     for k in range(K):

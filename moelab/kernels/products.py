@@ -21,7 +21,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from moelab.kernels.tiles import (add_rows, beside, dots, kept, place, pointer, read, span, spread, step, take,
+from moelab.kernels.tiles import (add_rows, address, beside, dots, kept, place, pointer, read, span, spread, step, take,
                                   together, weight, write)
 from moelab.kernels.compile import c_function, c_library, kernel
 
@@ -107,7 +107,7 @@ def widen(kind, order, x, n, out):
 
 
 @kernel
-def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs=PIECE):
+def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs):
     """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for the kind `order`.
     A thread takes `outputs` of R at a time. x must be `kept` until here, y until the job is done."""
     M, N = len(matrices), bounds[-1]
@@ -115,9 +115,10 @@ def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs=PIECE
     job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs
     for m in range(M):
         at = HEADER + 6 * m
-        job[at:at + 4] = matrices[m]
+        for i in range(4):                      # as slices they might differ in shape: seconds to compile that error
+            job[at + i] = matrices[m, i]
         job[at + 4], job[at + 5] = bounds[m], bounds[m + 1]
-    wide = (job.ctypes.data + 8 * (HEADER + 6 * M + N) + 63) // 64 * 64         # no vector lies across two cache lines
+    wide = (address(job) + 8 * (HEADER + 6 * M + N) + 63) // 64 * 64            # no vector lies across two cache lines
     for j in range(N):
         job[HEADER + 6 * M + j] = wide + 4 * n * (tokens[j] if len(tokens) > 0 else j)
     for t in range(T):
@@ -131,7 +132,7 @@ def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R
     wide = span(out_kind, 1) == 4
     y = np.empty(0 if wide else N * R, np.float32)
     together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R,
-                                                      out if wide else y.ctypes.data, outputs))
+                                                      out if wide else address(y), outputs))
     for i in range(len(y)):
         write(out_kind, out, i, y[i])
     kept(y)
@@ -200,7 +201,7 @@ def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
 @kernel
 def _missing(table, indices, i):
     """What an escape's weight lacks to its true value: its codes are 0, which is the first of the table."""
-    return weight(np.uint16(0), indices.ctypes.data + 4 * len(indices), i) - weight(np.uint16(0), table - 1, 0)
+    return weight(np.uint16(0), address(indices) + 4 * len(indices), i) - weight(np.uint16(0), table - 1, 0)
 
 
 @kernel
@@ -224,7 +225,7 @@ def _columns(kind, job):
             for i in range(0, n, 4):
                 at, second = w + span(kind, i * R + begin), other + span(kind, i * R + begin) // 2
                 for t in range(tokens):
-                    x, to = read(inputs, token + t) + 4 * i, sums.ctypes.data + 4 * OUTPUTS * t
+                    x, to = read(inputs, token + t) + 4 * i, address(sums) + 4 * OUTPUTS * t
                     if i + 4 <= n:
                         add_rows(4, kind, x, at, second, table, R, whole, to)
                     else:

@@ -169,6 +169,12 @@ def now(function, clock):
     return seconds * 1_000_000_000 + rest
 
 
+@emitted(types.int64)
+def address(array):
+    """Where an array's numbers lie; `ctypes.data` would be uint64, and every kernel compiled for these as well."""
+    return array
+
+
 @emitted()
 def kept(array):
     """A use of an array: numba frees its memory after the last one, even if its address is still used."""
