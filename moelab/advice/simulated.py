@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moelab.advice import verify as real
-from moelab.advice.answer import Advice, more_of
+from moelab.advice.answer import Advice, beyond, more_of
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import disturbed, machine, sample_costs
 from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Look, Scene, Search, card_costs,
@@ -109,7 +109,8 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
                     search.loss, search.allowed)
     options = [(f"{size(1.5 * search.memory)} of memory",
                 corrected(search.other(plain, search.memory * 3 // 2))),
-               ("a disk twice as fast", None if plain.resident else _scaled(faster.play(plain, []), best, plain))]
+               (f"a {beyond(device)[0]} twice as fast",
+                None if plain.resident else _scaled(faster.play(plain, []), best, plain))]
     few = next((way for way in ways if not way.within(search.allowed)), None)
     if few is not None:
         what = "of unknown loss" if few.loss is None else f"of {few.loss:.2%} more loss"
