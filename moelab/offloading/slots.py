@@ -67,7 +67,7 @@ def has_few_bits(store: ExpertStore) -> bool:
 
 def every_one_is_multiplied(store: ExpertStore) -> bool:
     """Whether kernels multiply each of these blobs as it lies."""
-    return all(fewbit.kernel(codec, entry.shape) for layer in store.layers for entries in layer.experts
+    return all(fewbit.kernel(codec, entry.shape, entry.dtype) for layer in store.layers for entries in layer.experts
                for entry in entries.values() for codec, _ in entry.planes if fewbit.is_format(codec))
 
 
@@ -197,7 +197,7 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
         if codec == "bf12":
             row, codec = bf12.row(offset, end - offset, entry.n), codec if bf12.fits(entry.shape) else ""
         elif fewbit.is_format(codec):
-            codec = fewbit.kernel(codec, entry.shape)
+            codec = fewbit.kernel(codec, entry.shape, entry.dtype)
             row = fewbit.row(codec, offset, entry.shape) if codec else row
             codec = codec if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape) else ""
         found[name] = codec, row

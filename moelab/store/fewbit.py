@@ -155,9 +155,13 @@ def nbytes(name: str, shape: tuple[int, ...]) -> int:
     return sum(prod(of) * dtype.itemsize for dtype, of in parts(name, shape).values())
 
 
-def kernel(name: str, shape: tuple[int, ...]) -> str:
-    """The format, perhaps with ".T", whose kernels multiply such a blob as it lies; "" for none."""
-    return packings.find(name, shape).kernel if packings.is_packing(name) else name
+def kernel(name: str, shape: tuple[int, ...], dtype: str) -> str:
+    """The format, perhaps with ".T", whose kernels multiply such a blob of a tensor of this dtype (safetensors' name)
+    as it lies; "" for none. A packing's weights are rounded to their scales' bf16 first, which kernels leave out: that
+    is within the tolerance of a model in bf16, and of no other."""
+    if not packings.is_packing(name):
+        return name
+    return packings.find(name, shape).kernel if dtype == "BF16" else ""
 
 
 def row(name: str, address: int, shape: tuple[int, ...]) -> list[int]:

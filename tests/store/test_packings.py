@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.store import fewbit, packings
-from moelab.store.headers import DTYPES
+from moelab.store.headers import DTYPES, NAMES
 from tests.models import packed
 
 SCALES = [torch.bfloat16, torch.float16, torch.float32]
@@ -54,7 +54,7 @@ def test_weights_are_those_of_the_formula_and_bytes_are_kept(layer):
     fewbit.unpack(name, blob, out)
     assert torch.equal(out, truth)
     assert packings.keep(kind, bits, sources, truth + 1) is None
-    if form := fewbit.kernel(name, tuple(truth.shape)):         # its first bytes are a blob of this format
+    if form := fewbit.kernel(name, tuple(truth.shape), NAMES[truth.dtype]):     # its first bytes are a blob of it
         fewbit.unpack(form, blob[:fewbit.nbytes(form, truth.shape)], out)
         assert torch.equal(out, truth)
     with pytest.raises(ValueError, match="expected"):
@@ -70,11 +70,12 @@ def test_symmetric_bf16_groups_are_multiplied_as_they_lie():
         for group in (32, 64, 128, 384):
             tensors, truth = packed.layer(kind, 8, 384, group, generator, bits)
             name, _ = packings.keep("compressed-tensors", bits, [(f"x.{k}", 0, t) for k, t in tensors.items()], truth)
-            assert fewbit.kernel(name, (8, 384)) == form
+            assert fewbit.kernel(name, (8, 384), "BF16") == form
+            assert not any(fewbit.kernel(name, (8, 384), dtype) for dtype in ("F16", "F32"))    # rounded to bf16
         for options in ({"symmetric": False}, {"scales": torch.float16}):
             tensors, truth = packed.layer(kind, 8, 384, 128, generator, bits, **options)
             name, _ = packings.keep("compressed-tensors", bits, [(f"x.{k}", 0, t) for k, t in tensors.items()], truth)
-            assert fewbit.kernel(name, (8, 384)) == ""
+            assert fewbit.kernel(name, (8, 384), "BF16") == ""
 
 
 @pytest.mark.parametrize("kind, group, symmetric", [
