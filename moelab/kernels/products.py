@@ -143,7 +143,7 @@ def _rows(kind, job):
     """Pieces of the rows layout until none is left."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
     whole, inputs = n - n % step(kind), job + 8 * (HEADER + 6 * M)
-    near = AHEAD if span(kind, 2) < 4 else AHEAD // 2               # of a plain kind, the hardware asks for the next, too
+    near = AHEAD if span(kind, 2) < 4 else AHEAD // 2           # plain kinds the hardware follows, too
     while True:
         piece = take(job)
         if piece >= M * pieces:
