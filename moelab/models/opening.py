@@ -160,8 +160,8 @@ def spec_of(model: torch.nn.Module) -> MoESpec:
 
 
 def require_tokenizer(name_or_path: str | Path | None) -> None:
-    """Refuse a model that has no tokenizer before anything of it is loaded. Raises ValueError; as `find`."""
-    folder = find(name_or_path)
+    """Refuse a model that has no tokenizer before anything of it is loaded. Raises ValueError; as `examine`."""
+    folder = Checkpoint.at(find(name_or_path)).folder
     if not has_tokenizer(folder):
         raise ValueError(f"{name_or_path} has no tokenizer, so no prompt can be given to it: put {TOKENIZERS[0]} and "
                          f"{TOKENIZERS[1]} into {folder}")

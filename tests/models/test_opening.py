@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -17,9 +18,11 @@ from moelab import open_model
 from moelab.advice.model import find_model
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.measure import in_process
+from moelab.files import small_model
 from moelab.models import discover, open_checkpoint, plug, unplug
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.direct import CheckpointExperts
+from moelab.models.opening import require_tokenizer
 from moelab.models.synthesize import synthesize
 from moelab.specs import MoESpec
 
@@ -164,6 +167,20 @@ def test_a_repository_without_a_config_is_no_checkpoint(tmp_path, monkeypatch):
     for open_it in (open_model, find_model):
         with pytest.raises(FileNotFoundError, match="no config.json"):
             open_it("some/model-GGUF")
+
+
+@pytest.mark.parametrize("what, words", [("empty", "no config.json"), ("file", "no checkpoint folder"),
+                                         ("config", "no .safetensors")])
+def test_what_is_no_checkpoint_is_not_told_to_get_a_tokenizer(what, words, tmp_path):
+    path = tmp_path / "model"
+    if what == "file":
+        path.write_text("text")
+    else:
+        path.mkdir()
+    if what == "config":
+        shutil.copy(small_model() / "config.json", path)
+    with pytest.raises((FileNotFoundError, ValueError), match=words):
+        require_tokenizer(path)
 
 
 def test_a_dense_model(tmp_path):
