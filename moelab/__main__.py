@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import os
 import sys
 
 from moelab import __version__
@@ -71,7 +72,20 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 (it found a failure), 2 (bad input), 130 (interrupted)."""
+    """Run a command; returns the exit status: 0, 1 (it found a failure), 2 (bad input), 130 (interrupted), 141 (who
+    read its output has left, as `head` does)."""
+    try:
+        try:
+            return run(arguments)
+        finally:
+            sys.stdout.flush()                  # the interpreter would at its end, and complain
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141                              # 128 + SIGPIPE, what a shell says of other tools
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """`main` of a reader who stays."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser(arguments)
     if not arguments:
@@ -83,6 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryError) as error:
         if args.debug:
             raise

@@ -61,6 +61,27 @@ def cache_root() -> Path:
     return Path(os.environ.get("MOELAB_CACHE") or kept).resolve()
 
 
+def from_hub(name: str, patterns: list[str]) -> Path:
+    """The folder in the hub client's cache with those files of a hub id that patterns match; they are downloaded where
+    there is a network. Raises FileNotFoundError, which says why there is none."""
+    from huggingface_hub import errors, snapshot_download
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns))     # asks once; hf_hub_download for 23 s more
+    except Exception as error:          # the hub client has a dozen kinds of "cannot be had"
+        why = next((words for kind, words in (
+            (errors.GatedRepoError, f"accept its terms at huggingface.co/{name}, and log in (hf auth login)"),
+            (errors.RepositoryNotFoundError, "the hub has none of that name, or a private one: check the spelling"),
+            (errors.HFValidationError, "hub ids look like Qwen/Qwen3-30B-A3B"),
+            (errors.LocalEntryNotFoundError, "the hub cannot be reached, and no earlier download is here: check the "
+                                             "network")) if isinstance(error, kind)),
+                   f"{type(error).__name__}: {error}")
+        raise FileNotFoundError(f"{name!r} is no folder here, and as a hub id it cannot be had: {why}. Or give the "
+                                "folder of a checkpoint") from error
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name!r} on the hub has no config.json: it is no checkpoint for transformers (GGUF?)")
+    return folder
+
+
 def folder_bytes(folder: Path) -> int:
     """Bytes of all files in a folder and in those below it."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,3 +1,4 @@
+import os
 import shlex
 import subprocess
 import sys
@@ -42,6 +43,17 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     monkeypatch.setattr("moelab.lab.check.main", interrupted)
     assert main(["check"]) == 130
     assert capsys.readouterr().err == "\nmoelab: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments, statuses", [
+    (["claims"], {141}), ([], {2, 141}), (["check", "--help"], {0, 141})])      # argparse forgives some by itself
+def test_it_ends_quietly_when_its_reader_has_left(arguments, statuses):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "moelab", *arguments], cwd=CHECKOUT, stdout=write,
+                          stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode in statuses and done.stderr == ""
 
 
 def test_an_unknown_command_is_refused(capsys):

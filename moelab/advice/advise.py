@@ -26,6 +26,7 @@ from moelab.arguments import number, whole
 from moelab.cards import load_device
 from moelab.offloading.budget import RESERVE, parse_budget
 from moelab.offloading.limits import MachineRates, kv_bytes
+from moelab.registry import names, require
 from moelab.specs import DeviceSpec, MoESpec
 from moelab.table import size
 
@@ -71,6 +72,8 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
     if device is None:
         device = here(found.folder)
     elif not isinstance(device, DeviceSpec):
+        if Path(device).suffix != ".toml":              # your own card is told what it lacks
+            require("card of a device with a host link or a disk", device, filter(_has_rates, names("device")))
         device = load_device(device)
     if memory == "auto":
         memory = device["memory_gb"] * 1e9
@@ -112,6 +115,13 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
     elsewhere = [way for part in (0.5, 0.75, 1.5, 2.0) for way in arithmetic(rates, int(part * nbytes))]
     return Advice(found, device, nbytes, context, batch, allowed, tuple(ways), more_of(best_of(ways), options),
                   popularity, tuple(way for way in dict.fromkeys(elsewhere) if way not in ways))
+
+
+def _has_rates(name: str) -> bool:
+    try:
+        return bool(MachineRates.of(load_device(name)))
+    except ValueError:
+        return False
 
 
 def parse_loss(loss: str | float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from moelab import registry
 from moelab.cards import load_card, load_model
 from moelab.configs import NESTED, spec_from_config
-from moelab.files import small_model
+from moelab.files import from_hub, small_model
 from moelab.specs import DTYPE_BYTES, MoESpec
 
 #: how bf16 experts may be stored and multiplied as they lie → (bits a weight, whether lossless): `moelab.store`
@@ -64,8 +64,8 @@ def find_model(model: str | Path | None) -> Model:
             return _of_card(name)
     if not path.exists() and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
-    file = path / "config.json" if path.exists() else _download(text) if text.count("/") == 1 else None
-    if file is not None and file.is_file() and not any(path.glob("*.safetensors")):
+    home = path if path.exists() or text.count("/") != 1 else from_hub(text, ["config.json"])
+    if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
         spec, config = _read_config(file, path.resolve().name if path.exists() else text)
         return Model(text, spec, _others(spec, config), "estimated from its geometry", most=_most(config))
     from moelab.models.checkpoint import Checkpoint
@@ -93,16 +93,6 @@ def _most(config: Any) -> int | None:
     of = next((inner for key in NESTED if (inner := getattr(config, key, None)) is not None), config)
     most = getattr(of, "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:          # the hub client has a dozen kinds of "cannot be had"
-        raise FileNotFoundError(f"{model!r} is no card and no folder here, and its config cannot be had from the hub "
-                                f"({type(error).__name__}). Check the spelling and the network; moelab.names('model') "
-                                f"lists the cards, which need neither") from error
 
 
 def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:

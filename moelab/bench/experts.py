@@ -252,8 +252,8 @@ def _loops() -> dict[str, Callable[[np.ndarray], int]]:
     def ahead(words):
         a = b = 0
         for i in range(0, len(words) - 15, 16):                 # two cache lines
-            prefetch(words.ctypes.data + 8 * i + 4096, 3)
-            prefetch(words.ctypes.data + 8 * i + 4160, 3)
+            prefetch(words.ctypes.data + 8 * i + 4096)
+            prefetch(words.ctypes.data + 8 * i + 4160)
             for j in range(8):
                 a += words[i + j]
                 b += words[i + 8 + j]

@@ -1,7 +1,9 @@
 """The engine benchmark: the same model and tokens for every engine, a process each, in interleaved rounds; its tables.
 
 Everything lies in one folder; what exists is not written again, and the system's cache of it is dropped before each
-process. Medians are over all tokens of all rounds. Engines that compute as transformers does must agree bit for bit.
+process. Times are medians over all tokens of all rounds. Ratios are between medians of each token's least time of all
+rounds, as a machine that is busy for seconds at a time would else decide them. Engines that compute as transformers
+does must agree bit for bit.
 """
 
 from __future__ import annotations
@@ -166,7 +168,7 @@ class EngineBenchmark:
             self.samples[f"{title}: {name}"] = tpot
             low, high = measure.tenths(tpot)
             rows[name] = {
-                "TPOT s": median(tpot), "10 %": low, "90 %": high, "best": min(tpot),
+                "TPOT s": median(tpot), "undisturbed s": median(undisturbed(found)), "10 %": low, "90 %": high,
                 f"÷ {base}": self.ratio(reports, name, base),
                 "TTFT s": median(report["ttft_s"][0] for report in found),
                 "2nd TTFT s": median(report["ttft_s"][-1] for report in found),
@@ -178,11 +180,10 @@ class EngineBenchmark:
         return rows, reports
 
     def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float | None:
-        """TPOT of one arm over that of another: the median over rounds of the ratio of their medians; None where one of
-        them could not run."""
+        """TPOT of one arm over that of another, both undisturbed; None where one of them could not run."""
         if any("result" in reports[arm][-1] for arm in (name, base)):
             return None
-        return median(median(a["tpot_s"]) / median(b["tpot_s"]) for a, b in zip(reports[name], reports[base]))
+        return median(undisturbed(reports[name])) / median(undisturbed(reports[base]))
 
     def judge(self, arm: Arm, reports: list[dict[str, Any]]) -> str:
         """Whether the logits are those of transformers' eager experts."""
@@ -218,3 +219,8 @@ def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess
 def mean(reports: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
     values = [report[key] / unit for report in reports if report.get(key) is not None]
     return fmean(values) if values else None
+
+
+def undisturbed(reports: list[dict[str, Any]]) -> list[float]:
+    """Seconds of each token, the least of all rounds: an engine does the same in each."""
+    return [min(rounds) for rounds in zip(*(report["tpot_s"] for report in reports))]

@@ -143,6 +143,7 @@ def _rows(kind, job):
     """Pieces of the rows layout until none is left."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
     whole, inputs = n - n % step(kind), job + 8 * (HEADER + 6 * M)
+    near = AHEAD if span(kind, 2) < 4 else AHEAD // 2           # plain kinds the hardware follows, too
     while True:
         piece = take(job)
         if piece >= M * pieces:
@@ -157,7 +158,7 @@ def _rows(kind, job):
                 rows = TILE if r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
                 several, tile = group_end - group > 2 or span(kind, 2) == 1, span(kind, rows * n)   # or rows in turn
-                ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else AHEAD
+                ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else near
                 token = group
                 while token < group_end:
                     left = group_end - token if rows > 1 else 1         # few matrices have rows beyond whole tiles

@@ -36,16 +36,16 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
     chains = 4 if tokens * len(turns[0]) == 1 else 1    # one sum of a row would wait for itself
     b, zeros = x.builder, fill(v.FLOATS, 0.0)
     sums = [[[cgutils.alloca_once_value(b, zeros) for _ in range(chains)] for _ in range(rows)] for _ in range(tokens)]
-    step, (size, rest), near = v.step_of(kind), SIZES[kind], 3 if len(turns[0]) == 1 else 2
+    step, (size, rest) = v.step_of(kind), SIZES[kind]
     for turn in turns:
         with n.steps(step) as i:
             values = [[(p + i * 4 + 4 * at).load(v.FLOATS) for at in range(0, step, WIDTH)] for p in inputs]
             for r in turn:
                 part, here, beside = 0, matrix[r][0] + v.span_of(kind, i), matrix[r][1] + v.span_of(kind, i, 1)
                 for line in range(0, size * step // BLOCK, 64):
-                    v.fetch(here + ahead + line, near)
+                    v.fetch(here + ahead + line)
                 if rest:
-                    v.fetch(beside + ahead // (size // rest), near)
+                    v.fetch(beside + ahead // (size // rest))
                 for number, (scales, vectors) in enumerate(v.groups(kind, here, beside, table)):
                     for t in range(tokens):
                         terms = list(zip(values[t][part:], vectors))

@@ -217,7 +217,8 @@ def four_sums(a: Value, b: Value, c: Value, d: Value) -> Value:
     return total
 
 
-def fetch(address: Value, near: int) -> None:
-    """Prefetch a cache line, into the first level (near 3) or the second (2); any address is valid."""
-    args = [Value(address.builder, address.at(I8)), *(address.of(value, I32) for value in (0, near, 1))]
+def fetch(address: Value) -> None:
+    """Prefetch a cache line into the second level: the first takes so few at a time that memory would wait; any address
+    is valid."""
+    args = [Value(address.builder, address.at(I8)), *(address.of(value, I32) for value in (0, 2, 1))]
     args[0].call("prefetch.p0", *args[1:], of=VOID)

@@ -17,7 +17,7 @@ from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
 from moelab.models.seam import banks, discover, external_class, plug
-from moelab.files import small_model
+from moelab.files import from_hub, small_model
 from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.verify import check_weights
@@ -151,13 +151,7 @@ def find(name_or_path: str | Path | None) -> Path:
     text = str(name_or_path)
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(text, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except Exception as error:          # the hub client has a dozen kinds of "cannot be had"
-        raise FileNotFoundError(f"{text!r} is no folder here, and as a hub id it cannot be had "
-                                f"({type(error).__name__}). Check the spelling and the network, or give the folder of "
-                                f"a checkpoint; no argument opens the shipped small model") from error
+    return from_hub(text, ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:

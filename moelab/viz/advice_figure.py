@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moelab.advice.answer import Advice
 from moelab.advice.model import AS_IS, DECODED, FORMS
-from moelab.advice.ways import front
+from moelab.advice.ways import Way, front
 from moelab.table import duration, size, unit_of
 from moelab.viz import theme
 from moelab.viz.figures import ROUND, add_points, finish, panels, point_look
@@ -13,12 +15,14 @@ from moelab.viz.plotly_json import Figure
 
 #: forms in the order of their colours and symbols
 SERIES = [AS_IS, DECODED, *FORMS]
+#: those that take as many bytes as another one, and often as long: open and larger, so that both are seen
+OPEN = {"int8", "int4"}
 
 
 def pareto(advice: Advice) -> Figure:
     """TPOT against memory and, of ways whose loss is known, against their loss; the lossless Pareto front is a line.
 
-    Each form of the experts has its colour and symbol, larger where it was measured; the legend says what it loses, and
+    Each form of the experts has its colour and symbol, larger where measured; the legend says what it loses, and
     it or the axis what was modelled, simulated or measured. The ring is what is advised.
     """
     ways, best, groups = [*advice.ways, *advice.elsewhere], advice.best, {}
@@ -39,7 +43,7 @@ def pareto(advice: Advice) -> Figure:
         for name, group in groups.items():
             known = [way for way in group if way.loss is not None or place is places[0]]
             add_points(figure, [(of(way), way.tpot / s) for way in known], name, 0, "%{text}", **place,
-                       marker=point_look(SERIES.index(group[0].form), 16 if group[0].kind == "measured" else 11),
+                       marker=look(group[0]),
                        text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in known])
     line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
     line += [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]      # what fits less memory fits more
@@ -47,9 +51,17 @@ def pareto(advice: Advice) -> Figure:
                        line={"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"}, hoverinfo="skip",
                        **places[0])
     figure.add_scatter(x=[best.memory / B], y=[best.tpot / s], mode="markers", name="advised", hoverinfo="skip",
-                       marker={"symbol": "circle-open", "size": 20, "color": theme.BLACK, "line": {"width": 2}},
+                       marker={"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}},
                        **places[0])
     return finish(figure, height=440)
+
+
+def look(way: Way) -> dict[str, Any]:
+    """The marker of a form and a kind."""
+    marker = point_look(SERIES.index(way.form), 16 if way.kind == "measured" else 11)
+    if way.form in OPEN:
+        marker |= {"symbol": f"{marker['symbol']}-open", "size": marker["size"] + 8, "line": {"width": 2}}
+    return marker
 
 
 def draw(advice: Advice) -> None:

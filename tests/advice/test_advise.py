@@ -113,7 +113,7 @@ def test_a_config_alone_is_enough_and_loads_no_torch(tmp_path):
 
 
 def test_a_config_without_weights_is_enough_and_a_card_stands_for_its_hub_id(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     assert find_model("Qwen/Qwen3-30B-A3B") == find_model("Qwen3-30B-A3B")
     tiny.save("qwen3_moe", tmp_path / "model")
     whole = find_model(tmp_path / "model")
@@ -124,19 +124,31 @@ def test_a_config_without_weights_is_enough_and_a_card_stands_for_its_hub_id(tmp
     assert found.how == "estimated from its geometry"
 
 
-def offline(*_):
+def offline(*_, **__):
     raise ConnectionError
 
 
 @pytest.mark.parametrize("options, words", [
     ({"memory": "1GB"}, "does not fit 1 GB"), ({"memory": "50%"}, "whole process"),
     ({"model": "qwen3-30b"}, "Did you mean 'Qwen3-30B-A3B'"), ({"memory": "lots"}, "whole process"),
-    ({"model": None, "context": 2049}, "at most 2,048"), ({"device": "no-such-card"}, "there is no card"), ({"model": "no/such/folder"}, "no checkpoint folder"),
-    ({"model": "some-where/else"}, "config cannot be had")])
+    ({"model": None, "context": 2049}, "at most 2,048"), ({"device": "no-such-card"}, "there is no card"), ({"device": "trn2"}, "no card of a device with a host link"), ({"model": "no/such/folder"}, "no checkpoint folder"),
+    ({"model": "some-where/else"}, "cannot be had")])
 def test_bad_input(options, words, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         advise(**{"model": "Qwen3-30B-A3B", "memory": "20GB", "device": "m2-max"} | options)
+
+
+def test_it_offers_the_cards_that_it_takes_and_no_other():
+    with pytest.raises(ValueError) as refused:
+        advise("Phi-tiny-MoE", "6GB", device="no-such-card")
+    offered = str(refused.value).partition("There are: ")[2].split(", ")
+    for name in names("device"):
+        if name in offered:
+            assert advise("Phi-tiny-MoE", "6GB", device=name).ways
+        else:
+            with pytest.raises(ValueError, match="no card of a device"):
+                advise("Phi-tiny-MoE", "6GB", device=name)
 
 
 def test_a_calibration_says_how_popular_experts_are(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import moelab
 from moelab import open_model
+from moelab.advice.model import find_model
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.measure import in_process
 from moelab.models import discover, open_checkpoint, plug, unplug
@@ -132,14 +134,36 @@ def test_a_missing_folder(tmp_path):
         open_model(tmp_path / "nowhere" / "model")
 
 
-def test_a_hub_id_that_cannot_be_had(monkeypatch):
-    import huggingface_hub
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_the_error_says_so(tmp_path):
+    code = ("import time, moelab; from moelab.advice.model import find_model\n"
+            "def waits(seconds): raise SystemExit('waits to ask again')\n"
+            "time.sleep = waits\n"
+            "for open_it in (moelab.open_model, find_model):\n"
+            "    try: open_it('some-where/else')\n"
+            "    except FileNotFoundError as error: print(error)")
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.count("the hub cannot be reached") == done.stdout.count("check the network") == 2, done.stderr
 
-    def offline(*_, **__):
-        raise ConnectionError("no network")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(FileNotFoundError, match="hub id"):
+
+@pytest.mark.parametrize("kind, words", [("RepositoryNotFoundError", "check the spelling"),
+                                         ("GatedRepoError", "accept its terms")])
+def test_what_the_hub_refuses_is_told_apart(kind, words, monkeypatch):
+    from huggingface_hub import errors
+    refusal = getattr(errors, kind)
+
+    def refused(*_, **__):
+        raise refusal.__new__(refusal)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refused)
+    with pytest.raises(FileNotFoundError, match=words):
         open_model("some/model")
+
+
+def test_a_repository_without_a_config_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    for open_it in (open_model, find_model):
+        with pytest.raises(FileNotFoundError, match="no config.json"):
+            open_it("some/model-GGUF")
 
 
 def test_a_dense_model(tmp_path):

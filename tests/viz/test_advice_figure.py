@@ -41,6 +41,16 @@ def test_every_way_is_drawn_in_ms_and_gb_with_its_kind(advice):
     assert sorted(told) == sorted(f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in ways)
 
 
+@pytest.mark.parametrize("kind", ["modelled", "measured"])
+@pytest.mark.parametrize("pair", [("int8", "fp8"), ("int4", "mxfp4")])
+def test_forms_that_lie_on_each_other_are_both_seen(advice, pair, kind):
+    ways = tuple(replace(advice.ways[0], form=form, kind=kind) for form in pair)
+    under, above, ring = (trace.marker for trace in pio.from_json(
+        pareto(replace(advice, ways=ways, elsewhere=())).to_json()).data if trace.mode == "markers" and trace.xaxis == "x")
+    assert under.symbol.endswith("-open") and not above.symbol.endswith("-open") and under.color != above.color
+    assert above.size < under.size < ring.size
+
+
 def test_one_kind_is_told_by_the_axis_and_a_small_model_in_mb(advice):
     ways = tuple(replace(way, kind="modelled", memory=way.memory // 100) for way in advice.ways)
     figure = pio.from_json(pareto(replace(advice, ways=ways, elsewhere=())).to_json())
