@@ -1,6 +1,6 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is measured on this machine.
 
-The first time that a shape of experts has more tokens than experts, both compute one expert with 8, 32 and 128 tokens,
+The first time that a shape of experts has several tokens an expert, both compute one expert with 8, 32 and 128 tokens,
 a few milliseconds each; GEMV is used up to about where it starts to lose. Both are lossless, so the choice changes no
 result beyond rounding.
 """
@@ -17,11 +17,13 @@ from moelab.experts.executor import Executor, Sorted
 from moelab.experts.gemv import GEMV
 from moelab.kernels.linear import crossover
 
+PAIR = 2                        # tokens that GEMV multiplies as fast as one
+
 
 class Fast(Executor):
     """`GEMV` up to so many tokens an expert, then `Sorted`.
 
-    few : tokens an expert (T·K / E) up to which GEMV is used; None measures it.
+    few : tokens an expert that is hit, on average, up to which GEMV is used; None measures it.
     """
 
     def __init__(self, few: float | None = None) -> None:
@@ -32,8 +34,8 @@ class Fast(Executor):
         self.token, self.banks, self.took = self.gemv.token, self.gemv.banks, self.gemv.took
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        tokens = ids.numel() / experts.num_experts
-        executor = self.gemv if tokens <= 1 or tokens <= self._few(x, ids, experts) else self.many
+        tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
+        executor = self.gemv if tokens <= PAIR or tokens <= self._few(x, ids, experts) else self.many
         return executor.run(x, ids, weights, experts)
 
     @torch.no_grad()
@@ -43,8 +45,10 @@ class Fast(Executor):
         expert = next((e for e in ids.flatten().tolist() if e < experts.num_experts), None)
         if expert is None or x.device.type != "cpu":
             return 0
-        shapes = tuple(tuple(w.shape) for w in experts.weights(expert).values())
-        key = shapes, x.dtype, getattr(experts, "is_transposed", None), torch.get_num_threads()
+        # A store's experts know their shapes; their weights would be unpacked to be asked.
+        shapes = getattr(experts, "shapes", None) or {name: w.shape for name, w in experts.weights(expert).items()}
+        key = (tuple(map(tuple, shapes.values())), x.dtype, getattr(experts, "is_transposed", None),
+               torch.get_num_threads())
         if key not in self.measured:
             before = vars(self.tally).copy()
 

@@ -95,10 +95,8 @@ def spread(kind: type, order: type, x, n, out):
     with n.steps(size) as i:
         parts = [part for begin in begins for part in v.vectors(kind, x + v.span_of(kind, i + begin))]
         if wanted != come:
-            while len(parts) > 1:                       # all of the step in one vector, for the shuffles
-                parts = [a.shuffled(list(range(2 * a.type.count)), b) for a, b in zip(parts[::2], parts[1::2])]
-            where = [come.index(number) for number in wanted]
-            parts = [parts[0].shuffled(where[at:at + WIDTH]) for at in range(0, size, WIDTH)]
+            where, all_of_it = [come.index(number) for number in wanted], _one(parts)
+            parts = [all_of_it.shuffled(where[at:at + WIDTH]) for at in range(0, size, WIDTH)]
         for at, vector in enumerate(v.paired(parts) if order in v.PAIRED else parts):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
 
@@ -113,6 +111,23 @@ def join(w, other, table, n, out):
             count = low.type.count
             at.store(low.shuffled([number + count * byte for number in range(count) for byte in (0, 1)], high))
             at = at + 2 * count
+
+
+@emitted()
+def widen_row(kind: type, to: type, w, other, n, out):
+    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to` at `out`."""
+    order = v.order_of(kind)
+    with n.steps(BLOCK) as i:
+        found = v.vectors(kind, w + v.span_of(kind, i), other + v.span_of(kind, i, 1))
+        (out + v.span_of(to, i)).store(_one([_rounded(to, part) for part in found]).shuffled(
+            [order.index(number) for number in range(BLOCK)]))
+
+
+def _one(parts: list[Value]) -> Value:
+    """Vectors, one after the other, as one."""
+    while len(parts) > 1:
+        parts = [a.shuffled(list(range(2 * a.type.count)), b) for a, b in zip(parts[::2], parts[1::2])]
+    return parts[0]
 
 
 @emitted(types.float32)
@@ -225,11 +240,16 @@ def pointer(address):
 @emitted()
 def write(kind: type, address, i, value):
     """Set the i-th number of a plain kind at an address to an fp32 value, rounded to the nearest."""
+    address.store(_rounded(kind, value), i)
+
+
+def _rounded(kind: type, value: Value) -> Value:
+    """Numbers of a plain kind, from fp32."""
     if kind == types.int16:
-        value = value.to(F16, "fptrunc")
-    elif kind == types.uint16:
-        bits = value.to(I32)
-        rounded = bits + ((bits >> 16 & 1) + 0x7FFF)                    # ties to even
-        bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
-        value = (bits >> 16).to(I16, "trunc")
-    address.store(value, i)
+        return value.to(F16, "fptrunc")
+    if kind != types.uint16:
+        return value
+    bits = value.to(I32)
+    rounded = bits + ((bits >> 16 & 1) + 0x7FFF)                        # ties to even
+    bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
+    return (bits >> 16).to(I16, "trunc")

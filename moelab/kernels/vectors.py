@@ -33,7 +33,7 @@ PAIRED = (INT4, MXFP4) if WIDTH == 16 and _FEATURES.get("avx512bf16") else ()
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
          INT8: (64, 4), INT4: (32, 4), MXFP4: (32, 2), FP8: (64, 2)}
-_DOUBLED = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]               # twice the values of e2m1
+_DOUBLED = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]               # twice the values of e2m1
 FLOATS, _WORDS = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {("x86_64", 64): "x86.avx512.pshuf.b.512", ("x86_64", 32): "x86.avx2.pshuf.b",
@@ -71,7 +71,16 @@ def span_of(kind: Any, count: Value, which: int = 0) -> Value:
 
 
 def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value | None = None) -> list[Value]:
-    """The weights of a step as fp32 vectors, in `order_of`; not of few-bit kinds."""
+    """The weights of a step as fp32 vectors, in `order_of`, exact but for the sign of MXFP4's −0 where WIDTH < 16."""
+    if kind in FEW:
+        found = []
+        for scales, values in groups(kind, weights, other, table):
+            if kind in PAIRED:
+                values = [value for pair in values[:2] for value in _widened(pair.to(_WORDS))]
+            if kind == MXFP4:                           # 2⁻¹²⁷ is a subnormal, which products may take for 0
+                scales = scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
+            found += [value * scales for value in values]
+        return found
     if kind == types.float32:
         return [(weights + 4 * at).load(FLOATS) for at in (0, WIDTH)]
     if kind == types.int16:
@@ -132,7 +141,7 @@ def _decoded(kind: Any, words: Value) -> Value:
         table = words.of([factor * value for value in values], FLOATS)
         return table.call("x86.avx512.permvar.sf.512", words)
     codes = (words & 15).to(ir.VectorType(I8, 4 * WIDTH))
-    found = _looked_up(words.of(values, ir.VectorType(I8, 16)), codes).to(_WORDS)
+    found = _looked_up(words.of([*map(int, values)], ir.VectorType(I8, 16)), codes).to(_WORDS)
     return (found << 24).made("ashr", 24).to(F32, "sitofp") * factor                # of each word the lowest byte
 
 

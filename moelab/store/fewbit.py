@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress
 from math import prod
 from operator import not_
@@ -35,13 +35,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moelab.kernels.compile import c_function, kernel as compiled
+from moelab.kernels.products import KINDS, PACKED, TEAM
 from moelab.kernels.rounding import round_groups
-from moelab.kernels.products import PACKED
+from moelab.kernels.tiles import beside, read, span, take, together, widen_row
+from moelab.kernels.vectors import BLOCK as PART, WIDTH
 from moelab.registry import Entry
 from moelab.store import packings
 from moelab.store.bits import as_bytes
 
 GROUP, BLOCK = 32, 128
+ROWS = 32                                                       # that a thread widens at a time
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)                 # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max                  # 448
 #: byte → the values of its low and its high half: [256, 2]
@@ -245,4 +249,39 @@ def unpack(name: str, blob: Any, out: Tensor) -> None:
         return
     codes, scales = tensors.values()
     target = out.mT if name.endswith(".T") else out
-    target.copy_(find_format(name).dequantize(codes, scales).to(out.dtype).view(target.shape))
+    if (found := _widened(name.removesuffix(".T"), codes, scales, target)) is not target:
+        target.copy_(found.view(target.shape))
+
+
+def _widened(form: str, codes: Tensor, scales: Tensor, target: Tensor) -> Tensor:
+    """The weights in `target`'s dtype; `target` itself if they are written there. By a kernel where rows are whole
+    blocks and scales can be what it takes them for: fp8's times 256, a power of two that fp32 has."""
+    kind, n = PACKED[form], target.shape[-1]
+    beyond = {"fp8": 2.0**119, "mxfp4": 255 if WIDTH == 16 else 0}.get(form)     # narrower look-ups know no −0
+    if n % PART or target.dtype not in KINDS or beyond is not None and not bool((scales.abs() < beyond).all()) \
+            or form == "fp8" and int((codes.view(torch.uint8) << 1).amax()) == 254:         # NaN, with torch's bits
+        return find_format(form).dequantize(codes, scales).to(target.dtype)
+    out = target if target.is_cpu and target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
+    job = np.array([0, codes.data_ptr(), scales.data_ptr(), out.numel() // n, n, out.data_ptr()])
+    _in_threads(TEAM, _work(kind, KINDS[out.dtype]), torch.get_num_threads(), job)
+    return out
+
+
+@compiled
+def _in_threads(team, work, threads, job):
+    together(team, work, threads, job)
+
+
+@lru_cache(maxsize=None)
+def _work(kind: type, to: type) -> int:
+    """The address of what a thread does to widen rows of such weights: some rows at a time until none is left."""
+    def work(job):
+        codes, scales, R, n, out = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
+        while True:
+            begin = take(job) * ROWS
+            if begin >= R:
+                return
+            for r in range(begin, min(begin + ROWS, R)):
+                widen_row(kind(0), to(0), codes + span(kind(0), r * n), scales + beside(kind(0), r, n), n,
+                          out + span(to(0), r * n))
+    return c_function(work)

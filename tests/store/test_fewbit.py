@@ -283,3 +283,19 @@ def test_what_is_no_blob_is_not_taken_for_one():
     odd = torch.ones(2, 2)                                      # blocks of 32 × 32
     assert published([codes, odd], codes.bfloat16()) is None
     assert published([torch.zeros(4, 64, dtype=torch.uint8)], w[:4]) is None
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_unpacks_every_blob_as_torch_does(name, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((130, 192), (3, 64), (256, 320), (4, 96), (2, 5, 128)):               # whole blocks, and not
+        blob = torch.randint(0, 256, (fewbit.nbytes(name, shape),), generator=generator, dtype=torch.uint8).numpy()
+        codes, scales = split(name, blob, shape).values()
+        for scale in (None, 2.0**-120, 2.0**121) if name == "fp8" else (None,):
+            if scale:
+                scales.copy_(torch.randn(scales.shape, generator=generator) * scale)
+            unpack(name, blob, out := torch.empty(shape, dtype=dtype))
+            expected = FORMATS[name].home.dequantize(codes, scales).to(dtype).view(shape)
+            assert torch.equal(out.isnan(), expected.isnan())
+            assert same_bits(out.nan_to_num(0), expected.nan_to_num(0))
