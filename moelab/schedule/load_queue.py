@@ -11,7 +11,7 @@ Slots are numbers of three kinds: "e" and "sm" for the two compressed chunks of 
 tensors. Three rules exclude a deadlock. A load takes all the slots that it lacks at once, so every load that has
 been admitted can finish. While an expert that already holds a chunk waits, a missed one must leave a slot of each
 kind free. Prefetched loads always do, take at most `ahead` slots of a kind, and only what no demand waits for: they
-need no memory of their own.
+need no memory of their own, and where experts that stay have taken what was left free, they give way to a demand.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Batch:
         self.loads: dict[ExpertKey, Load] = {}                  # not yet loaded, the most urgent first
         self.loaded: dict[ExpertKey, Load] = {}                 # of a layer to come
         self.waiting: list[Load] = []                           # for slots
+        self.leaving: set[ExpertKey] = set()                    # loaded; they give slots back when they are computed
         self.reads: list[tuple[Load, tuple[str, ...]]] = []     # not yet begun
 
     def fail(self, error: BaseException) -> None:
@@ -112,6 +113,18 @@ class Batch:
 
     def admitted(self) -> list[Load]:
         return [load for load in (*self.loaded.values(), *self.loads.values()) if load.phase is not Phase.WAITING]
+
+    def take_out(self, key: ExpertKey) -> Load | None:
+        """A load that shall not go on; None if there is none of this expert."""
+        load = self.loads.pop(key, None) or self.loaded.pop(key, None)
+        self.reads = [(one, kinds) for one, kinds in self.reads if one is not load]
+        return load
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all its loads wait for slots, and nothing of it will give any back."""
+        return bool(self.waiting) and not self.leaving and all(
+            load.phase is Phase.WAITING for load in self.loads.values())
 
 
 class LoadQueue:
@@ -171,8 +184,7 @@ class LoadQueue:
         for key in evicted:
             self._release(self.held.pop(key), KINDS)
             for other in self.prefetched.values():              # counted on what has just been released
-                if (load := other.loads.pop(key, None) or other.loaded.pop(key, None)) is not None:
-                    other.reads = [(one, kinds) for one, kinds in other.reads if one is not load]
+                if (load := other.take_out(key)) is not None:
                     if load.phase is Phase.WAITING:
                         other.waiting.remove(load)
                     else:
@@ -203,6 +215,7 @@ class LoadQueue:
         """Release the decoded tensors of experts that have been computed and shall not stay FULL."""
         for request in requests:
             slots = self.held[request.key]
+            self.running.leaving.discard(request.key)
             self._release(slots, ("full",))
             if not slots:
                 del self.held[request.key]
@@ -305,6 +318,9 @@ class LoadQueue:
                     self._give(load)
                 if not free["full"]:
                     break
+        if self.running.stuck and (ahead := [load for of in self.prefetched.values() for load in of.admitted()]):
+            self._drop(ahead[-1].batch.take_out(ahead[-1].key))                 # of the layer that comes last
+            return None if ahead[-1].busy else self._admit()                    # `_done` admits again
         for batch in self.prefetched.values() if not self.running.waiting else ():
             for load in list(batch.waiting):
                 if self._ahead == self.ahead or not all(len(free[kind]) > 1 for kind in load.lacks):
@@ -368,5 +384,7 @@ class LoadQueue:
         if load.keep is None:
             load.batch.loaded[load.key] = load
             return
+        if load.keep is not State.FULL:
+            load.batch.leaving.add(load.key)
         self._release(load.slots, [kind for kind in ("e", "sm") if kind not in HOLDS[load.keep]])
         load.batch.ready(load.key)

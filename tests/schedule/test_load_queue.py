@@ -211,6 +211,26 @@ def test_what_is_prefetched_leaves_a_slot_of_each_kind():
     assert len({load.key for load, _ in iter(queue.next_read, None)}) == 1 and all(map(len, queue.free.values()))
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(loaded):
+    """Two slots: one is prefetched for a layer after the next, the other is taken by an expert that stays."""
+    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
+    demand(queue, [])
+    asked = requests(5, layer=2)
+    queue.prefetch(2, asked, given_order(asked))
+    if loaded:
+        finish(queue)
+    else:
+        load, kinds = queue.next_read()
+    ready = demand(queue, [*requests(0, layer=1, keep=State.FULL), *requests(1, layer=1)], layer=1)
+    finish(queue)
+    if not loaded:
+        assert load.phase is Phase.DROPPED and ready == [(1, 0)]            # the disk is still at it
+        queue.read_done(load, kinds, 1)
+    finish(queue)
+    assert ready == [(1, 0), (1, 1)] and (queue.counts.begun, queue.counts.used) == (1, 0)
+
+
 def test_whoever_holds_a_chunk_is_not_starved_by_missed_experts():
     """One slot of each kind beside the held chunk: two missed experts may not take what expert 2 needs to finish."""
     queue = LoadQueue({"full": 1, "e": 2, "sm": 1}, held={ExpertKey(0, 2): {"e": 0}})
