@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     read its output has left, as `head` does)."""
     try:
         try:
-            return run(arguments)
+            return _run(arguments)
         finally:
             sys.stdout.flush()                  # the interpreter would at its end, and complain
     except BrokenPipeError:
@@ -84,8 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 141                              # 128 + SIGPIPE, what a shell says of other tools
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """`main` of a reader who stays."""
+def _run(arguments: list[str] | None) -> int:
+    """`main`, but for a reader who leaves."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser(arguments)
     if not arguments:

@@ -2,8 +2,8 @@
 
 Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately) and §4 (preallocated buffers). O_DIRECT (Linux,
 "direct") and F_NOCACHE (macOS, "uncached") bypass the page cache, which would hold what the expert cache keeps anyway.
-Which is faster depends on the disk and the file system, so it is measured, once a store and machine; "buffered" must be
-so by `MARGIN`, as it is measured where memory is free: where it is not, the kernel reads twice what it has to drop.
+Which is faster depends on the disk and the file system, so it is measured, once a store and machine. "buffered" must
+be faster by `MARGIN`: that is measured where memory is free; where it is short, pages are dropped and read again.
 
 Shapes: a buffer is uint8 and begins on a multiple of 4096; decoding gives the expert's tensors.
 """

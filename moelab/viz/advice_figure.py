@@ -43,7 +43,7 @@ def pareto(advice: Advice) -> Figure:
         for name, group in groups.items():
             known = [way for way in group if way.loss is not None or place is places[0]]
             add_points(figure, [(of(way), way.tpot / s) for way in known], name, 0, "%{text}", **place,
-                       marker=look(group[0]),
+                       marker=_look(group[0]),
                        text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in known])
     line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
     line += [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]      # what fits less memory fits more
@@ -56,7 +56,7 @@ def pareto(advice: Advice) -> Figure:
     return finish(figure, height=440)
 
 
-def look(way: Way) -> dict[str, Any]:
+def _look(way: Way) -> dict[str, Any]:
     """The marker of a form and a kind."""
     marker = point_look(SERIES.index(way.form), 16 if way.kind == "measured" else 11)
     if way.form in OPEN:
