@@ -254,6 +254,12 @@ def _columns(kind, job):
 TEAM = c_library("GOMP_parallel")
 
 
+@kernel
+def in_threads(team, work, threads, job):
+    """`together`, for callers that are no kernels."""
+    together(team, work, threads, job)
+
+
 @lru_cache(maxsize=None)
 def entry(kind: type, transposed: bool = False) -> int:
     """The address of what a thread does for a job of this kind of weights."""

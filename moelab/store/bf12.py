@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from moelab.kernels.compile import c_function, kernel
-from moelab.kernels.products import TEAM
-from moelab.kernels.tiles import join, read, take, together
+from moelab.kernels.products import TEAM, in_threads
+from moelab.kernels.tiles import join, read, take
 from moelab.kernels.vectors import BLOCK
 from moelab.store.bits import as_bytes
 
@@ -89,7 +89,7 @@ def unpack(blob: Any, out: Any) -> None:
     if len(indices) and not (np.all(indices[1:] > indices[:-1]) and indices[-1] < len(words)):
         raise ValueError("the escapes of a bf12 blob are not in order")
     pieces = -(-len(words) // _PIECE)
-    _join(TEAM, c_function(_join_pieces), min(pieces, torch.get_num_threads()),
+    in_threads(TEAM, c_function(_join_pieces), min(pieces, torch.get_num_threads()),
           np.array([0, low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data]))
     words[indices] = values
     tail[:] = rest
@@ -106,11 +106,6 @@ def _parts(blob: np.ndarray, nbytes: int) -> tuple[np.ndarray, ...]:
     n, m = nbytes // (2 * BLOCK) * BLOCK, escapes(len(blob), nbytes)
     low, codes, indices, values, rest = np.split(blob[HEAD:], np.cumsum([n, n // 2, 4 * m, 2 * m]))
     return low, codes, indices.view(np.uint32), values.view(np.uint16), rest
-
-
-@kernel
-def _join(team, work, threads, job):
-    together(team, work, threads, job)
 
 
 def _join_pieces(job):

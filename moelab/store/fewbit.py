@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelab.kernels.compile import c_function, kernel as compiled
-from moelab.kernels.products import KINDS, PACKED, TEAM
+from moelab.kernels.compile import c_function
+from moelab.kernels.products import KINDS, PACKED, TEAM, in_threads
 from moelab.kernels.rounding import round_groups
-from moelab.kernels.tiles import beside, read, span, take, together, widen_row
+from moelab.kernels.tiles import beside, read, span, take, widen_row
 from moelab.kernels.vectors import BLOCK as PART, WIDTH
 from moelab.registry import Entry
 from moelab.store import packings
@@ -263,13 +263,8 @@ def _widened(form: str, codes: Tensor, scales: Tensor, target: Tensor) -> Tensor
         return find_format(form).dequantize(codes, scales).to(target.dtype)
     out = target if target.is_cpu and target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
     job = np.array([0, codes.data_ptr(), scales.data_ptr(), out.numel() // n, n, out.data_ptr()])
-    _in_threads(TEAM, _work(kind, KINDS[out.dtype]), torch.get_num_threads(), job)
+    in_threads(TEAM, _work(kind, KINDS[out.dtype]), torch.get_num_threads(), job)
     return out
-
-
-@compiled
-def _in_threads(team, work, threads, job):
-    together(team, work, threads, job)
 
 
 @lru_cache(maxsize=None)

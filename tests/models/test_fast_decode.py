@@ -170,14 +170,15 @@ def test_rounded_layers_are_rounded_for_prompts_and_tokens_alike(name):
             cache = model(ids).past_key_values
             steps = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (5, 9)]
             return [one.float() for one in (model(ids).logits, *steps)]
-    plain, wanted = logits(model), logits(twin)
+    plain, wanted, exact = logits(model), logits(twin), logits(twin.float())
     for rows in (1e9, 1):                                   # prompts by our kernels, and by torch's
         with FastDecode(model, rows=rows, dense=name) as fast:
             assert fast.attentions == model.spec.num_layers and fast.linears >= 4 * fast.attentions
             found = logits(model)
-        for ours, theirs, before in zip(found, wanted, plain):
-            error, size = (ours - theirs).norm() / theirs.norm(), (before - theirs).norm() / theirs.norm()
-            assert error < 0.02 and (error < size / 2 or name == "int8")
+        for ours, theirs, before, true in zip(found, wanted, plain, exact):
+            error, size, noise = ((one - theirs).norm() / theirs.norm() for one in (ours, before, true))
+            # bf16 rounds both, and a rounding may choose another expert: no further apart than from fp32
+            assert error < 2 * noise and (error < size / 2 or name == "int8")
     assert all(torch.equal(*pair) for pair in zip(logits(model), plain))
 
 
