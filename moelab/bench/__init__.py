@@ -12,6 +12,9 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
+import psutil
+from llvmlite.binding import get_host_cpu_name
+
 from moelab.table import format_value, head_and_rows, text_table
 
 #: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured
@@ -55,7 +58,8 @@ def main(args: argparse.Namespace) -> int:
         for name, value in figures.items():
             print(f"  {name:<40} {_text(name, value):>14}")
     kind = getattr(module, "KIND", "measured")
-    machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
+    machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count(),
+               "processor": get_host_cpu_name(), "memory GB": round(psutil.virtual_memory().total / 1e9, 1)}
     print("\n" + json.dumps({"bench": args.name, "kind": kind, "machine": machine, "results": results}))
     return 0
 
