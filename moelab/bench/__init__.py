@@ -12,9 +12,6 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-import psutil
-from llvmlite.binding import get_host_cpu_name
-
 from moelab.table import format_value, head_and_rows, text_table
 
 #: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured
@@ -44,6 +41,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
+    import psutil
+    from llvmlite.binding import get_host_cpu_name      # here, as peers begin in interpreters that have neither
     module = import_module(BENCHES[args.name])
     options = vars(parser_of(args.name).parse_args(args.options))
     print(module.__doc__.split("\n\n")[0], flush=True)
