@@ -82,7 +82,7 @@ def _drop_stale(file: Path) -> None:
         return
     _FILES[file] = file.stat().st_mtime
     newest = max(_FILES.values())
-    for index in (file.parent / "__pycache__").glob(f"{file.stem}.*.nbi"):
+    for index in Path(numba.config.CACHE_DIR or file.parent / "__pycache__").rglob(f"{file.stem}.*.nbi"):
         with suppress(OSError):         # another process has dropped it already, or it is not ours to drop
             if index.stat().st_mtime < newest:
                 index.unlink()

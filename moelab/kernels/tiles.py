@@ -48,10 +48,7 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
                     v.fetch(beside + ahead // (size // rest))
                 for number, (scales, vectors) in enumerate(v.groups(kind, here, beside, table)):
                     for t in range(tokens):
-                        terms = list(zip(values[t][part:], vectors))
-                        if scales is not None:
-                            terms = [(reduce(lambda total, term: v.product(kind, *term, total), terms, None), scales)]
-                        for at, term in enumerate(terms, number):
+                        for at, term in enumerate(v.terms(kind, values[t][part:], vectors, scales), number):
                             total = sums[t][r][at % chains]
                             b.store(v.fma(*term, Value(b, b.load(total))).llvm, total)
                     part += len(vectors)
@@ -88,16 +85,18 @@ def add_rows(rows: int, kind: type, x, w, other, table, stride, n, sums):
 @emitted()
 def spread(kind: type, order: type, x, n, out):
     """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`, or as
-    `vectors.paired` with these."""
+    `vectors.paired` or `fixed` with these."""
     size, given, wanted = v.step_of(order), v.order_of(kind), v.order_of(order)
     begins = range(0, size, STEP)
     come = [begin + number for begin in begins for number in given]
     with n.steps(size) as i:
         parts = [part for begin in begins for part in v.vectors(kind, x + v.span_of(kind, i + begin))]
         if wanted != come:
-            where, all_of_it = [come.index(number) for number in wanted], _one(parts)
+            where, all_of_it = [come.index(number) for number in wanted], v.joined(parts)
             parts = [all_of_it.shuffled(where[at:at + WIDTH]) for at in range(0, size, WIDTH)]
-        for at, vector in enumerate(v.paired(parts) if order in v.PAIRED else parts):
+        if order in v.PAIRED or order in v.FIXED:
+            parts = v.paired(parts) if order in v.PAIRED else v.fixed(order, parts)
+        for at, vector in enumerate(parts):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
 
 
@@ -119,15 +118,8 @@ def widen_row(kind: type, to: type, w, other, n, out):
     order = v.order_of(kind)
     with n.steps(BLOCK) as i:
         found = v.vectors(kind, w + v.span_of(kind, i), other + v.span_of(kind, i, 1))
-        (out + v.span_of(to, i)).store(_one([_rounded(to, part) for part in found]).shuffled(
+        (out + v.span_of(to, i)).store(v.joined([_rounded(to, part) for part in found]).shuffled(
             [order.index(number) for number in range(BLOCK)]))
-
-
-def _one(parts: list[Value]) -> Value:
-    """Vectors, one after the other, as one."""
-    while len(parts) > 1:
-        parts = [a.shuffled(list(range(2 * a.type.count)), b) for a, b in zip(parts[::2], parts[1::2])]
-    return parts[0]
 
 
 @emitted(types.float32)

@@ -6,12 +6,14 @@ table of 16. Two masks, a shift, a table look-up and an unpack make bf16 pairs o
 read instead of 128. The other packed kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at
 another, each code widened and multiplied by its scale, four-bit ones by a look-up of each of the four in a 16-bit word.
 Where one instruction multiplies pairs of bf16 (AVX512_BF16), four-bit codes become such pairs: half the instructions.
+Where none does, on AVX2, they are multiplied as bytes with inputs in fixed point, 16 bits for 32 of them: a third.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from functools import reduce
 from struct import pack, unpack
 from typing import Any
 
@@ -30,6 +32,8 @@ FEW = (INT8, INT4, MXFP4, FP8)
 GROUP = 32                      # weights of a scale, but FP8's
 #: kinds that are multiplied as pairs of bf16, in one instruction; of inputs, the upper 8 bits and the rest
 PAIRED = (INT4, MXFP4) if WIDTH == 16 and _FEATURES.get("avx512bf16") else ()
+#: kinds that are multiplied as bytes, by inputs in fixed point
+FIXED = (INT4, MXFP4) if WIDTH == 8 else ()
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
          INT8: (64, 4), INT4: (32, 4), MXFP4: (32, 2), FP8: (64, 2)}
@@ -54,6 +58,8 @@ def order_of(kind: Any) -> list[int]:
         return [*range(0, STEP, 2), *range(1, STEP, 2)]
     if kind in PAIRED:
         return [8 * (lane % 8) + 4 * odd + lane // 8 + k for k in (0, 2) for odd in range(2) for lane in range(WIDTH)]
+    if kind in FIXED:
+        return [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
     if kind in (INT4, MXFP4):
         return [begin + 4 * lane + k for begin in range(0, BLOCK, 4 * WIDTH) for k in range(4) for lane in range(WIDTH)]
     if kind != BF12:
@@ -72,6 +78,13 @@ def span_of(kind: Any, count: Value, which: int = 0) -> Value:
 
 def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value | None = None) -> list[Value]:
     """The weights of a step as fp32 vectors, in `order_of`, exact but for the sign of MXFP4's −0 where WIDTH < 16."""
+    if kind in FIXED:
+        codes, offset = _bytes(kind, weights)
+        scales = [_scales(kind, other, [group] * WIDTH) for group in (0, 0, 1, 1)]
+        if kind == MXFP4:                               # 2⁻¹²⁷ is a subnormal, which products may take for 0
+            scales = [scale.is_("==", 0.0).made("select", scale.of(2.0**-127), scale) * 0.5 for scale in scales]
+        return [(part.shuffled(list(range(at, at + WIDTH))).to(I32, "zext") - offset).to(F32, "sitofp") * scale
+                for part in codes for at, scale in zip(range(0, BLOCK // 2, WIDTH), scales)]
     if kind in FEW:
         found = []
         for scales, values in groups(kind, weights, other, table):
@@ -110,6 +123,9 @@ def groups(kind: Any, weights: Value, other: Value, table: Value | None) -> Iter
                  for k in (0, 2)]
         yield _scales(kind, other, [lane % 8 // 4 for lane in range(WIDTH)]), pairs * 2
         return
+    if kind in FIXED:
+        yield _scales(kind, other, [0, 0, 0, 0, 1, 1, 1, 1]), _bytes(kind, weights)[0]
+        return
     size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH           # weights of one yield
     for begin in range(0, BLOCK, size):
         if kind in (INT4, MXFP4):                       # four codes a word, one from each word at a time
@@ -143,6 +159,61 @@ def _decoded(kind: Any, words: Value) -> Value:
     codes = (words & 15).to(ir.VectorType(I8, 4 * WIDTH))
     found = _looked_up(words.of([*map(int, values)], ir.VectorType(I8, 16)), codes).to(_WORDS)
     return (found << 24).made("ashr", 24).to(F32, "sitofp") * factor                # of each word the lowest byte
+
+
+def _bytes(kind: Any, weights: Value) -> tuple[list[Value], int]:
+    """The even and the odd codes of a block as bytes, each by so much larger than its value, or MXFP4's doubled one."""
+    codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+    parts, offset = [codes & 15, codes >> 4], 8
+    if kind == MXFP4:
+        offset, table = 12, codes.of([int(value) + 12 for value in _DOUBLED], ir.VectorType(I8, 16))
+        parts = [_looked_up(table, part) for part in parts]
+    return parts, offset
+
+
+def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
+    """Σ code × input of each four even codes of a block and the odd ones beside them, in whole numbers.
+
+    inputs : 32 upper bytes for even codes, 32 for odd ones, then the lower bytes; all with signs, codes without.
+    """
+    sixteen, found = ir.VectorType(I16, 2 * WIDTH), []
+    for (even, odd), factor in zip((inputs[:2], inputs[2:]), (256, 1)):
+        pairs = [one.call("x86.avx2.pmadd.ub.sw", beside, of=sixteen) for one, beside in zip(codes, (even, odd))]
+        total = pairs[0] + pairs[1]                     # at most 4 · 24 · 128
+        found.append(total.call("x86.avx2.pmadd.wd", total.of(factor), of=_WORDS))
+    return found[0] + found[1]
+
+
+def fixed(kind: Any, parts: list[Value]) -> list[Value]:
+    """The inputs of a block, in `order_of`, as vectors of fp32 that hold what `terms` takes: whole numbers as
+    `_whole_sums` has them, what the codes' offset adds to its sums, and the scales of both groups.
+
+    A scale is a power of two, a quantum at most 2⁻¹⁴ of a group's largest: bf16 is exact down to 1/128 of that.
+    """
+    wholes, scales = list(parts), []
+    for group in ((0, 1, 4, 5), (2, 3, 6, 7)):
+        largest = parts[0].of(2.0**-100).to(I32)                        # of zeros and subnormals
+        for size in [parts[i].to(I32) & 0x7FFFFFFF for i in group]:     # as integers NaN is larger than all numbers
+            largest = size.is_(">", largest).made("select", size, largest)
+        largest = largest.call(f"vector.reduce.umax.v{WIDTH}i32", of=I32).to(F32).everywhere(WIDTH)
+        exponent = (largest * 1.004).to(I32) & 0x7F800000               # 128 upper bytes would be too many
+        for i in group:
+            scaled = parts[i] * (exponent.of(268 << 23) - exponent).to(F32)
+            wholes[i] = scaled.call("x86.avx.cvt.ps2dq.256", of=_WORDS)
+        scales.append((exponent - (14 << 23)).to(F32) + (largest - largest))            # infinities make NaN
+    upper = [one + 128 >> 8 for one in wholes]
+    rest = [one - (top << 8) for one, top in zip(wholes, upper)]
+    inputs = [joined([one.to(I8, "trunc") for one in half[at:at + 4]]) for half in (upper, rest) for at in (0, 4)]
+    scale = scales[0].shuffled([0] * 4 + [WIDTH] * 4, scales[1]) * (0.5 if kind == MXFP4 else 1.0)
+    offset = inputs[0].of(12 if kind == MXFP4 else 8)
+    return [*(one.to(FLOATS) for one in inputs), _whole_sums([offset, offset], inputs).to(FLOATS), scale]
+
+
+def joined(parts: list[Value]) -> Value:
+    """Vectors, one after the other, as one."""
+    while len(parts) > 1:
+        parts = [a.shuffled(list(range(2 * a.type.count)), b) for a, b in zip(parts[::2], parts[1::2])]
+    return parts[0]
 
 
 def _from_e4m3(codes: Value) -> list[Value]:
@@ -187,7 +258,18 @@ def fma(a: Value, b: Value, c: Value) -> Value:
     return a.call(f"fma.v{WIDTH}f32", b, c)
 
 
-def product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
+def terms(kind: Any, inputs: list[Value], weights: list[Value], scales: Value | None) -> list[tuple[Value, Value]]:
+    """Pairs of vectors whose products are to be added up, from inputs and what `groups` gives."""
+    if kind in FIXED:
+        *inputs, offset, scale = inputs[:6]
+        whole = _whole_sums(weights, [one.to(ir.VectorType(I8, BLOCK // 2)) for one in inputs]) - offset.to(I32)
+        return [(whole.to(F32, "sitofp"), scale * scales)]
+    if scales is None:
+        return list(zip(inputs, weights))
+    return [(reduce(lambda total, term: _product(kind, *term, total), zip(inputs, weights), None), scales)]
+
+
+def _product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
     """Inputs times weights as `groups` gives them, plus a sum, if there is one."""
     if kind in PAIRED:
         return (total or x.of(0.0)).call("x86.avx512bf16.dpbf16ps.512", x.to(_WORDS), weights.to(_WORDS))
