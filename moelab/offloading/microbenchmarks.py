@@ -81,7 +81,8 @@ class Microbenchmarks:
         self.copied = torch.zeros(COPY // 4), torch.zeros(COPY // 4)
         self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
         self.experts = [layer.experts for layer in discover(model)]
-        self.one_thread = executor is None and same_bits_on_one_thread(store, model)
+        # as the engine does it: only decoding takes a core away from computing
+        self.one_thread = executor is None and not self.slots.sizes.in_place and same_bits_on_one_thread(store, model)
         self.spare = {part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
         for buffer in self.spare.values():
             buffer[:] = 0

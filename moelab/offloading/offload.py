@@ -135,7 +135,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         run = EngineRun(settings, residency)
         engine = Engine(residency, slots, reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,
-                        same_bits_on_one_thread(store, model), order, held)
+                        not sizes.in_place and same_bits_on_one_thread(store, model), order, held)
         unless_open.callback(engine.close)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
         source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
