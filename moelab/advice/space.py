@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -313,5 +313,13 @@ def at_rate(costs_of: Callable[..., Costs | None], rate: float, late: float = 0.
         return replace(costs, delays=replace(
             d, e_read=max(d.e_read, e), sm_read=max(d.sm_read, sm),
             read_both=None if d.read_both is None else max(d.read_both, least),
-            beside={pair: 1 + (slowed - 1) * busy if "read" in pair else slowed for pair, slowed in d.beside.items()}))
+            beside={name: part_of_the_time(name, d.beside, busy) for name in d.beside}))
     return throttled
+
+
+def part_of_the_time(name: str, beside: Mapping[str, float], busy: float) -> float:
+    """A factor of `Delays.beside` where the disk is at work for a share of the time that it is asked to be."""
+    what, _, others = name.partition(" beside ")
+    rest = " and ".join(other for other in others.split(" and ") if other != "read")
+    without = 1.0 if what == "read" else beside.get(f"{what} beside {rest}", 1.0)
+    return without + (beside[name] - without) * busy

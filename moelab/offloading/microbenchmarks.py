@@ -4,8 +4,9 @@
 find the system's cache dropped, products find the expert gone from the processor's cache, and the model's other parts
 run in real forward passes whose experts answer nothing.
 
-Disk, workers and computation share cores and memory, so each two of them also run side by side, as the engine runs
-them: "expert beside decode" is one expert on one token while another is decoded, "expert alone" the same just before.
+Disk, workers and computation share cores and memory, so two and all three of them also run side by side, as the engine
+runs them: "expert beside decode" is one expert on one token while another is decoded, "decode beside expert and read" a
+decoding while one is computed and one read, "expert alone" the same just before.
 
 `quick_delays` measures with a store's first experts in a moment. Left out: contention with the model's other parts, or
 of many tokens; the engine itself (`moelab.offloading.observed`); attention to a long past; devices but the CPU.
@@ -40,8 +41,9 @@ from moelab.store.stages import decompress, recover, separable
 
 READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))       # bytes
 EXPERT_TOKENS, FORWARD_TOKENS = (1, 2, 4, 8, 16, 64), (1, 4, 16, 64)
-#: bytes of decoded experts that computing goes round in, so that it finds none in the processor's cache
-ROUND_TRIP = 256 << 20
+#: bytes of decoded experts that computing goes round in, and of compressed ones that decoding does, so that they find
+#: none in the processor's cache
+ROUND_TRIP, CODED = 256 << 20, 64 << 20
 COPY, MATMUL = 64 << 20, 512
 
 
@@ -73,6 +75,9 @@ class Microbenchmarks:
                 self.whole[slot], = reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
             else:
                 decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer, expert))
+        #: of compressed experts (layer, expert, E-chunks, SM-chunks)
+        self.coded = [(*key, *reader.read_parts(*key, {"E": None, "SM": None})) for key in (
+            self._pick() for _ in range(0 if sizes.in_place else max(1, min(experts, CODED // (sizes.e + sizes.sm)))))]
         largest = max(getattr(layer, "size", 0) for layer in store.layers)      # a checkpoint has no file a layer
         self.sizes = [size for size in READS if size <= largest]
         self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
@@ -99,8 +104,8 @@ class Microbenchmarks:
                 self._alone(kind)
             if self.one_thread:
                 self.seconds["one thread"] = self.seconds["expert alone"]
-            for pair in combinations(self.work, 2):
-                self._side_by_side(*pair)
+            for kinds in (*combinations(self.work, 2), self.work):
+                self._side_by_side(*kinds)
         for size in self.sizes:
             layer = int(self.rng.choice([i for i, layer in enumerate(self.store.layers) if layer.size >= size]))
             place = int(self.rng.integers((self.store.layers[layer].size - size) // ALIGN + 1)) * ALIGN
@@ -163,7 +168,6 @@ class Microbenchmarks:
             work.append((e, sm, self.slots.tensors(slot, *key)))
         for name, stage in (("decompress", _decompress), ("recover", _recover), ("decode", decode)):
             list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
-        self.latest = work[0]
 
     def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
         """As the engine's workers do: check, then use."""
@@ -189,29 +193,38 @@ class Microbenchmarks:
         again() if kind == "expert" else (self.disk if kind == "read" else self.pool).submit(again).result()
         self.seconds.setdefault(f"{kind} alone", []).append(statistics.median(end - start for start, end in spans))
 
-    def _side_by_side(self, behind: str, here: str) -> None:
-        """Two kinds of work again and again, one in a thread of its own, until both have been done three times; what
-        counts are the medians of those that ran beside the other from beginning to end."""
-        spans: dict[str, list[tuple[float, float]]] = {behind: [], here: []}
-        begun, over = Event(), Event()
-        other = (self.disk if behind == "read" else self.pool).submit(self._again, behind, spans[behind], over.is_set,
-                                                                      begun)
-        begun.wait()
-        spans[behind].clear()                                   # what was done before this side had begun
+    def _side_by_side(self, *kinds: str) -> None:
+        """Kinds of work again and again, all but the last in a thread of its own, until each has been done three times;
+        what counts are the medians of those that ran beside the others from beginning to end."""
+        spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        (*behind, here), over = kinds, Event()
+        begun = {kind: Event() for kind in kinds}
+        others = [(self.disk if kind == "read" else self.pool).submit(self._again, kind, spans[kind], over.is_set,
+                                                                      begun[kind]) for kind in behind]
+        for kind in behind:
+            begun[kind].wait()
+        for kind in behind:
+            spans[kind].clear()                                 # what was done before all had begun
         first = time.perf_counter()
         try:
-            self._again(here, spans[here], lambda: other.done() or min(map(len, spans.values())) >= 3, begun)
+            self._again(here, spans[here], lambda: any(other.done() for other in others)
+                        or min(map(len, spans.values())) >= 3, begun[here])
         finally:
             last = time.perf_counter()
             over.set()
-        other.result()
-        for kind, beside in ((behind, here), (here, behind)):
+        for other in others:
+            other.result()
+        for kind in kinds:
+            beside = " and ".join(sorted({*kinds} - {kind}))
             self.seconds.setdefault(f"{kind} beside {beside}", []).append(statistics.median(
                 end - start for start, end in spans[kind] if first <= start and end <= last))
 
     def _decoding(self) -> Callable[[], Any]:
         if not self.slots.sizes.in_place:
-            return partial(self._checked, "decode", decode, *self.latest)
+            layer, expert, *chunks = self.coded[int(self.rng.integers(len(self.coded)))]
+            slot = int(self.rng.integers(self.kept))
+            self.full[slot] = layer, expert
+            return partial(self._checked, "decode", decode, *chunks, self.slots.tensors(slot, layer, expert))
         chunks = self.whole[int(self.rng.integers(self.kept))]
         return partial(self._checked, "decode", lambda *_: None, chunks, chunks, {})
 

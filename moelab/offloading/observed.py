@@ -64,7 +64,8 @@ class Observed(NamedTuple):
         # They were computed while others were read and, for a part of that time, decoded.
         decoding = min(own.decode_at_once / own.miss_read, 1.0) if own.miss_read else 1.0
         read, decode = (own.beside.get(f"expert beside {what}", 1.0) for what in ("read", "decode"))
-        slowed, parts = read * (1 + decoding * (decode - 1)), parts or own
+        both = own.beside.get("expert beside decode and read", read * decode)
+        slowed, parts = read + decoding * (both - read), parts or own
         usual = own.expert(1) if own.one_thread is None else own.one_thread
         alone = max(sum(self.expert) / slowed - usual, 0.0) if self.expert else 0.0
         found = replace(parts, expert_base=parts.expert_base + alone, decide=self.decide, handover=self.handover,

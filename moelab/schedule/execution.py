@@ -174,7 +174,9 @@ class SimulatedMachine:
         """What is left of everybody's work takes as many times as long as the others make it."""
         beside, running = self.delays.beside, self._running.values()
         for work in running if beside else ():
-            slowed = prod(beside.get(f"{work.what} beside {other.what}", 1.0) for other in running)
+            others = sorted(other.what for other in running if other is not work)
+            slowed = beside.get(f"{work.what} beside {' and '.join(others)}") or prod(
+                beside.get(f"{work.what} beside {other}", 1.0) for other in others)
             if slowed != work.slowed:
                 work.until = self.now + (work.until - self.now) * slowed / work.slowed
                 work.slowed = slowed

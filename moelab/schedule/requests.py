@@ -96,7 +96,8 @@ class Delays:
     together : measured (n, seconds) of one token's n experts in one call, which an executor makes for those in memory,
         ascending, n above 1; none if each is computed by itself.
     beside : how many times as long a "read", a "decode" (or a part of it) or an "expert" takes while another of the
-        three runs, by "expert beside decode" and so on; beside two, both factors count.
+        three runs, by "expert beside decode" and so on; beside several what was measured, such as "decode beside expert
+        and read", or else all their factors.
     decide : measured (experts that must be loaded, seconds) of deciding about a layer's step, ascending.
     handover : until threads have woken up, between an expert's last read and its computation, if that waits for it.
     """

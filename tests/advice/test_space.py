@@ -128,6 +128,12 @@ def test_a_throttled_disk_by_hand():
     slow, fast = (at_rate(lambda form, executor: plain, rate)(AS_IS).delays for rate in (1e5, 1e9))
     assert slow.e_read == pytest.approx(full / 1e5) == 10 * plain.delays.e_read and fast == plain.delays
     assert slow.beside == {"expert beside read": pytest.approx(1.05), "expert beside decode": 2.0}
+    together = {"expert beside decode and read": 3.0, "read beside decode": 2.0, "read beside decode and expert": 4.0}
+    plain = replace(plain, delays=replace(plain.delays, beside=plain.delays.beside | together))
+    slow = at_rate(lambda form, executor: plain, 1e5)(AS_IS).delays
+    assert slow.beside == {"expert beside read": pytest.approx(1.05), "expert beside decode": 2.0,
+                           "expert beside decode and read": pytest.approx(2.1), "read beside decode":
+                           pytest.approx(1.1), "read beside decode and expert": pytest.approx(1.3)}
     assert at_rate(lambda *_: None, 1e5)(AS_IS) is None
     late = at_rate(lambda form, executor: plain, 1e5, 0.25)(AS_IS).delays
     assert late.e_read == pytest.approx(full / 1e5 + 0.25) and late.sm_read == 0

@@ -141,7 +141,13 @@ def test_pairs_run_side_by_side():
         assert 0.001 <= rounds.seconds["read beside decode"][0] < whole
         assert len(spans["read"]) >= 3 <= len(spans["decode"]) and spans["decode"][0][0] < spans["read"][0][1]
         assert spans["decode"][-1][1] > spans["read"][-1][0]
-        for kind in rounds.work:
+        rounds.disk, rounds.work = ThreadPoolExecutor(1), rounds.work | {"expert": sleeping("read", 0.002)}
+        with rounds.disk:
+            rounds._side_by_side(*rounds.work)
+        assert 0.004 <= rounds.seconds["decode beside expert and read"][0]
+        assert 0.001 <= rounds.seconds["read beside decode and expert"][0]
+        assert 0.002 <= rounds.seconds["expert beside decode and read"][0]
+        for kind in ("decode", "read"):
             broken = rounds.work | {kind: lambda: 1 / 0}
             rounds.work, kept = broken, rounds.work
             with pytest.raises(ZeroDivisionError):

@@ -278,9 +278,11 @@ def test_work_beside_other_work_by_hand():
 
 @settings(max_examples=150, deadline=None)
 @given(requests(), machines, st.integers(1, 3), st.fixed_dictionaries({
-    f"{a} beside {b}": st.floats(0.5, 4) for a, b in permutations(("read", "decode", "expert"), 2)}))
+    f"{a} beside {b}": st.floats(0.5, 4) for a, b in permutations(("read", "decode", "expert"), 2)}, optional={
+    f"{a} beside {b} and {c}": st.floats(0.5, 4) for b, c, a in permutations(("decode", "expert", "read")) if b < c}))
 def test_slowed_down_everybody_does_the_work_that_there_is(asked, machine, workers, beside):
-    """The rates of each event, added up between all moments at which anything begins or ends, are its work alone."""
+    """The rates of each event, added up between all moments at which anything begins or ends, are its work alone. What
+    two others together do to it is their factors' product only where it was not measured."""
     machine = replace(machine, beside=beside)
     events, end = execute(asked, order(asked, machine, workers), machine, workers, layer=2)
     check(events, asked, workers, 0.0, end)
@@ -294,9 +296,11 @@ def test_slowed_down_everybody_does_the_work_that_there_is(asked, machine, worke
         done = 0.0
         for a, b in zip(moments, moments[1:]):
             if event.start <= a and b <= event.end:
-                done += (b - a) / prod(beside.get(
-                    f"{kind.get(event.resource, 'decode')} beside {kind.get(other.resource, 'decode')}", 1.0)
-                    for other in events if other.start <= a and b <= other.end)
+                others = sorted(kind.get(other.resource, "decode") for other in events
+                                if other is not event and other.start <= a and b <= other.end)
+                what = f"{kind.get(event.resource, 'decode')} beside "
+                done += (b - a) / (beside.get(what + " and ".join(others)) or prod(
+                    beside.get(what + other, 1.0) for other in others))
         wanted = machine.expert(tokens[event.expert]) if event.kind == "expert" else alone[event.kind]
         assert done == pytest.approx(wanted, abs=1e-9)
 
