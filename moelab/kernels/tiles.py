@@ -17,7 +17,7 @@ from numba.core import cgutils
 
 from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
-from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
+from moelab.kernels.vectors import BLOCK, FP8, SIZES, STEP, WIDTH
 
 @emitted()
 def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart, ahead):
@@ -98,28 +98,6 @@ def spread(kind: type, order: type, x, n, out):
             parts = v.paired(parts) if order in v.PAIRED else v.fixed(order, parts)
         for at, vector in enumerate(parts):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
-
-
-@emitted()
-def join(w, other, table, n, out):
-    """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
-    table = v.table_of(BF12, table)
-    with n.steps(BLOCK) as i:
-        at = out + i * 2
-        for low, high in v.halves(w + v.span_of(BF12, i), other + v.span_of(BF12, i, 1), table):
-            count = low.type.count
-            at.store(low.shuffled([number + count * byte for number in range(count) for byte in (0, 1)], high))
-            at = at + 2 * count
-
-
-@emitted()
-def widen_row(kind: type, to: type, w, other, n, out):
-    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to` at `out`."""
-    order = v.order_of(kind)
-    with n.steps(BLOCK) as i:
-        found = v.vectors(kind, w + v.span_of(kind, i), other + v.span_of(kind, i, 1))
-        (out + v.span_of(to, i)).store(v.joined([_rounded(to, part) for part in found]).shuffled(
-            [order.index(number) for number in range(BLOCK)]))
 
 
 @emitted(types.float32)
@@ -232,16 +210,4 @@ def pointer(address):
 @emitted()
 def write(kind: type, address, i, value):
     """Set the i-th number of a plain kind at an address to an fp32 value, rounded to the nearest."""
-    address.store(_rounded(kind, value), i)
-
-
-def _rounded(kind: type, value: Value) -> Value:
-    """Numbers of a plain kind, from fp32."""
-    if kind == types.int16:
-        return value.to(F16, "fptrunc")
-    if kind != types.uint16:
-        return value
-    bits = value.to(I32)
-    rounded = bits + ((bits >> 16 & 1) + 0x7FFF)                        # ties to even
-    bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
-    return (bits >> 16).to(I16, "trunc")
+    address.store(v.rounded(kind, value), i)

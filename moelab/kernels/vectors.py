@@ -228,6 +228,18 @@ def _widened(words: Value) -> list[Value]:
     return [(words << 16).to(F32), (words & 0xFFFF0000).to(F32)]
 
 
+def rounded(kind: Any, value: Value) -> Value:
+    """Numbers of a plain kind, from fp32."""
+    if kind == types.int16:
+        return value.to(F16, "fptrunc")
+    if kind != types.uint16:
+        return value
+    bits = value.to(I32)
+    rounded = bits + ((bits >> 16 & 1) + 0x7FFF)                        # ties to even
+    bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
+    return (bits >> 16).to(I16, "trunc")
+
+
 def halves(weights: Value, other: Value, table: Value) -> Iterator[tuple[Value, Value]]:
     """The low and the high bytes of a block of bf12 weights, one vector register after the other."""
     n, half = 4 * WIDTH, BLOCK // 2
