@@ -17,10 +17,10 @@ from functools import lru_cache
 import numpy as np
 
 from moelab.kernels.compile import c_function, c_library, kernel
+from moelab.kernels.emit import address, exponential, kept, now, read, take, together
 from moelab.kernels.feed_forward import gated
 from moelab.kernels.products import PIECE, job_of, widen
-from moelab.kernels.tiles import (add_rows, address, dots, exponential, kept, now, place, read, span, spread, take,
-                                  together, weight, write)
+from moelab.kernels.tiles import add_rows, dots, place, span, spread, weight, write
 from moelab.kernels.vectors import STEP
 
 #: the C library's clock_gettime, 0 where there is none, and the clock that it is asked for

@@ -24,8 +24,8 @@ from numba import carray
 from torch import Tensor
 
 from moelab.kernels.compile import c_function, c_library, kernel
-from moelab.kernels.tiles import (add_rows, address, beside, dots, kept, place, pointer, read, span, spread, step, take,
-                                  together, weight, write)
+from moelab.kernels.emit import address, kept, pointer, read, take, together
+from moelab.kernels.tiles import add_rows, beside, dots, place, span, spread, step, weight, write
 
 #: torch's types of weights → numba's kinds
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}

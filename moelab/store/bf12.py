@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from moelab.kernels.compile import c_function, kernel
-from moelab.kernels.emit import emitted
+from moelab.kernels.emit import emitted, read, take
 from moelab.kernels.products import TEAM, in_threads
-from moelab.kernels.tiles import read, take
 from moelab.kernels.vectors import BF12, BLOCK, halves, span_of, table_of
 from moelab.store.bits import as_bytes
 

@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import types
 
 from moelab.kernels.compile import c_function, kernel
-from moelab.kernels.emit import F32, I8, I32, Value, emitted
-from moelab.kernels.tiles import beside, read, span, take
+from moelab.kernels.emit import F32, I8, I32, Value, emitted, read, take
+from moelab.kernels.tiles import beside, span
 from moelab.kernels.vectors import BLOCK, GROUP, INT4, INT8, MXFP4, joined, order_of, rounded, span_of, vectors
 
 ROWS = 32                       # that a thread widens at a time
