@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moelab.experts.executor import Executor, Sorted
 from moelab.experts.gemv import GEMV
-from moelab.kernels.linear import crossover
+from moelab.kernels.products import crossover
 
 PAIR = 2                        # tokens that GEMV multiplies as fast as one
 

@@ -46,7 +46,7 @@ class GEMV(Sorted):
         return around.combine(y, rows, weights, x.dtype)
 
     def token(self, modules: list[Any], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
-        """A token's layers in one call, see `moelab.kernels.layers`, of experts modules that hold their weights."""
+        """A token's layers in one call (`moelab.models.decode.layers`), of experts modules that hold their weights."""
         state = dtype, [(id(of), id(of.source), w.data_ptr(), w.dtype)
                         for of in modules for w in of._parameters.values()]
         if (known := self._banks.get(modules[0], (None, None)))[0] != state:
@@ -62,8 +62,8 @@ class GEMV(Sorted):
         self.count(n, n, n)
 
     def banks(self, modules: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None) -> Any:
-        """(up, down, transposed) of `moelab.kernels.layers` for one experts module a layer, with the experts that are
-        resident, or that these modules hold; None if one is not for that."""
+        """(up, down, transposed) of `moelab.models.decode.layers` for one experts module a layer, with the experts
+        that are resident, or that these modules hold; None if one is not for that."""
         if not all(plain(of) and silu_gated(of) and (of.source is None) == (resident is None) for of in modules) \
                 or not (around.TEAM or torch.get_num_threads() == 1):
             return None
@@ -135,5 +135,4 @@ def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype) ->
 
 
 def _computable(x: Tensor, weights: Tensor, experts: Any) -> bool:
-    return x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts) \
-        and not wants_grad(x, weights)
+    return x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts) and not wants_grad(x, weights)

@@ -23,7 +23,7 @@ from numba.core import event
 from moelab.progress import Notice
 
 #: files that a kernel may call into → when they were changed: this folder's, where `tiles` has parts of kernels but
-#: none of its own, then others in the order of their imports
+#: none of its own, then others in the order of their imports, each as its first kernel is seen
 _FILES = {path: path.stat().st_mtime for path in Path(__file__).parent.glob("*.py")}
 _ALIVE: list[Any] = []                  # compiled functions, which would take their code with them
 

@@ -1,7 +1,7 @@
 """LLVM's instructions by Python's operators, for what numba cannot say: vectors, bits of numbers, memory by address.
 
 A `Value` is what an instruction gives; operators on values append further ones to the code that is being made.
-`emitted` makes a part of kernels, an intrinsic of numba, of a function of values.
+`emitted` makes a part of kernels, an intrinsic of numba, of a function of values; those that know no weights follow it.
 """
 
 from __future__ import annotations
@@ -134,3 +134,71 @@ def _value(context: Any, builder: ir.IRBuilder, wanted: str, taken: Any, llvm: A
     if isinstance(taken, types.Array):
         llvm = builder.ptrtoint(context.make_array(taken)(context, builder, llvm).data, I64)
     return Value(builder, llvm)
+
+
+@emitted(types.int64)
+def address(array):
+    """Where an array's numbers lie; `ctypes.data` would be uint64, and every kernel compiled for these as well."""
+    return array
+
+
+@emitted()
+def kept(array):
+    """A use of an array: numba frees its memory after the last one, even if its address is still used."""
+
+
+@emitted(types.int64)
+def read(address, i):
+    """The i-th int64 at an address."""
+    return (address + i * 8).load(I64)
+
+
+@emitted(types.voidptr)
+def pointer(address):
+    """An address as `numba.carray` takes it."""
+    return Value(address.builder, address.at(I8))
+
+
+@emitted(types.int64)
+def take(counter):
+    """Add one to the int64 at an address, atomically; returns what it was before."""
+    return Value(counter.builder, counter.builder.atomic_rmw("add", counter.at(I64), fill(I64, 1), "monotonic"))
+
+
+@emitted()
+def together(team, function, threads, job):
+    """Call the C function at an address with that of the array `job` in so many threads, by OpenMP's GOMP_parallel at
+    the address `team`; once, in this thread, where that is 0 or threads 1."""
+    b, body = team.builder, ir.FunctionType(VOID, [I64])
+    run = ir.FunctionType(VOID, [body.as_pointer(), I64, I32, I32])
+    several = b.and_(b.icmp_unsigned("!=", team.llvm, fill(I64, 0)), threads.is_(">", 1).llvm)
+    with b.if_else(several) as (then, otherwise):
+        with then:
+            b.call(team.at(run), [function.at(body), job.llvm, threads.to(I32, "trunc").llvm, fill(I32, 0)])
+        with otherwise:
+            b.call(function.at(body), [job.llvm])
+
+
+@emitted(types.int64)
+def now(function, clock):
+    """Nanoseconds of a clock, by the C library's clock_gettime at an address."""
+    b, time = function.builder, cgutils.alloca_once(function.builder, ir.ArrayType(I64, 2))
+    b.call(function.at(ir.FunctionType(I32, [I32, time.type])), [clock.to(I32, "trunc").llvm, time])
+    seconds, rest = (Value(b, b.load(cgutils.gep_inbounds(b, time, 0, i))) for i in (0, 1))
+    return seconds * 1_000_000_000 + rest
+
+
+@emitted(types.float32)
+def exponential(x):
+    """e^x of an fp32 number, to one unit in the last place, in steps of which loops make vectors; subnormals are 0.
+
+    Source: Cephes, expf: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, n added to its exponent.
+    """
+    bound = x.call("maxnum.f32", -88.0).call("minnum.f32", 89.0)
+    n = (bound * 1.44269504).call("rint.f32")
+    r = n.call("fma.f32", 2.12194440e-4, n.call("fma.f32", -0.693359375, bound))
+    total = x.of(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+        total = total.call("fma.f32", r, factor)
+    power = (n.to(I32, "fptosi") + 127 << 23).to(F32)
+    return x.is_("uno", x).made("select", x, total * power)

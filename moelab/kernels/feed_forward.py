@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.kernels.products import KINDS, OUTPUTS, PIECE, TEAM, entry, job_of
-from moelab.kernels.tiles import address, exponential, kept, together, weight, write
 from moelab.kernels.compile import kernel
+from moelab.kernels.emit import address, exponential, kept, together
+from moelab.kernels.products import KINDS, OUTPUTS, PIECE, TEAM, entry, job_of
+from moelab.kernels.tiles import weight, write
 
 
 @kernel

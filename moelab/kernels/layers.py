@@ -1,177 +1,167 @@
-"""Decoder layers of a single token in one call: a layer up to its experts, or a stretch of layers with theirs.
+"""Decoder layers of a single token in one call: norms, attention and router, up to a layer's experts or with them.
 
-What is saved is transformers' way from one kernel to the next, a quarter of a token's time. A stretch is a run of
-layers alike: the first one computes all, up to one that chooses an expert that is not in memory; the others find in the
-hidden states that they are done. A layer that is in no stretch, or with something on its experts or its router, is
-computed up to its experts, which run as ever. With a hook on its other parts, another forward, a prompt, a batch, a
-mask or a cache of another kind it takes its own forward.
+In transformers each of these takes many calls, attention about thirty, which are overhead-dominated. Here threads share
+the rows of q, k and v, then the key heads, then the rows of the output, then the experts. Sums are in fp32 and rounded
+once, so results are transformers' within the dtype's tolerance. `moelab.models.decode` is what calls these kernels.
 
-    x [1, 1, H] and the cache's keys and values    →    x + attention(norm(x)) and the norm of that, [1, 1, H] each
-                                                   →    x after n layers, ids and weights [L, K], times [L, 2]
+    attention   x [H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [H]
+    a norm      x [rows, H] → [rows, H]               a router    x [H] → logits [E], weights and ids [1, K]
+    layers      x [H] → x after L of them, ids and weights [L, K], times [L, 2]
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from itertools import groupby
-from typing import Any, NamedTuple
+from functools import lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from moelab.kernels.attention import DecodeAttention, agree, attend
-from moelab.kernels.compile import c_library, kernel
-from moelab.kernels.feed_forward import gated, ways
-from moelab.kernels.norms import Norm, Router, rms_norm, route
-from moelab.kernels.products import entry
-from moelab.kernels.tiles import address, kept, now, span, weight, write
-from moelab.kernels.unchanged import Unchanged, forward
+from moelab.kernels.compile import c_function, c_library, kernel
+from moelab.kernels.emit import address, exponential, kept, now, read, take, together
+from moelab.kernels.feed_forward import gated
+from moelab.kernels.products import PIECE, job_of, widen
+from moelab.kernels.tiles import add_rows, dots, place, span, spread, weight, write
+from moelab.kernels.vectors import STEP
 
-PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
-#: transformers' models that do nothing between their layers
-MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
 #: the C library's clock_gettime, 0 where there is none, and the clock that it is asked for
 CLOCK = c_library("clock_gettime"), getattr(time, "CLOCK_MONOTONIC", 0)
 
 
-class Computed(NamedTuple):
-    """What a call has done: so many layers, their choices [L, K], and seconds of `time.perf_counter` at which each
-    one's experts began and ended, [L, 2]."""
-
-    layers: int
-    ids: np.ndarray
-    times: np.ndarray
-
-
-class DecodeLayer:
-    """The forward of one decoder layer, whose parts have these fast forwards; its own for all but a single token."""
-
-    def __init__(self, module: nn.Module, fast: list[Any]) -> None:
-        self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
-        self.children = [(name, one.module) for name, one in zip(PARTS, fast)]
-        self.modules = [first.module, *self.attention.module.modules(), second.module]
-        self.parts = Unchanged(self.modules[:-1], [second.module])
-        self.shape = self.attention.plan, first.H, (first.eps, second.eps)
-        self.weights = self.attention.weights.copy()
-        self.weights[0, 2:] = [norm.module.weight.data_ptr() for norm in (first, second)]
-        self.stretch: Stretch | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and self in getattr(args[0], "computed", ()):
-            return args[0]
-        if (call := self.attention.call(*args, **kwargs)) is None:
-            return self.own(self.module, *args, **kwargs)
-        x, token, cache = call
-        if self.stretch and (y := self.stretch(x, token, cache)) is not None:
-            return y
-        here = self.module._modules
-        if any(here[name] is not part for name, part in self.children) or (heard := self.parts.listeners()) is None \
-                or (found := self.attention.room(cache)) is None:
-            return self.own(self.module, *args, **kwargs)
-        kept_by, room = found
-        y, normed = torch.empty_like(x), torch.empty_like(x)
-        to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
-        room.grow(kept_by)
-        for _, told in heard:
-            told(y)
-        return y + here["mlp"](normed)
+@kernel(fastmath={"reassoc", "contract"})               # sums may be taken in any order, so that they are vectors
+def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
+    """Norms of rows [H] at x, times the weight at w; `out` may be x."""
+    row, scale = np.empty(H, np.float32), np.empty(H, np.float32)
+    widen(w_kind, np.float32(0), w, H, address(scale))
+    for r in range(rows):
+        at, to = x + span(kind, r * H), out + span(kind, r * H)
+        widen(kind, np.float32(0), at, H, address(row))
+        total = np.float32(0)
+        for i in range(H):
+            total += row[i] * row[i]
+        inverse = np.float32(1 / np.sqrt(total / H + eps))
+        for i in range(H):
+            write(kind, to, i, row[i] * inverse)                # rounded before the weight, as transformers does it
+        widen(kind, np.float32(0), to, H, address(row))
+        for i in range(H):
+            write(kind, to, i, row[i] * scale[i])
 
 
-@torch.inference_mode()
-def decode_layer(module: nn.Module) -> DecodeLayer | None:
-    """The forward for this layer if its parts have ours and, with an identity for experts, a probe on a random token
-    gives what its own forward gives."""
-    parts = [getattr(module, name, None) for name in PARTS]
-    fast = [forward(part) if isinstance(part, nn.Module) else None for part in parts]
-    if [type(one) for one in fast] != [Norm, DecodeAttention, Norm] or not isinstance(module.mlp, nn.Module):
-        return None
-    twin = copy.copy(module)
-    twin._modules = module._modules | {"mlp": nn.Identity()}
-    return DecodeLayer(module, fast) if agree(twin, DecodeLayer(twin, fast), fast[1], fast[0].H) else None
+@kernel
+def route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work, team, threads):
+    """The K largest of a softmax of w x, `normalised` to a sum of one or not: logits [E], scores [K], ids [1, K]."""
+    p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
+    matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
+    matrix[0, 0] = w
+    job = job_of(kind, kind, matrix, bounds, x, np.int64(1), H, bounds[:0], E, address(p), np.int64(PIECE))
+    together(team, work, min(threads, (E + PIECE - 1) // PIECE), job)
+    for e in range(E):
+        write(kind, logits, e, p[e])                            # rounded before the softmax, as transformers does it
+    widen(kind, np.float32(0), logits, E, address(p))
+    p = np.exp(p - p.max())
+    total = p.sum()
+    for k in range(K):
+        ids[0, k] = np.argmax(p)
+        chosen[k] = p[ids[0, k]]
+        p[ids[0, k]] = -1
+    total = chosen.sum() if normalised else total
+    for k in range(K):
+        write(score_kind, scores, k, chosen[k] / total)
 
 
-class Stretch:
-    """Layers alike, one after the other, each with a router and experts; the first one asks it.
+@kernel
+def attend(plan, weights, token, room, x, H, out):
+    """Attention's output [H] for x [H], which may be the same memory; heads of keys are `stride` apart.
 
-    An executor of experts that has `token(experts of each layer, dtype, compute) → Computed | None` calls compute(up,
-    down, transposed) of SiLU-gated experts, as of `feed_forward`, with matrices [L, E, 4] that are 0 where experts are
-    elsewhere; and takes note of what was computed, or gives None.
+    weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms; a matrix for each head; the output's.
     """
-
-    def __init__(self, model: nn.Module, layers: list[DecodeLayer]) -> None:
-        self.model, self.layers, layers[0].stretch = model, layers, self
-        self.all, blocks = model._modules["layers"], [layer.module._modules["mlp"] for layer in layers]
-        self.experts, gates = ([block._modules[name] for block in blocks] for name in ("experts", "gate"))
-        parts = [part for layer in layers for part in (layer.module, *layer.modules)]
-        self.parts = Unchanged([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
-        self.weights, self.router = np.stack([layer.weights for layer in layers]), forward(gates[0])
-        self.routers = np.array([gate.weight.data_ptr() for gate in gates])
-
-    def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
-        """x after as many layers as can be computed, which it knows as `computed`; None for none."""
-        layers, router, L, kind = self.layers, self.router, len(self.layers), type(self.layers[0].shape[0][0])
-        executor = getattr(self.experts[0], "executor", None)
-        if (run := getattr(executor, "token", None)) is None or any(of.executor is not executor for of in self.experts):
-            return None
-        K, x, heard, rooms = router.module.top_k, x.clone(), [], []
-        w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
-
-        def compute(up: tuple, down: tuple, transposed: bool) -> Computed:
-            done, began = 0, 0.0
-            rooms[:] = [layer.attention.room(cache) for layer in layers]
-            ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
-            if ours and None not in rooms and (told := self.parts.listeners()) is not None:
-                heard[:] = told
-                began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind))
-                done = _stretch(layers[0].shape, routing, ways(up, down, transposed), self.weights, self.routers,
-                                up[1], down[1], token, np.array([room.where for _, room in rooms]),
-                                x.data_ptr(), w.data_ptr(), ids, times, CLOCK)
-            return Computed(done, ids, began + times / 1e9)
-        found = run(self.experts, x.dtype, compute)
-        if found is None or not found.layers:
-            return None
-        for layer, room in rooms[:found.layers]:
-            room.grow(layer)
-        each = [*zip(torch.from_numpy(ids).split(1), w.split(1))][:found.layers]
-        for i, told in heard:                                           # two modules of each layer
-            if i // 2 < len(each):
-                told(*each[i // 2])
-        x.computed = {*layers[:found.layers]}
-        return x
-
-
-@torch.inference_mode()
-def stretches(model: nn.Module) -> list[Stretch]:
-    """A model's stretches: layers that have our forwards, each with a router of ours and experts in a block that does
-    nothing else, as a probe shows."""
-    if type(model).__name__ not in MODELS or not CLOCK[0]:
-        return []
-    runs = groupby([forward(module) for module in model._modules["layers"]], _alike)
-    return [Stretch(model, list(layers)) for alike, layers in runs if alike]
+    kind, heads_work, kv_heads, D, (q_width, k_width, eps), order, last_order, work, last_work = plan
+    cos, sin, scaling, team, threads = token
+    keys, values, S, stride = room[0], room[1], room[2], room[3]
+    q_norm, k_norm, rows, last = weights[0, 0], weights[0, 1], weights[1:-1], weights[-1:]
+    heads, half, whole = len(rows) - 2 * kv_heads, D // 2, D - D % STEP
+    y, q, turned = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32), np.empty(D, np.float32)
+    each, zeros, one, piece = np.arange(len(rows) + 1), np.zeros(len(rows), np.int64), np.int64(1), np.int64(PIECE)
+    together(team, work, threads, job_of(kind, order, rows, each, x, one, H, zeros, D, address(y), piece))
+    if q_norm != 0:
+        at = address(y) + 4 * heads * D
+        rms_norm(np.float32(0), address(y), kind, q_norm, heads * D // q_width, q_width, eps, address(y))
+        rms_norm(np.float32(0), at, kind, k_norm, kv_heads * D // k_width, k_width, eps, at)
+    for m in range(heads + kv_heads):
+        for i in range(half):
+            a, b = y[m, i], y[m, i + half]
+            turned[i] = a * weight(kind, cos, i) - b * weight(kind, sin, i)
+            turned[i + half] = b * weight(kind, cos, i + half) + a * weight(kind, sin, i + half)
+        if m < heads:                                   # scaled and in the order of `place`
+            for i in range(D):
+                turned[i] *= np.float32(scaling)
+            spread(np.float32(0), kind, address(turned), whole, address(q) + 4 * m * D)
+            for i in range(whole, D):
+                q[m * D + i] = turned[i]
+        else:                                           # the newest of the cache
+            newest = (m - heads) * stride + (S - 1) * D
+            for i in range(D):
+                write(kind, keys, newest + i, turned[i])
+                write(kind, values, newest + i, y[m + kv_heads, i])
+    mixed, job = np.empty(heads * D, np.float32), np.empty(10, np.int64)
+    job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, heads // kv_heads, S, D
+    job[5], job[6], job[7], job[8], job[9] = address(q), keys, values, address(mixed), span(kind, stride)
+    together(team, heads_work, threads, job)
+    kept(q)
+    total = np.empty(H, np.float32)
+    job = job_of(np.float32(0), last_order, last, each[:2], address(mixed), one, heads * D, each[:0], H, address(total),
+                 piece)
+    kept(mixed)
+    together(team, last_work, threads, job)
+    for i in range(H):
+        write(kind, out, i, total[i])
 
 
-def _alike(layer: Any) -> tuple | None:
-    """What layers of a stretch have in common; None for one that can be in none."""
-    if not isinstance(layer, DecodeLayer) or not _only_experts(layer):
-        return None
-    attention, router = layer.attention.module, forward(layer.module.mlp.gate)
-    return repr(layer.shape), attention.scaling, id(attention.config), router.normalised, router.dtype, \
-        router.module.top_k, router.module.weight.shape
+@kernel
+def _heads(kind, job):
+    """One key head after the other, with the query heads that share it, until none is left."""
+    kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
+    q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
+    whole, row = D - D % STEP, span(kind, D)
+    scores, sums, inputs = np.empty((group, S), np.float32), np.empty(D, np.float32), np.empty(group, np.int64)
+    while True:
+        h = take(job)
+        if h >= kv_heads:
+            return
+        keys, values = k + h * stride, v + h * stride
+        for g in range(group):
+            inputs[g] = q + 4 * (h * group + g) * D
+        for g in range(group):
+            x, to = address(inputs) + 8 * g, address(scores) + 4 * g * S
+            for s in range(0, S - 3, 4):
+                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+            for s in range(S - S % 4, S):
+                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+            for s in range(S if whole < D else 0):
+                for i in range(whole, D):
+                    scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)
+            largest, total = scores[g].max(), np.float32(0)
+            for s in range(S):
+                scores[g, s] = exponential(scores[g, s] - largest)
+            for s in range(S):
+                total += scores[g, s]
+            sums[:] = 0
+            for s in range(0, S - 3, 4):
+                add_rows(4, kind, address(scores) + 4 * (g * S + s), values + s * row, 0, 0, D, whole, address(sums))
+            for s in range(S - S % 4, S):
+                add_rows(1, kind, address(scores) + 4 * (g * S + s), values + s * row, 0, 0, D, whole, address(sums))
+            for i in range(whole, D):
+                for s in range(S):
+                    sums[i] += scores[g, s] * weight(kind, values, s * D + i)
+            for i in range(D):
+                write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
 
 
-def _only_experts(layer: DecodeLayer) -> bool:
-    """Whether a layer's block gives its experts the router's choice of a random token, and back what they give."""
-    block, x = layer.module.mlp, torch.randn(1, 1, layer.shape[1], generator=torch.Generator().manual_seed(0))
-    if block._modules.keys() != {"gate", "experts"} or not isinstance(router := forward(block.gate), Router) \
-            or forward(block) or forward(block.experts) or Unchanged([block]).listeners() is None:
-        return False
-    twin, given, x = copy.copy(block), [], x.to(layer.attention.dtype)
-    twin._modules = block._modules | {"experts": lambda *what: given.extend(what) or what[0].roll(1, -1)}
-    y, (_, weights, ids) = twin(x), router(x[0])
-    return isinstance(y, Tensor) and all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(
-        (y, *given), (x.roll(1, -1), x, ids, weights), strict=True))
+@lru_cache(maxsize=None)
+def heads_entry(kind: type) -> int:
+    """The address of what a thread does for a job of key heads."""
+    def heads(job):
+        _heads(kind(0), job)
+    return c_function(heads)
 
 
 @kernel
@@ -189,7 +179,7 @@ def to_experts(shape, weights, token, room, x, y, normed):
 
 
 @kernel(error_model="numpy")
-def _stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x, w, ids, times, clock):
+def stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x, w, ids, times, clock):
     """How many layers were computed; x [H], w and ids [L, K] and times [L, 2] are written."""
     (kind, H), (score_kind, normalised, work), (team, threads) = (shape[0][0], shape[1]), routing, token[3:]
     (L, K), E, start = ids.shape, ups.shape[1], now(*clock)

@@ -10,10 +10,12 @@ multiply each weight with all of them while it is in a register; no weight is pa
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,9 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from moelab.kernels.tiles import (add_rows, address, beside, dots, kept, place, pointer, read, span, spread, step, take,
-                                  together, weight, write)
 from moelab.kernels.compile import c_function, c_library, kernel
+from moelab.kernels.emit import address, kept, pointer, read, take, together
+from moelab.kernels.tiles import add_rows, beside, dots, place, span, spread, step, weight, write
 
 #: torch's types of weights → numba's kinds
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -33,10 +35,12 @@ PACKED = {"bf12": np.int8, "int8": np.uint8, "int4": np.uint32, "mxfp4": np.int3
 HEADER = 6
 _IN_ORDER = np.empty(0, np.int64)
 TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
-PIECE = 64                     # rows that a thread takes at a time
+PIECE = 64                      # rows that a thread takes at a time
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
 OUTPUTS = 512                   # outputs that a thread takes at a time in the transposed layout; sums stay in the L1
 AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
+SIZES = (8, 32, 128)            # tokens of one expert, or rows of a layer, that `crossover` tries
+REPEATS = 3                     # the best of so many counts: the others were disturbed
 _POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64)          # where there is no OpenMP
 
 
@@ -95,6 +99,37 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
     finally:                                        # Ctrl-C meanwhile is raised when nobody uses the job's memory
         wait(running)
     return y.copy_(wide)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Matrices | None = None) -> Tensor:
+    """`F.linear` by our kernels: CPU tensors of one type in `KINDS`, a contiguous weight; sums in fp32.
+
+    matrices : `Matrices` of the same weight and bias.
+    """
+    matrices, rows = matrices or Matrices.of(weight, bias), x.reshape(-1, weight.shape[1])
+    R, bounds = weight.shape[0], np.array([0, len(rows)])
+    return multiply(matrices.kind, matrices.rows, bounds, rows, None, R, False, x.dtype).view(*x.shape[:-1], R)
+
+
+def fits(w: Tensor, b: Tensor | None = None) -> bool:
+    """Whether kernels read a weight, and a bias, as they lie."""
+    return w.is_cpu and w.dtype in KINDS and w.is_contiguous() and (b is None or b.dtype == w.dtype)
+
+
+def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
+    """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the `SIZES`, or infinity."""
+    last = 0
+    for size in SIZES:
+        seconds: list[list[float]] = [[], []]
+        for _ in range(1 + REPEATS):                        # the first ones compile, pack, fill caches
+            for function, runs in zip((first, second), seconds):        # in turn: what disturbs one disturbs the other
+                start = time.perf_counter()
+                function(size)
+                runs.append(time.perf_counter() - start)
+        if min(seconds[0][1:]) > min(seconds[1][1:]):
+            return (last + size) // 2 if last else 1
+        last = size
+    return inf
 
 
 @kernel

@@ -3,13 +3,18 @@
 Source: register blocking (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", TOMS 2008), with
 sums along the vectors, so that nothing is packed. A weight is loaded once for all tokens of the tile and widened to
 fp32 (`moelab.kernels.vectors`, which says what a kind of weights is); the inputs lie in the order in which a kind's
-weights come out (`place`). What ends in `: int` must be a number in the kernel's code, `: type` one of a kind.
+weights come out (`place`). Where one instruction multiplies pairs of bf16 (AVX512_BF16), four-bit codes become such
+pairs: half the instructions, with inputs cut into their upper 8 bits and the rest. Where none does, on AVX2, they are
+multiplied as bytes with inputs in fixed point, 16 bits for 32 of them: a third.
+
+What ends in `: int` must be a number in the kernel's code, `: type` one of a kind.
 """
 
 from __future__ import annotations
 
 from functools import reduce
 from operator import add
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -17,7 +22,8 @@ from numba.core import cgutils
 
 from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
-from moelab.kernels.vectors import BF12, BLOCK, FP8, SIZES, STEP, WIDTH
+from moelab.kernels.vectors import BLOCK, FIXED, FLOATS, FP8, MXFP4, PAIRED, SIZES, STEP, WIDTH, WORDS, joined
+
 
 @emitted()
 def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart, ahead):
@@ -34,29 +40,29 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
     in_turn = tokens <= 2 and SIZES[kind][0] >= BLOCK
     turns = [[r] for r in range(rows)] if in_turn else [list(range(rows))]
     chains = 4 if tokens * len(turns[0]) == 1 else 1    # one sum of a row would wait for itself
-    b, zeros = x.builder, fill(v.FLOATS, 0.0)
+    b, zeros = x.builder, fill(FLOATS, 0.0)
     sums = [[[cgutils.alloca_once_value(b, zeros) for _ in range(chains)] for _ in range(rows)] for _ in range(tokens)]
     step, (size, rest) = v.step_of(kind), SIZES[kind]
     for turn in turns:
         with n.steps(step) as i:
-            values = [[(p + i * 4 + 4 * at).load(v.FLOATS) for at in range(0, step, WIDTH)] for p in inputs]
+            values = [[(p + i * 4 + 4 * at).load(FLOATS) for at in range(0, step, WIDTH)] for p in inputs]
             for r in turn:
                 part, here, beside = 0, matrix[r][0] + v.span_of(kind, i), matrix[r][1] + v.span_of(kind, i, 1)
                 for line in range(0, size * step // BLOCK, 64):
-                    v.fetch(here + ahead + line)
+                    _fetch(here + ahead + line)
                 if rest:
-                    v.fetch(beside + ahead // (size // rest))
+                    _fetch(beside + ahead // (size // rest))
                 for number, (scales, vectors) in enumerate(v.groups(kind, here, beside, table)):
                     for t in range(tokens):
-                        for at, term in enumerate(v.terms(kind, values[t][part:], vectors, scales), number):
+                        for at, term in enumerate(_terms(kind, values[t][part:], vectors, scales), number):
                             total = sums[t][r][at % chains]
-                            b.store(v.fma(*term, Value(b, b.load(total))).llvm, total)
+                            b.store(_fma(*term, Value(b, b.load(total))).llvm, total)
                     part += len(vectors)
     for t in range(tokens):
         to = out + apart * t * 4
         found = [reduce(add, (Value(b, b.load(one)) for one in chain)) for chain in sums[t]]
         if rows == 4:
-            to.store(v.four_sums(*found))
+            to.store(_four_sums(*found))
         else:
             for r in range(rows):
                 (to + 4 * r).store(found[r].of(0.0, F32).call(f"vector.reduce.fadd.v{WIDTH}f32", found[r],
@@ -74,52 +80,28 @@ def add_rows(rows: int, kind: type, x, w, other, table, stride, n, sums):
     inputs = [(x + 4 * r).load(F32).everywhere(WIDTH) for r in range(rows)]
     with n.steps(step) as i:
         places = [sums + i * 4 + 4 * at for at in range(0, step, WIDTH)]
-        values = [place.load(v.FLOATS) for place in places]
+        values = [place.load(FLOATS) for place in places]
         for one, (first, second) in zip(inputs, matrix):
             parts = v.vectors(kind, first + v.span_of(kind, i), second + v.span_of(kind, i, 1), table)
-            values = [v.fma(one, weights, value) for weights, value in zip(parts, values)]
+            values = [_fma(one, weights, value) for weights, value in zip(parts, values)]
         for value, place in zip(values, places):
             place.store(value)
 
 
 @emitted()
 def spread(kind: type, order: type, x, n, out):
-    """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`, or as
-    `vectors.paired` or `fixed` with these."""
+    """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights of `order`, as
+    these are multiplied."""
     size, given, wanted = v.step_of(order), v.order_of(kind), v.order_of(order)
     begins = range(0, size, STEP)
     come = [begin + number for begin in begins for number in given]
     with n.steps(size) as i:
         parts = [part for begin in begins for part in v.vectors(kind, x + v.span_of(kind, i + begin))]
         if wanted != come:
-            where, all_of_it = [come.index(number) for number in wanted], v.joined(parts)
+            where, all_of_it = [come.index(number) for number in wanted], joined(parts)
             parts = [all_of_it.shuffled(where[at:at + WIDTH]) for at in range(0, size, WIDTH)]
-        if order in v.PAIRED or order in v.FIXED:
-            parts = v.paired(parts) if order in v.PAIRED else v.fixed(order, parts)
-        for at, vector in enumerate(parts):
+        for at, vector in enumerate(_prepared(order, parts)):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
-
-
-@emitted()
-def join(w, other, table, n, out):
-    """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
-    table = v.table_of(BF12, table)
-    with n.steps(BLOCK) as i:
-        at = out + i * 2
-        for low, high in v.halves(w + v.span_of(BF12, i), other + v.span_of(BF12, i, 1), table):
-            count = low.type.count
-            at.store(low.shuffled([number + count * byte for number in range(count) for byte in (0, 1)], high))
-            at = at + 2 * count
-
-
-@emitted()
-def widen_row(kind: type, to: type, w, other, n, out):
-    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to` at `out`."""
-    order = v.order_of(kind)
-    with n.steps(BLOCK) as i:
-        found = v.vectors(kind, w + v.span_of(kind, i), other + v.span_of(kind, i, 1))
-        (out + v.span_of(to, i)).store(v.joined([_rounded(to, part) for part in found]).shuffled(
-            [order.index(number) for number in range(BLOCK)]))
 
 
 @emitted(types.float32)
@@ -130,6 +112,12 @@ def weight(kind: type, w, i):
     if kind == types.int16:
         return w.load(F16, i).to(F32, "fpext")
     return (w.load(I16, i).to(I32, "zext") << 16).to(F32)
+
+
+@emitted()
+def write(kind: type, address, i, value):
+    """Set the i-th number of a plain kind at an address to an fp32 value, rounded to the nearest."""
+    address.store(v.rounded(kind, value), i)
 
 
 @emitted(types.int64)
@@ -158,90 +146,99 @@ def beside(kind: type, row, n):
     return (row >> 7) * (n + 127 >> 7) * 4
 
 
-step, prefetch = emitted(types.int64)(v.step_of), emitted()(v.fetch)
+def _fetch(address: Value) -> None:
+    """Prefetch a cache line into the second level: the first takes so few at a time that memory would wait; any address
+    is valid."""
+    args = [Value(address.builder, address.at(I8)), *(address.of(value, I32) for value in (0, 2, 1))]
+    args[0].call("prefetch.p0", *args[1:], of=VOID)
 
 
-@emitted(types.int64)
-def take(counter):
-    """Add one to the int64 at an address, atomically; returns what it was before."""
-    return Value(counter.builder, counter.builder.atomic_rmw("add", counter.at(I64), fill(I64, 1), "monotonic"))
+step, prefetch = emitted(types.int64)(v.step_of), emitted()(_fetch)
 
 
-@emitted(types.int64)
-def now(function, clock):
-    """Nanoseconds of a clock, by the C library's clock_gettime at an address."""
-    b, time = function.builder, cgutils.alloca_once(function.builder, ir.ArrayType(I64, 2))
-    b.call(function.at(ir.FunctionType(I32, [I32, time.type])), [clock.to(I32, "trunc").llvm, time])
-    seconds, rest = (Value(b, b.load(cgutils.gep_inbounds(b, time, 0, i))) for i in (0, 1))
-    return seconds * 1_000_000_000 + rest
+def _prepared(kind: Any, parts: list[Value]) -> list[Value]:
+    """What `_terms` takes as inputs of a step, in vectors of fp32, perhaps fewer: of inputs in `order_of` a kind."""
+    return _paired(parts) if kind in PAIRED else _fixed(kind, parts) if kind in FIXED else parts
 
 
-@emitted(types.int64)
-def address(array):
-    """Where an array's numbers lie; `ctypes.data` would be uint64, and every kernel compiled for these as well."""
-    return array
+def _paired(parts: list[Value]) -> list[Value]:
+    """Inputs as paired kinds are multiplied: pairs of their upper halves, pairs of what these lack, which is exact to
+    2⁻¹⁷."""
+    upper = [(part.to(I32) + 0x8000 & 0xFFFF0000).to(F32) for part in parts]
+    lower = [((part - top).to(I32) + 0x8000).to(F32) for part, top in zip(parts, upper)]
+    return [((even.to(I32) >> 16) | (odd.to(I32) & 0xFFFF0000)).to(F32)
+            for half in (upper, lower) for even, odd in zip(half[::2], half[1::2])]
 
 
-@emitted()
-def kept(array):
-    """A use of an array: numba frees its memory after the last one, even if its address is still used."""
+def _fixed(kind: Any, parts: list[Value]) -> list[Value]:
+    """Inputs of a block in fixed point: whole numbers as `_whole_sums` has them, what the codes' offset adds to its
+    sums, and the scales of both groups.
 
-
-@emitted()
-def together(team, function, threads, job):
-    """Call the C function at an address with that of the array `job` in so many threads, by OpenMP's GOMP_parallel at
-    the address `team`; once, in this thread, where that is 0 or threads 1."""
-    b, body = team.builder, ir.FunctionType(VOID, [I64])
-    run = ir.FunctionType(VOID, [body.as_pointer(), I64, I32, I32])
-    several = b.and_(b.icmp_unsigned("!=", team.llvm, fill(I64, 0)), threads.is_(">", 1).llvm)
-    with b.if_else(several) as (then, otherwise):
-        with then:
-            b.call(team.at(run), [function.at(body), job.llvm, threads.to(I32, "trunc").llvm, fill(I32, 0)])
-        with otherwise:
-            b.call(function.at(body), [job.llvm])
-
-
-@emitted(types.float32)
-def exponential(x):
-    """e^x of an fp32 number, to one unit in the last place, in steps of which loops make vectors; subnormals are 0.
-
-    Source: Cephes, expf: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, n added to its exponent.
+    A scale is a power of two, a quantum at most 2⁻¹⁴ of a group's largest: bf16 is exact down to 1/128 of that.
     """
-    bound = x.call("maxnum.f32", -88.0).call("minnum.f32", 89.0)
-    n = (bound * 1.44269504).call("rint.f32")
-    r = n.call("fma.f32", 2.12194440e-4, n.call("fma.f32", -0.693359375, bound))
-    total = x.of(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
-        total = total.call("fma.f32", r, factor)
-    power = (n.to(I32, "fptosi") + 127 << 23).to(F32)
-    return x.is_("uno", x).made("select", x, total * power)
+    wholes, scales = list(parts), []
+    for group in ((0, 1, 4, 5), (2, 3, 6, 7)):
+        largest = parts[0].of(2.0**-100).to(I32)                        # of zeros and subnormals
+        for size in [parts[i].to(I32) & 0x7FFFFFFF for i in group]:     # as integers NaN is larger than all numbers
+            largest = size.is_(">", largest).made("select", size, largest)
+        largest = largest.call(f"vector.reduce.umax.v{WIDTH}i32", of=I32).to(F32).everywhere(WIDTH)
+        exponent = (largest * 1.004).to(I32) & 0x7F800000               # 128 upper bytes would be too many
+        for i in group:
+            scaled = parts[i] * (exponent.of(268 << 23) - exponent).to(F32)
+            wholes[i] = scaled.call("x86.avx.cvt.ps2dq.256", of=WORDS)
+        scales.append((exponent - (14 << 23)).to(F32) + (largest - largest))            # infinities make NaN
+    upper = [one + 128 >> 8 for one in wholes]
+    rest = [one - (top << 8) for one, top in zip(wholes, upper)]
+    inputs = [joined([one.to(I8, "trunc") for one in half[at:at + 4]]) for half in (upper, rest) for at in (0, 4)]
+    scale = scales[0].shuffled([0] * 4 + [WIDTH] * 4, scales[1]) * (0.5 if kind == MXFP4 else 1.0)
+    offset = inputs[0].of(12 if kind == MXFP4 else 8)
+    return [*(one.to(FLOATS) for one in inputs), _whole_sums([offset, offset], inputs).to(FLOATS), scale]
 
 
-@emitted(types.int64)
-def read(address, i):
-    """The i-th int64 at an address."""
-    return (address + i * 8).load(I64)
+def _terms(kind: Any, inputs: list[Value], weights: list[Value], scales: Value | None) -> list[tuple[Value, Value]]:
+    """Pairs of vectors whose products are to be added up, from inputs and what `groups` gives."""
+    if kind in FIXED:
+        *inputs, offset, scale = inputs[:6]
+        whole = _whole_sums(weights, [one.to(ir.VectorType(I8, BLOCK // 2)) for one in inputs]) - offset.to(I32)
+        return [(whole.to(F32, "sitofp"), scale * scales)]
+    if scales is None:
+        return list(zip(inputs, weights))
+    return [(reduce(lambda total, term: _product(kind, *term, total), zip(inputs, weights), None), scales)]
 
 
-@emitted(types.voidptr)
-def pointer(address):
-    """An address as `numba.carray` takes it."""
-    return Value(address.builder, address.at(I8))
+def _product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
+    """Inputs times weights as `groups` gives them, plus a sum, if there is one."""
+    if kind in PAIRED:
+        return (total or x.of(0.0)).call("x86.avx512bf16.dpbf16ps.512", x.to(WORDS), weights.to(WORDS))
+    return _fma(x, weights, total) if total else x * weights
 
 
-@emitted()
-def write(kind: type, address, i, value):
-    """Set the i-th number of a plain kind at an address to an fp32 value, rounded to the nearest."""
-    address.store(_rounded(kind, value), i)
+def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
+    """Σ code × input of each four even codes of a block and the odd ones beside them, in whole numbers.
+
+    inputs : 32 upper bytes for even codes, 32 for odd ones, then the lower bytes; all with signs, codes without.
+    """
+    sixteen, found = ir.VectorType(I16, 2 * WIDTH), []
+    for (even, odd), factor in zip((inputs[:2], inputs[2:]), (256, 1)):
+        pairs = [one.call("x86.avx2.pmadd.ub.sw", beside, of=sixteen) for one, beside in zip(codes, (even, odd))]
+        total = pairs[0] + pairs[1]                     # at most 4 · 24 · 128
+        found.append(total.call("x86.avx2.pmadd.wd", total.of(factor), of=WORDS))
+    return found[0] + found[1]
 
 
-def _rounded(kind: type, value: Value) -> Value:
-    """Numbers of a plain kind, from fp32."""
-    if kind == types.int16:
-        return value.to(F16, "fptrunc")
-    if kind != types.uint16:
-        return value
-    bits = value.to(I32)
-    rounded = bits + ((bits >> 16 & 1) + 0x7FFF)                        # ties to even
-    bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
-    return (bits >> 16).to(I16, "trunc")
+def _fma(a: Value, b: Value, c: Value) -> Value:
+    return a.call(f"fma.v{WIDTH}f32", b, c)
+
+
+def _four_sums(a: Value, b: Value, c: Value, d: Value) -> Value:
+    """The sums of four vectors, as a vector of four: transposed by halves, with an addition for each half."""
+    ones = [i for lane in range(0, WIDTH, 4) for i in (lane, lane + WIDTH, lane + 1, lane + 1 + WIDTH)]
+    twos = [i for lane in range(0, WIDTH, 4) for i in (lane, lane + 1, lane + WIDTH, lane + 1 + WIDTH)]
+
+    def folded(u: Value, v: Value, order: list[int]) -> Value:
+        return u.shuffled(order, v) + u.shuffled([i + 2 for i in order], v)
+    total, width = folded(folded(a, b, ones), folded(c, d, ones), twos), WIDTH      # of each four lanes: a b c d
+    while width > 4:
+        width //= 2
+        total = total.shuffled(list(range(width))) + total.shuffled(list(range(width, 2 * width)))
+    return total

@@ -5,15 +5,12 @@ A *kind* is a numba type that says how weights are stored: float32, uint16 for b
 table of 16. Two masks, a shift, a table look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are
 read instead of 128. The other packed kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at
 another, each code widened and multiplied by its scale, four-bit ones by a look-up of each of the four in a 16-bit word.
-Where one instruction multiplies pairs of bf16 (AVX512_BF16), four-bit codes become such pairs: half the instructions.
-Where none does, on AVX2, they are multiplied as bytes with inputs in fixed point, 16 bits for 32 of them: a third.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from functools import reduce
 from struct import pack, unpack
 from typing import Any
 
@@ -21,7 +18,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 
-from moelab.kernels.emit import F16, F32, I8, I16, I32, VOID, Value
+from moelab.kernels.emit import F16, F32, I8, I16, I32, Value
 
 _FEATURES = llvm.get_host_cpu_features()
 WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4     # fp32 numbers in a vector register
@@ -30,15 +27,14 @@ BLOCK = 64                      # and of packed ones
 BF12, INT8, INT4, MXFP4, FP8 = types.int8, types.uint8, types.uint32, types.int32, types.uint64
 FEW = (INT8, INT4, MXFP4, FP8)
 GROUP = 32                      # weights of a scale, but FP8's
-#: kinds that are multiplied as pairs of bf16, in one instruction; of inputs, the upper 8 bits and the rest
+#: kinds that are multiplied as pairs of bf16 in one instruction, see `moelab.kernels.tiles`
 PAIRED = (INT4, MXFP4) if WIDTH == 16 and _FEATURES.get("avx512bf16") else ()
-#: kinds that are multiplied as bytes, by inputs in fixed point
-FIXED = (INT4, MXFP4) if WIDTH == 8 else ()
+FIXED = (INT4, MXFP4) if WIDTH == 8 else ()             # and as bytes, by inputs in fixed point
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
          INT8: (64, 4), INT4: (32, 4), MXFP4: (32, 2), FP8: (64, 2)}
 _DOUBLED = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]               # twice the values of e2m1
-FLOATS, _WORDS = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+FLOATS, WORDS = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {("x86_64", 64): "x86.avx512.pshuf.b.512", ("x86_64", 32): "x86.avx2.pshuf.b",
              ("aarch64", 16): "aarch64.neon.tbl1.v16i8"}
@@ -89,7 +85,7 @@ def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value 
         found = []
         for scales, values in groups(kind, weights, other, table):
             if kind in PAIRED:
-                values = [value for pair in values[:2] for value in _widened(pair.to(_WORDS))]
+                values = [value for pair in values[:2] for value in _widened(pair.to(WORDS))]
             if kind == MXFP4:                           # 2⁻¹²⁷ is a subnormal, which products may take for 0
                 scales = scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
             found += [value * scales for value in values]
@@ -99,14 +95,14 @@ def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value 
     if kind == types.int16:
         return [(weights + 2 * at).load(ir.VectorType(F16, WIDTH)).to(F32, "fpext") for at in (0, WIDTH)]
     if kind == types.uint16:
-        return _widened(weights.load(_WORDS))
+        return _widened(weights.load(WORDS))
     found = []
     for low, high in halves(weights, other, table):
         n = low.type.count
         for half in range(2):                           # within 16 bytes, as processors unpack
             order = [16 * lane + 8 * half + i + n * byte
                      for lane in range(n // 16) for i in range(8) for byte in (0, 1)]
-            found += _widened(low.shuffled(order, high).to(_WORDS))
+            found += _widened(low.shuffled(order, high).to(WORDS))
     return found
 
 
@@ -145,7 +141,7 @@ def _scales(kind: Any, address: Value, groups: list[int]) -> Value:
     if kind == FP8:
         return address.load(F32).everywhere(WIDTH) * 256.0
     # both lie in one word: each lane moves its own to where fp32 has those bits
-    both = address.load(I16).everywhere(2 * WIDTH).to(_WORDS) if kind == MXFP4 else address.load(I32).everywhere(WIDTH)
+    both = address.load(I16).everywhere(2 * WIDTH).to(WORDS) if kind == MXFP4 else address.load(I32).everywhere(WIDTH)
     left = [23 - 8 * group if kind == MXFP4 else 16 - 16 * group for group in groups]
     return (both << left & (0x7F800000 if kind == MXFP4 else 0xFFFF0000)).to(F32)
 
@@ -157,7 +153,7 @@ def _decoded(kind: Any, words: Value) -> Value:
         table = words.of([factor * value for value in values], FLOATS)
         return table.call("x86.avx512.permvar.sf.512", words)
     codes = (words & 15).to(ir.VectorType(I8, 4 * WIDTH))
-    found = _looked_up(words.of([*map(int, values)], ir.VectorType(I8, 16)), codes).to(_WORDS)
+    found = _looked_up(words.of([*map(int, values)], ir.VectorType(I8, 16)), codes).to(WORDS)
     return (found << 24).made("ashr", 24).to(F32, "sitofp") * factor                # of each word the lowest byte
 
 
@@ -169,44 +165,6 @@ def _bytes(kind: Any, weights: Value) -> tuple[list[Value], int]:
         offset, table = 12, codes.of([int(value) + 12 for value in _DOUBLED], ir.VectorType(I8, 16))
         parts = [_looked_up(table, part) for part in parts]
     return parts, offset
-
-
-def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
-    """Σ code × input of each four even codes of a block and the odd ones beside them, in whole numbers.
-
-    inputs : 32 upper bytes for even codes, 32 for odd ones, then the lower bytes; all with signs, codes without.
-    """
-    sixteen, found = ir.VectorType(I16, 2 * WIDTH), []
-    for (even, odd), factor in zip((inputs[:2], inputs[2:]), (256, 1)):
-        pairs = [one.call("x86.avx2.pmadd.ub.sw", beside, of=sixteen) for one, beside in zip(codes, (even, odd))]
-        total = pairs[0] + pairs[1]                     # at most 4 · 24 · 128
-        found.append(total.call("x86.avx2.pmadd.wd", total.of(factor), of=_WORDS))
-    return found[0] + found[1]
-
-
-def fixed(kind: Any, parts: list[Value]) -> list[Value]:
-    """The inputs of a block, in `order_of`, as vectors of fp32 that hold what `terms` takes: whole numbers as
-    `_whole_sums` has them, what the codes' offset adds to its sums, and the scales of both groups.
-
-    A scale is a power of two, a quantum at most 2⁻¹⁴ of a group's largest: bf16 is exact down to 1/128 of that.
-    """
-    wholes, scales = list(parts), []
-    for group in ((0, 1, 4, 5), (2, 3, 6, 7)):
-        largest = parts[0].of(2.0**-100).to(I32)                        # of zeros and subnormals
-        for size in [parts[i].to(I32) & 0x7FFFFFFF for i in group]:     # as integers NaN is larger than all numbers
-            largest = size.is_(">", largest).made("select", size, largest)
-        largest = largest.call(f"vector.reduce.umax.v{WIDTH}i32", of=I32).to(F32).everywhere(WIDTH)
-        exponent = (largest * 1.004).to(I32) & 0x7F800000               # 128 upper bytes would be too many
-        for i in group:
-            scaled = parts[i] * (exponent.of(268 << 23) - exponent).to(F32)
-            wholes[i] = scaled.call("x86.avx.cvt.ps2dq.256", of=_WORDS)
-        scales.append((exponent - (14 << 23)).to(F32) + (largest - largest))            # infinities make NaN
-    upper = [one + 128 >> 8 for one in wholes]
-    rest = [one - (top << 8) for one, top in zip(wholes, upper)]
-    inputs = [joined([one.to(I8, "trunc") for one in half[at:at + 4]]) for half in (upper, rest) for at in (0, 4)]
-    scale = scales[0].shuffled([0] * 4 + [WIDTH] * 4, scales[1]) * (0.5 if kind == MXFP4 else 1.0)
-    offset = inputs[0].of(12 if kind == MXFP4 else 8)
-    return [*(one.to(FLOATS) for one in inputs), _whole_sums([offset, offset], inputs).to(FLOATS), scale]
 
 
 def joined(parts: list[Value]) -> Value:
@@ -226,6 +184,18 @@ def _from_e4m3(codes: Value) -> list[Value]:
 def _widened(words: Value) -> list[Value]:
     """Pairs of bf16 as fp32: the even ones, the odd ones."""
     return [(words << 16).to(F32), (words & 0xFFFF0000).to(F32)]
+
+
+def rounded(kind: Any, value: Value) -> Value:
+    """Numbers of a plain kind, from fp32."""
+    if kind == types.int16:
+        return value.to(F16, "fptrunc")
+    if kind != types.uint16:
+        return value
+    bits = value.to(I32)
+    rounded = bits + ((bits >> 16 & 1) + 0x7FFF)                        # ties to even
+    bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
+    return (bits >> 16).to(I16, "trunc")
 
 
 def halves(weights: Value, other: Value, table: Value) -> Iterator[tuple[Value, Value]]:
@@ -252,55 +222,3 @@ def _looked_up(table: Value, codes: Value) -> Value:
 
 def table_of(kind: Any, address: Value) -> Value | None:
     return address.load(ir.VectorType(I8, 16)) if kind == BF12 else None
-
-
-def fma(a: Value, b: Value, c: Value) -> Value:
-    return a.call(f"fma.v{WIDTH}f32", b, c)
-
-
-def terms(kind: Any, inputs: list[Value], weights: list[Value], scales: Value | None) -> list[tuple[Value, Value]]:
-    """Pairs of vectors whose products are to be added up, from inputs and what `groups` gives."""
-    if kind in FIXED:
-        *inputs, offset, scale = inputs[:6]
-        whole = _whole_sums(weights, [one.to(ir.VectorType(I8, BLOCK // 2)) for one in inputs]) - offset.to(I32)
-        return [(whole.to(F32, "sitofp"), scale * scales)]
-    if scales is None:
-        return list(zip(inputs, weights))
-    return [(reduce(lambda total, term: _product(kind, *term, total), zip(inputs, weights), None), scales)]
-
-
-def _product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
-    """Inputs times weights as `groups` gives them, plus a sum, if there is one."""
-    if kind in PAIRED:
-        return (total or x.of(0.0)).call("x86.avx512bf16.dpbf16ps.512", x.to(_WORDS), weights.to(_WORDS))
-    return fma(x, weights, total) if total else x * weights
-
-
-def paired(parts: list[Value]) -> list[Value]:
-    """Inputs in `order_of` a paired kind as it is multiplied: pairs of their upper halves, pairs of what these lack,
-    which is exact to 2⁻¹⁷."""
-    upper = [(part.to(I32) + 0x8000 & 0xFFFF0000).to(F32) for part in parts]
-    lower = [((part - top).to(I32) + 0x8000).to(F32) for part, top in zip(parts, upper)]
-    return [((even.to(I32) >> 16) | (odd.to(I32) & 0xFFFF0000)).to(F32)
-            for half in (upper, lower) for even, odd in zip(half[::2], half[1::2])]
-
-
-def four_sums(a: Value, b: Value, c: Value, d: Value) -> Value:
-    """The sums of four vectors, as a vector of four: transposed by halves, with an addition for each half."""
-    ones = [i for lane in range(0, WIDTH, 4) for i in (lane, lane + WIDTH, lane + 1, lane + 1 + WIDTH)]
-    twos = [i for lane in range(0, WIDTH, 4) for i in (lane, lane + 1, lane + WIDTH, lane + 1 + WIDTH)]
-
-    def folded(u: Value, v: Value, order: list[int]) -> Value:
-        return u.shuffled(order, v) + u.shuffled([i + 2 for i in order], v)
-    total, width = folded(folded(a, b, ones), folded(c, d, ones), twos), WIDTH      # of each four lanes: a b c d
-    while width > 4:
-        width //= 2
-        total = total.shuffled(list(range(width))) + total.shuffled(list(range(width, 2 * width)))
-    return total
-
-
-def fetch(address: Value) -> None:
-    """Prefetch a cache line into the second level: the first takes so few at a time that memory would wait; any address
-    is valid."""
-    args = [Value(address.builder, address.at(I8)), *(address.of(value, I32) for value in (0, 2, 1))]
-    args[0].call("prefetch.p0", *args[1:], of=VOID)

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.kernels.attention import decode_attention
-from moelab.kernels.layers import decode_layer, stretches
-from moelab.kernels.linear import FastLinears
-from moelab.kernels.norms import fast_norm, fast_router
 from moelab.kernels.products import PACKED, Matrices
+from moelab.models.decode.attention import decode_attention
+from moelab.models.decode.layers import decode_layer, stretches
+from moelab.models.decode.modules import FastLinears, fast_norm, fast_router
 from moelab.models.patches import Patches, bare
 from moelab.store import bf12, fewbit
 from moelab.store.reader import aligned_buffer
@@ -37,7 +36,7 @@ class FastDecode(Patches):
         bf16 weights in that format, made now. bf12 is lossless: results differ in the order of sums only. The others
         round, prompts included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are.
     norms, routers, attentions, layers, linears : count the modules with another forward; one that had another is left
-        alone. stretches : counts those of layers that are one call for a token (`moelab.kernels.layers`).
+        alone. stretches : counts those of layers that are one call for a token (`moelab.models.decode.layers`).
     """
 
     def __init__(self, model: nn.Module, rows: float | None = None, dense: str | None = None) -> None:

@@ -107,8 +107,8 @@ class Engine:
         return out
 
     def token(self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
-        """A token's layers in one call (`moelab.kernels.layers`), as far as their experts are resident for good; None
-        where more than that is to be decided."""
+        """A token's layers in one call (`moelab.models.decode.layers`), as far as their experts are resident for good;
+        None where more than that is to be decided."""
         with self._one: return self._token(modules, dtype, compute)             # one line: see `Pipeline._locked`
 
     def _token(self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:

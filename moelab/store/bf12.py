@@ -3,7 +3,7 @@
 The high byte of a bf16 weight, its sign and most of its exponent, takes few values in a trained tensor: the 16 most
 frequent ones cover more than 99.9 %. So the low bytes stay, the high bytes become 4 bits each by a table of 16, and the
 few others, *escapes*, are listed. The length of a code is fixed, so a weight is found at once, and a processor looks 64
-of them up in one instruction (`moelab.kernels.tiles`): nothing is decoded before it is multiplied. ZipServ (ASPLOS
+of them up in one instruction (`moelab.kernels.vectors`): nothing is decoded before it is multiplied. ZipServ (ASPLOS
 2026) gives exponents 3 bits in bitmaps, for tensor cores.
 
     blob of N weights, N a multiple of 64: 48 zeros, table [16] | low bytes [N] | codes [N/2] |
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from moelab.kernels.compile import c_function, kernel
+from moelab.kernels.emit import emitted, read, take
 from moelab.kernels.products import TEAM, in_threads
-from moelab.kernels.tiles import join, read, take
-from moelab.kernels.vectors import BLOCK
+from moelab.kernels.vectors import BF12, BLOCK, halves, span_of, table_of
 from moelab.store.bits import as_bytes
 
 HEAD = 64                           # bytes before the low bytes, which so begin on a cache line
@@ -90,7 +90,7 @@ def unpack(blob: Any, out: Any) -> None:
         raise ValueError("the escapes of a bf12 blob are not in order")
     pieces = -(-len(words) // _PIECE)
     in_threads(TEAM, c_function(_join_pieces), min(pieces, torch.get_num_threads()),
-          np.array([0, low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data]))
+               np.array([0, low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data]))
     words[indices] = values
     tail[:] = rest
 
@@ -115,7 +115,19 @@ def _join_pieces(job):
         begin = take(job) * _PIECE
         if begin >= n:
             return
-        join(low + begin, codes + begin // 2, low - 16, min(_PIECE, n - begin), out + 2 * begin)
+        _join(low + begin, codes + begin // 2, low - 16, min(_PIECE, n - begin), out + 2 * begin)
+
+
+@emitted()
+def _join(w, other, table, n, out):
+    """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
+    table = table_of(BF12, table)
+    with n.steps(BLOCK) as i:
+        at = out + i * 2
+        for low, high in halves(w + span_of(BF12, i), other + span_of(BF12, i, 1), table):
+            count = low.type.count
+            at.store(low.shuffled([number + count * byte for number in range(count) for byte in (0, 1)], high))
+            at = at + 2 * count
 
 
 @kernel

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import compress
 from math import prod
 from operator import not_
@@ -35,17 +35,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelab.kernels.compile import c_function
 from moelab.kernels.products import KINDS, PACKED, TEAM, in_threads
-from moelab.kernels.rounding import round_groups
-from moelab.kernels.tiles import beside, read, span, take, widen_row
 from moelab.kernels.vectors import BLOCK as PART, WIDTH
 from moelab.registry import Entry
 from moelab.store import packings
 from moelab.store.bits import as_bytes
+from moelab.store.fewbit_kernels import round_groups, widening
 
 GROUP, BLOCK = 32, 128
-ROWS = 32                                                       # that a thread widens at a time
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)                 # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max                  # 448
 #: byte → the values of its low and its high half: [256, 2]
@@ -108,7 +105,7 @@ def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _in_groups(name: str, w: Tensor, above: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and scales of groups of 32 finite weights, fp32 [..., n]; `above` as of `moelab.kernels.rounding`."""
+    """Codes and scales of groups of 32 finite weights, fp32 [..., n]; `above` as of `moelab.store.fewbit_kernels`."""
     form, flat = FORMATS[name].home, w.cpu().contiguous()
     shape = (*w.shape[:-1], w.shape[-1] // GROUP)
     codes, scales = torch.empty(*shape, form.group, dtype=form.code), torch.empty(shape, dtype=form.scale)
@@ -263,20 +260,5 @@ def _widened(form: str, codes: Tensor, scales: Tensor, target: Tensor) -> Tensor
         return find_format(form).dequantize(codes, scales).to(target.dtype)
     out = target if target.is_cpu and target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
     job = np.array([0, codes.data_ptr(), scales.data_ptr(), out.numel() // n, n, out.data_ptr()])
-    in_threads(TEAM, _work(kind, KINDS[out.dtype]), torch.get_num_threads(), job)
+    in_threads(TEAM, widening(kind, KINDS[out.dtype]), torch.get_num_threads(), job)
     return out
-
-
-@lru_cache(maxsize=None)
-def _work(kind: type, to: type) -> int:
-    """The address of what a thread does to widen rows of such weights: some rows at a time until none is left."""
-    def work(job):
-        codes, scales, R, n, out = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
-        while True:
-            begin = take(job) * ROWS
-            if begin >= R:
-                return
-            for r in range(begin, min(begin + ROWS, R)):
-                widen_row(kind(0), to(0), codes + span(kind(0), r * n), scales + beside(kind(0), r, n), n,
-                          out + span(to(0), r * n))
-    return c_function(work)

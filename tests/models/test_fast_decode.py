@@ -16,7 +16,8 @@ from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
-from moelab.kernels import layers as decode_layers, norms, products  # noqa: E402
+from moelab.kernels import products  # noqa: E402
+from moelab.models.decode import layers as decode_layers, modules  # noqa: E402
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
 
@@ -39,8 +40,8 @@ def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_
 
 def test_a_router_that_is_asked_is_the_kernel_in_its_place(tmp_path, monkeypatch):
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
-    calls, run, layers = [], norms.route, discover(model)
-    monkeypatch.setattr(norms, "route", lambda *args: calls.append(args) or run(*args))
+    calls, run, layers = [], modules.route, discover(model)
+    monkeypatch.setattr(modules, "route", lambda *args: calls.append(args) or run(*args))
     x, other = torch.randn(2, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         wanted = [route(each, x) for each in layers]
@@ -105,7 +106,7 @@ def test_a_layer_is_one_call_unless_something_lies_on_its_parts(tmp_path, monkey
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
 def test_linear_layers_give_the_same_logits(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("moelab.kernels.linear.LARGE", 1)
+    monkeypatch.setattr("moelab.models.decode.modules.LARGE", 1)
     model = open_model(tiny.save(name, tmp_path / "m"))
     ids = torch.arange(3, 17)[None]
     with torch.inference_mode():
@@ -120,7 +121,7 @@ def test_linear_layers_give_the_same_logits(name, tmp_path, monkeypatch):
 
 
 def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
-    monkeypatch.setattr("moelab.kernels.linear.LARGE", 1)
+    monkeypatch.setattr("moelab.models.decode.modules.LARGE", 1)
     model, ids = open_model(), torch.arange(3, 17)[None]
 
     def logits(dense):

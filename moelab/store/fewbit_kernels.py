@@ -1,4 +1,4 @@
-"""Rounding fp32 weights to the few-bit kinds of `moelab.kernels.vectors`: what `moelab.store.fewbit` says, in vectors.
+"""Rounding fp32 weights to few-bit kinds of `moelab.kernels.vectors` and back: what `moelab.store.fewbit` says.
 
 A group of 32 weights is one vector, which LLVM cuts into what the processor has. int8 and int4 add 1.5 · 2²³, which
 leaves the nearest integer in the last bits; the exponents of MXFP4 are fp32's own, its codes counts of the midpoints
@@ -7,14 +7,18 @@ that a weight is above.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 
-from moelab.kernels.compile import kernel
-from moelab.kernels.emit import F32, I8, I16, I32, Value, emitted
-from moelab.kernels.vectors import GROUP, INT4, INT8, MXFP4, span_of
+from moelab.kernels.compile import c_function, kernel
+from moelab.kernels.emit import F32, I8, I32, Value, emitted, read, take
+from moelab.kernels.tiles import beside, span
+from moelab.kernels.vectors import BLOCK, GROUP, INT4, INT8, MXFP4, joined, order_of, rounded, span_of, vectors
 
+ROWS = 32                       # that a thread widens at a time
 #: between the values of e2m1; at every other one a tie goes up, to an even code
 _MIDDLE = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -64,11 +68,35 @@ def _mxfp4(group: Value, sizes: Value, widest: Value, above: Value) -> tuple[Val
 def _integers(kind: Any, group: Value, widest: Value) -> tuple[Value, Value]:
     """The scale as bf16 and the codes of a group, of int8 or int4."""
     low, high, zero = (-8.0, 7.0, 8) if kind == INT4 else (-127.0, 127.0, 0)
-    bits = (widest / (low if kind == INT4 else high)).to(I32)
-    bits = bits + ((bits >> 16 & 1) + 0x7FFF) >> 16                                 # ties to even
-    scale = (bits << 16).to(F32)
+    bits = rounded(types.uint16, widest / (low if kind == INT4 else high))
+    scale = (bits.to(I32, "zext") << 16).to(F32)
     divisor = scale.is_("==", 0.0).made("select", scale.of(float("inf")), scale)
     scaled = group / divisor.everywhere(GROUP)
     for relation, bound in (("<", group.of(low)), (">", group.of(high))):
         scaled = scaled.is_(relation, bound).made("select", bound, scaled)
-    return bits.to(I16, "trunc"), (scaled + (1.5 * 2**23 + zero)).to(I32)
+    return bits, (scaled + (1.5 * 2**23 + zero)).to(I32)
+
+
+@lru_cache(maxsize=None)
+def widening(kind: type, to: type) -> int:
+    """The address of what a thread does to widen rows of such weights: some rows at a time until none is left."""
+    def work(job):
+        codes, scales, R, n, out = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
+        while True:
+            begin = take(job) * ROWS
+            if begin >= R:
+                return
+            for r in range(begin, min(begin + ROWS, R)):
+                _widen_row(kind(0), to(0), codes + span(kind(0), r * n), scales + beside(kind(0), r, n), n,
+                          out + span(to(0), r * n))
+    return c_function(work)
+
+
+@emitted()
+def _widen_row(kind: type, to: type, w, other, n, out):
+    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to` at `out`."""
+    order = order_of(kind)
+    with n.steps(BLOCK) as i:
+        found = vectors(kind, w + span_of(kind, i), other + span_of(kind, i, 1))
+        (out + span_of(to, i)).store(joined([rounded(to, part) for part in found]).shuffled(
+            [order.index(number) for number in range(BLOCK)]))

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("numba")
 from moelab.kernels.compile import kernel  # noqa: E402
-from moelab.kernels.tiles import exponential  # noqa: E402
+from moelab.kernels.emit import exponential  # noqa: E402
 
 
 @kernel

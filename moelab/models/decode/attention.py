@@ -1,34 +1,26 @@
-"""Attention of a single token in one call: projections, norms, rotation before the cache, heads and output after it.
+"""Attention of a single token in one call, in place of a module of transformers.
 
-A token's attention takes about thirty calls in transformers, which are overhead-dominated. Here threads share the rows
-of q, k and v, then the key heads, then the rows of the output. Sums are in fp32 and rounded once, so the result is
-transformers' within the dtype's tolerance. Only for `ATTENTIONS`, where a probe shows the same result, on the CPU;
-prompts, batches, masks, gradients and caches that do not simply grow take the module's own forward.
+Only for `ATTENTIONS`, where a probe shows the same result, on the CPU; prompts, batches, masks, gradients and caches
+that do not simply grow take the module's own forward.
 
-    x [1, 1, H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [1, 1, H]
+    x [1, 1, H] and a cache's keys and values [1, kv heads, S, D] → y [1, 1, H] and S + 1 of them
 """
 
 from __future__ import annotations
 
 import weakref
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.kernels import products
-from moelab.kernels.compile import c_function, kernel
-from moelab.kernels.linear import fits
-from moelab.kernels.norms import epsilon, rms_norm
-from moelab.kernels.products import PIECE, Matrices, Pack
-from moelab.kernels.tiles import (add_rows, address, dots, exponential, kept, place, read, span, spread, take, together,
-                                  weight, write)
-from moelab.kernels.unchanged import Unchanged
-from moelab.kernels.vectors import STEP
+from moelab.kernels.layers import attend, heads_entry
+from moelab.kernels.products import KINDS, TEAM, Matrices, Pack, entry, fits
+from moelab.models.decode.modules import epsilon
+from moelab.models.decode.unchanged import Unchanged
 
-#: classes of transformers whose attention is the one above; a probe must agree as well
+#: classes of transformers whose attention is that of the kernel; a probe must agree as well
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
 #: what a probe may differ by, relative to the largest number
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -55,10 +47,10 @@ class DecodeAttention:
         before, after = matrices(pack), Matrices.of(linears[3].weight, linears[3].bias, 1, pack)
         if len({one.kind for one in before}) > 1:
             before = matrices(None)
-        self.alive, kind = (before, after), products.KINDS[self.dtype]
+        self.alive, kind = (before, after), KINDS[self.dtype]
         #: of `attend`: what layers may have alike, and where the weights of this one lie
-        self.plan = (kind(0), _heads_entry(kind), self.kv_heads, D, widths, before[0].kind(0), after.kind(0),
-                     products.entry(before[0].kind), products.entry(after.kind))
+        self.plan = (kind(0), heads_entry(kind), self.kv_heads, D, widths, before[0].kind(0), after.kind(0),
+                     entry(before[0].kind), entry(after.kind))
         self.weights = np.concatenate([np.zeros((1, 4), np.int64), *(one.rows for one in before), after.rows])
         if len(norms) == 2:
             self.weights[0, :2] = [norm.weight.data_ptr() for norm in norms]
@@ -84,7 +76,7 @@ class DecodeAttention:
                 or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()) \
                 or torch.is_grad_enabled() or self.config._attn_implementation != "sdpa":
             return None
-        token = cos.data_ptr(), sin.data_ptr(), self.module.scaling, products.TEAM, torch.get_num_threads()
+        token = cos.data_ptr(), sin.data_ptr(), self.module.scaling, TEAM, torch.get_num_threads()
         return x, token, cache
 
     def room(self, cache: Any) -> tuple[Any, Room] | None:
@@ -167,100 +159,3 @@ def agree(theirs: Any, ours: Any, attention: DecodeAttention, H: int) -> bool:
         found.append((y[0] if isinstance(y, tuple) else y).float())
     wanted, got = found
     return got.shape == wanted.shape and bool((got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max())
-
-
-@kernel
-def attend(plan, weights, token, room, x, H, out):
-    """`DecodeAttention`'s output [H] for x [H], which may be the same memory; heads of keys are `stride` apart.
-
-    weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms; a matrix for each head; the output's.
-    """
-    kind, heads_work, kv_heads, D, (q_width, k_width, eps), order, last_order, work, last_work = plan
-    cos, sin, scaling, team, threads = token
-    keys, values, S, stride = room[0], room[1], room[2], room[3]
-    q_norm, k_norm, rows, last = weights[0, 0], weights[0, 1], weights[1:-1], weights[-1:]
-    heads, half, whole = len(rows) - 2 * kv_heads, D // 2, D - D % STEP
-    y, q, turned = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32), np.empty(D, np.float32)
-    each, zeros, one, piece = np.arange(len(rows) + 1), np.zeros(len(rows), np.int64), np.int64(1), np.int64(PIECE)
-    together(team, work, threads, products.job_of(kind, order, rows, each, x, one, H, zeros, D, address(y), piece))
-    if q_norm != 0:
-        at = address(y) + 4 * heads * D
-        rms_norm(np.float32(0), address(y), kind, q_norm, heads * D // q_width, q_width, eps, address(y))
-        rms_norm(np.float32(0), at, kind, k_norm, kv_heads * D // k_width, k_width, eps, at)
-    for m in range(heads + kv_heads):
-        for i in range(half):
-            a, b = y[m, i], y[m, i + half]
-            turned[i] = a * weight(kind, cos, i) - b * weight(kind, sin, i)
-            turned[i + half] = b * weight(kind, cos, i + half) + a * weight(kind, sin, i + half)
-        if m < heads:                                   # scaled and in the order of `place`
-            for i in range(D):
-                turned[i] *= np.float32(scaling)
-            spread(np.float32(0), kind, address(turned), whole, address(q) + 4 * m * D)
-            for i in range(whole, D):
-                q[m * D + i] = turned[i]
-        else:                                           # the newest of the cache
-            newest = (m - heads) * stride + (S - 1) * D
-            for i in range(D):
-                write(kind, keys, newest + i, turned[i])
-                write(kind, values, newest + i, y[m + kv_heads, i])
-    mixed, job = np.empty(heads * D, np.float32), np.empty(10, np.int64)
-    job[0], job[1], job[2], job[3], job[4] = 0, kv_heads, heads // kv_heads, S, D
-    job[5], job[6], job[7], job[8], job[9] = address(q), keys, values, address(mixed), span(kind, stride)
-    together(team, heads_work, threads, job)
-    kept(q)
-    total = np.empty(H, np.float32)
-    job = products.job_of(np.float32(0), last_order, last, each[:2], address(mixed), one, heads * D, each[:0], H,
-                          address(total), piece)
-    kept(mixed)
-    together(team, last_work, threads, job)
-    for i in range(H):
-        write(kind, out, i, total[i])
-
-
-@kernel
-def _heads(kind, job):
-    """One key head after the other, with the query heads that share it, until none is left."""
-    kv_heads, group, S, D = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
-    q, k, v, mixed, stride = read(job, 5), read(job, 6), read(job, 7), read(job, 8), read(job, 9)
-    whole, row = D - D % STEP, span(kind, D)
-    scores, sums, inputs = np.empty((group, S), np.float32), np.empty(D, np.float32), np.empty(group, np.int64)
-    while True:
-        h = take(job)
-        if h >= kv_heads:
-            return
-        keys, values = k + h * stride, v + h * stride
-        for g in range(group):
-            inputs[g] = q + 4 * (h * group + g) * D
-        for g in range(group):
-            x, to = address(inputs) + 8 * g, address(scores) + 4 * g * S
-            for s in range(0, S - 3, 4):
-                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
-            for s in range(S - S % 4, S):
-                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
-            for s in range(S if whole < D else 0):
-                for i in range(whole, D):
-                    scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)
-            largest, total = scores[g].max(), np.float32(0)
-            for s in range(S):
-                scores[g, s] = exponential(scores[g, s] - largest)
-            for s in range(S):
-                total += scores[g, s]
-            sums[:] = 0
-            for s in range(0, S - 3, 4):
-                add_rows(4, kind, address(scores) + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
-                         address(sums))
-            for s in range(S - S % 4, S):
-                add_rows(1, kind, address(scores) + 4 * (g * S + s), values + s * row, 0, 0, D, whole,
-                         address(sums))
-            for i in range(whole, D):
-                for s in range(S):
-                    sums[i] += scores[g, s] * weight(kind, values, s * D + i)
-            for i in range(D):
-                write(np.float32(0), mixed, (h * group + g) * D + i, sums[place(kind, i) if i < whole else i] / total)
-
-
-@lru_cache(maxsize=None)
-def _heads_entry(kind: type) -> int:
-    def heads(job):
-        _heads(kind(0), job)
-    return c_function(heads)

@@ -1,4 +1,4 @@
-"""RMSNorms and routers of a single token against the modules' own arithmetic."""
+"""RMSNorms, routers and linear layers with our kernels against the modules' own arithmetic."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 pytest.importorskip("numba")
-from moelab.kernels import norms  # noqa: E402
+from moelab.models.decode import modules  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -33,13 +33,13 @@ class RMSNorm(nn.Module):
 def test_norms_equal_the_module(dtype, rows, H, seed):
     torch.manual_seed(seed)
     norm, x = RMSNorm(H, dtype), (torch.randn(1, rows, H) * 10 ** torch.randn(1)).to(dtype)
-    torch.testing.assert_close(norms.Norm(norm)(x), norm(x), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(modules.Norm(norm)(x), norm(x), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_only_norms_that_the_kernel_equals_are_replaced(dtype):
-    assert norms.fast_norm(RMSNorm(32, dtype))
-    assert not norms.fast_norm(RMSNorm(32, dtype, offset=1.0)) and not norms.fast_norm(RMSNorm(32, dtype, mean=True))
+    assert modules.fast_norm(RMSNorm(32, dtype))
+    assert not modules.fast_norm(RMSNorm(32, dtype, offset=1.0)) and not modules.fast_norm(RMSNorm(32, dtype, mean=True))
 
 
 class Router(nn.Module):
@@ -63,7 +63,7 @@ class Router(nn.Module):
 def test_routers_choose_as_the_module(dtype, E, H, K, normalised, seed):
     torch.manual_seed(seed)
     router, x = Router(E, H, min(E, K), dtype, normalised), torch.randn(1, 1, H).to(dtype)
-    wanted, got = router(x), norms.Router(router, normalised, torch.float32)(x)
+    wanted, got = router(x), modules.Router(router, normalised, torch.float32)(x)
     torch.testing.assert_close(got[0], wanted[0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     p = torch.softmax(got[0].double(), -1)[0]               # of its own logits: a rounding may turn two of them round
     torch.testing.assert_close(p[got[2][0]], p.topk(min(E, K)).values, rtol=1e-12, atol=0)
@@ -80,6 +80,30 @@ def test_only_routers_that_the_kernel_equals_are_replaced(dtype, seed):
     for normalised in (False, True):
         router = Router(8, 32, 2, dtype, normalised)
         router.weight *= 10.0 ** (seed % 3)
-        found = norms.fast_router(router)
+        found = modules.fast_router(router)
         assert found.normalised == normalised if found else seed % 3        # logits of hundreds: it may be left alone
-    assert not norms.fast_router(Router(8, 32, 2, dtype, True, sharp=2.0))
+    assert not modules.fast_router(Router(8, 32, 2, dtype, True, sharp=2.0))
+
+
+def test_linear_layers_get_another_forward_where_it_pays():
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(8, 8)).requires_grad_(False)
+    found = [modules.FastLinears(rows=4)(layer) for layer in model]
+    assert [forward is not None for forward in found] == [True, False, True, False]         # the last one is too small
+    x, many = torch.randn(3, 256), torch.randn(9, 256)
+    assert torch.allclose(found[0](x), model[0](x), atol=1e-5)
+    assert torch.equal(found[0](many), model[0](many))
+    with pytest.raises(RuntimeError):
+        found[0](torch.randn(3, 255))
+
+
+def test_gradients_of_linear_layers_go_torchs_way():
+    layer = nn.Linear(256, 256)
+    modules.FastLinears(rows=100)(layer)(torch.randn(2, 256)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_rows_are_measured_once_for_each_type():
+    find = modules.FastLinears()
+    for layer in nn.Linear(256, 256), nn.Linear(256, 512), nn.Linear(256, 256).bfloat16():
+        find(layer.requires_grad_(False))
+    assert set(find.rows) == {torch.float32, torch.bfloat16} and all(rows >= 1 for rows in find.rows.values())

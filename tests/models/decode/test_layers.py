@@ -12,7 +12,7 @@ from moelab.speculate.predictors import Quasi
 from tests.models import tiny
 
 pytest.importorskip("numba")
-from moelab.kernels import layers as stretches  # noqa: E402
+from moelab.models.decode import layers as stretches  # noqa: E402
 
 PROMPT, STEPS = torch.arange(3, 9)[None], 12
 NAMES = ("olmoe", "mixtral", "qwen3_moe")
@@ -21,8 +21,8 @@ NAMES = ("olmoe", "mixtral", "qwen3_moe")
 @pytest.fixture
 def calls(monkeypatch):
     """How many layers each call has computed."""
-    done, run = [], stretches._stretch
-    monkeypatch.setattr(stretches, "_stretch", lambda *args: done.append(run(*args)) or done[-1])
+    done, run = [], stretches.stretch
+    monkeypatch.setattr(stretches, "stretch", lambda *args: done.append(run(*args)) or done[-1])
     return done
 
 

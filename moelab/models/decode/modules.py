@@ -1,23 +1,29 @@
-"""RMSNorms and routers of a decode step, in a kernel each.
+"""RMSNorms, routers and linear layers with a forward of a kernel each.
 
-In transformers both are overhead-dominated. A module is replaced only if a probe on random tokens shows the same result
-within the dtype's tolerance. Prompts, batches and other devices take the module's own forward.
+In transformers norms and routers of a decode step are overhead-dominated. One is replaced only if a probe on random
+tokens shows the same result within the dtype's tolerance; prompts, batches and other devices take its own forward.
+
+torch's bf16 products are slow where the processor has no bf16 instructions. `FastLinears` gives each `nn.Linear` on the
+CPU (no subclass, contiguous weight) another forward: `moelab.kernels.products` up to the number of rows at which torch
+is faster, measured once for each type; torch beyond it and where gradients are wanted. Weights are copied only packed.
 
     norm: x [..., H] → [..., H]    router: x [1, H] → logits [1, E], weights [1, K], ids [1, K]
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.kernels.compile import kernel
-from moelab.kernels.products import KINDS, PIECE, TEAM, entry, job_of, widen
-from moelab.kernels.tiles import address, span, together, write
+from moelab.kernels.layers import rms_norm, route
+from moelab.kernels.products import KINDS, TEAM, Matrices, Pack, crossover, entry, fits, linear
 
-#: entries of a norm's x up to which one thread of ours is faster than torch's many operations
-LARGEST_NORM = 1 << 16
+LARGEST_NORM = 1 << 16          # entries of a norm's x up to which one thread is faster than torch's many operations
+LARGE = 1 << 16                 # weights of a linear layer below which there is nothing to gain
 
 
 def epsilon(norm: nn.Module) -> float | None:
@@ -47,7 +53,7 @@ def fast_norm(module: nn.Module) -> Norm | None:
     """The kernel for this module if it gives what the module gives, on random rows of very different sizes."""
     w = module._parameters.get("weight")
     if not type(module).__name__.endswith("RMSNorm") or w is None or w.ndim != 1 or epsilon(module) is None \
-            or not w.is_cpu or w.dtype not in KINDS:
+            or not fits(w):
         return None
     x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [30.0]])
     x, ours = x.to(w.dtype), Norm(module)
@@ -66,14 +72,13 @@ class Router:
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, w = hidden_states, self.module._parameters["weight"]
         E, H = w.shape
-        if x.numel() != H or x.dtype != w.dtype or not (x.is_cpu and w.is_cpu and w.is_contiguous()) \
-                or torch.is_grad_enabled():
+        if x.numel() != H or x.dtype != w.dtype or not (x.is_cpu and fits(w)) or torch.is_grad_enabled():
             return self.own(self.module, x)
         x, K = x.contiguous(), self.module.top_k
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
         ids = torch.empty(1, K, dtype=torch.int64)
         route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised, logits.data_ptr(),
-               scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype]), TEAM, torch.get_num_threads())
+              scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype]), TEAM, torch.get_num_threads())
         return logits, scores, ids
 
 
@@ -82,8 +87,7 @@ def fast_router(module: nn.Module) -> Router | None:
     """The kernel for this module if it chooses as the module does (of equal scores any), on random tokens."""
     w, K = module._parameters.get("weight"), getattr(module, "top_k", None)
     if not type(module).__name__.endswith("Router") or not isinstance(K, int) or w is None or w.ndim != 2 \
-            or len(list(module.parameters())) > 1 or len(list(module.buffers())) or w.dtype not in KINDS \
-            or not (w.is_cpu and w.is_contiguous()):
+            or len(list(module.parameters())) > 1 or len(list(module.buffers())) or not fits(w):
         return None
     tokens = torch.randn(8, 1, w.shape[1], generator=torch.Generator().manual_seed(0))
     tokens[::2] /= w.float().norm(dim=1).mean()             # logits of about 1: where a softmax is not saturated
@@ -101,41 +105,43 @@ def fast_router(module: nn.Module) -> Router | None:
     return None
 
 
-@kernel(fastmath={"reassoc", "contract"})               # sums may be taken in any order, so that they are vectors
-def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
-    """Norms of rows [H] at x, times the weight at w; `out` may be x."""
-    row, scale = np.empty(H, np.float32), np.empty(H, np.float32)
-    widen(w_kind, np.float32(0), w, H, address(scale))
-    for r in range(rows):
-        at, to = x + span(kind, r * H), out + span(kind, r * H)
-        widen(kind, np.float32(0), at, H, address(row))
-        total = np.float32(0)
-        for i in range(H):
-            total += row[i] * row[i]
-        inverse = np.float32(1 / np.sqrt(total / H + eps))
-        for i in range(H):
-            write(kind, to, i, row[i] * inverse)                # rounded before the weight, as transformers does it
-        widen(kind, np.float32(0), to, H, address(row))
-        for i in range(H):
-            write(kind, to, i, row[i] * scale[i])
+class FastLinears:
+    """Gives linear layers another forward, up to so many rows; None measures how many."""
+
+    def __init__(self, rows: float | None = None) -> None:
+        self._given, self.rows = rows, {}                   # rows: dtype, or that and a kind → how many
+
+    def __call__(self, module: nn.Module, pack: Pack | None = None) -> Callable[[Tensor], Tensor] | None:
+        """The forward for a module; None where the module's own is as good, or another.
+
+        pack : packs the weight that is multiplied, kept beside the module's own. One that is rounded is so for any
+            number of rows; only where it is trained is it the module's own.
+        """
+        if type(module) is not nn.Linear or not fits(module.weight, module.bias) \
+                or module.weight.numel() < LARGE and pack is None:
+            return None
+        packed = None if pack is None else Matrices.of(module.weight, module.bias, pack=pack)
+        rounded = packed and packed.rounded
+        key = (module.weight.dtype, packed.kind) if rounded else module.weight.dtype
+        if key not in self.rows:
+            self.rows[key] = _measured(module, packed, rounded) if self._given is None else self._given
+        rows, packed_from = self.rows[key], module.weight.data_ptr()
+
+        def forward(x: Tensor) -> Tensor:
+            w, b = module.weight, module.bias                       # asked each time: they may be replaced or moved
+            same = w.data_ptr() == packed_from
+            graph = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+            if x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
+                    and 0 < x.numel() <= rows * w.shape[1] and fits(w, b) and not graph:
+                return linear(x, w, b, packed if same else None)
+            return F.linear(x, rounded() if rounded and same and not (graph and w.requires_grad) else w, b)
+        return forward
 
 
-@kernel
-def route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work, team, threads):
-    p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
-    matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
-    matrix[0, 0] = w
-    job = job_of(kind, kind, matrix, bounds, x, np.int64(1), H, bounds[:0], E, address(p), np.int64(PIECE))
-    together(team, work, min(threads, (E + PIECE - 1) // PIECE), job)
-    for e in range(E):
-        write(kind, logits, e, p[e])                            # rounded before the softmax, as transformers does it
-    widen(kind, np.float32(0), logits, E, address(p))
-    p = np.exp(p - p.max())
-    total = p.sum()
-    for k in range(K):
-        ids[0, k] = np.argmax(p)
-        chosen[k] = p[ids[0, k]]
-        p[ids[0, k]] = -1
-    total = chosen.sum() if normalised else total
-    for k in range(K):
-        write(score_kind, scores, k, chosen[k] / total)
+@torch.inference_mode()
+def _measured(module: nn.Linear, packed: Any, rounded: Callable[[], Tensor] | None) -> float:
+    """Up to how many rows; torch, for its products, has to make the weight that was rounded."""
+    w, b = module.weight, module.bias
+    x, packed = torch.ones(128, w.shape[1], dtype=w.dtype), packed if rounded else None
+    return max(crossover(lambda n: linear(x[:n], w, b, packed),
+                         lambda n: F.linear(x[:n], rounded() if rounded else w, b)), 1)

@@ -1,0 +1,171 @@
+"""Decoder layers of a single token in one call: a layer up to its experts, or a stretch of layers with theirs.
+
+What is saved is transformers' way from one kernel to the next, a quarter of a token's time. A stretch is a run of
+layers alike: the first one computes all, up to one that chooses an expert that is not in memory; the others find in the
+hidden states that they are done. A layer that is in no stretch, or with something on its experts or its router, is
+computed up to its experts, which run as ever. With a hook on its other parts, another forward, a prompt, a batch, a
+mask or a cache of another kind it takes its own forward.
+
+    x [1, 1, H] and the cache's keys and values    →    x + attention(norm(x)) and the norm of that, [1, 1, H] each
+                                                   →    x after n layers, ids and weights [L, K], times [L, 2]
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moelab.kernels.feed_forward import ways
+from moelab.kernels.layers import CLOCK, stretch, to_experts
+from moelab.kernels.products import entry
+from moelab.models.decode.attention import DecodeAttention, agree
+from moelab.models.decode.modules import Norm, Router
+from moelab.models.decode.unchanged import Unchanged, forward
+
+PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
+#: transformers' models that do nothing between their layers
+MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
+
+
+class Computed(NamedTuple):
+    """What a call has done: so many layers, their choices [L, K], and seconds of `time.perf_counter` at which each
+    one's experts began and ended, [L, 2]."""
+
+    layers: int
+    ids: np.ndarray
+    times: np.ndarray
+
+
+class DecodeLayer:
+    """The forward of one decoder layer, whose parts have these fast forwards; its own for all but a single token."""
+
+    def __init__(self, module: nn.Module, fast: list[Any]) -> None:
+        self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
+        self.children = [(name, one.module) for name, one in zip(PARTS, fast)]
+        self.modules = [first.module, *self.attention.module.modules(), second.module]
+        self.parts = Unchanged(self.modules[:-1], [second.module])
+        self.shape = self.attention.plan, first.H, (first.eps, second.eps)
+        self.weights = self.attention.weights.copy()
+        self.weights[0, 2:] = [norm.module.weight.data_ptr() for norm in (first, second)]
+        self.stretch: Stretch | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and self in getattr(args[0], "computed", ()):
+            return args[0]
+        if (call := self.attention.call(*args, **kwargs)) is None:
+            return self.own(self.module, *args, **kwargs)
+        x, token, cache = call
+        if self.stretch and (y := self.stretch(x, token, cache)) is not None:
+            return y
+        here = self.module._modules
+        if any(here[name] is not part for name, part in self.children) or (heard := self.parts.listeners()) is None \
+                or (found := self.attention.room(cache)) is None:
+            return self.own(self.module, *args, **kwargs)
+        kept_by, room = found
+        y, normed = torch.empty_like(x), torch.empty_like(x)
+        to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
+        room.grow(kept_by)
+        for _, told in heard:
+            told(y)
+        return y + here["mlp"](normed)
+
+
+@torch.inference_mode()
+def decode_layer(module: nn.Module) -> DecodeLayer | None:
+    """The forward for this layer if its parts have ours and, with an identity for experts, a probe on a random token
+    gives what its own forward gives."""
+    parts = [getattr(module, name, None) for name in PARTS]
+    fast = [forward(part) if isinstance(part, nn.Module) else None for part in parts]
+    if [type(one) for one in fast] != [Norm, DecodeAttention, Norm] or not isinstance(module.mlp, nn.Module):
+        return None
+    twin = copy.copy(module)
+    twin._modules = module._modules | {"mlp": nn.Identity()}
+    return DecodeLayer(module, fast) if agree(twin, DecodeLayer(twin, fast), fast[1], fast[0].H) else None
+
+
+class Stretch:
+    """Layers alike, one after the other, each with a router and experts; the first one asks it.
+
+    An executor of experts that has `token(experts of each layer, dtype, compute) → Computed | None` calls compute(up,
+    down, transposed) of SiLU-gated experts, as of `feed_forward`, with matrices [L, E, 4] that are 0 where experts are
+    elsewhere; and takes note of what was computed, or gives None.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[DecodeLayer]) -> None:
+        self.model, self.layers, layers[0].stretch = model, layers, self
+        self.all, blocks = model._modules["layers"], [layer.module._modules["mlp"] for layer in layers]
+        self.experts, gates = ([block._modules[name] for block in blocks] for name in ("experts", "gate"))
+        parts = [part for layer in layers for part in (layer.module, *layer.modules)]
+        self.parts = Unchanged([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
+        self.weights, self.router = np.stack([layer.weights for layer in layers]), forward(gates[0])
+        self.routers = np.array([gate.weight.data_ptr() for gate in gates])
+
+    def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
+        """x after as many layers as can be computed, which it knows as `computed`; None for none."""
+        layers, router, L, kind = self.layers, self.router, len(self.layers), type(self.layers[0].shape[0][0])
+        executor = getattr(self.experts[0], "executor", None)
+        if (run := getattr(executor, "token", None)) is None or any(of.executor is not executor for of in self.experts):
+            return None
+        K, x, heard, rooms = router.module.top_k, x.clone(), [], []
+        w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
+
+        def compute(up: tuple, down: tuple, transposed: bool) -> Computed:
+            done, began = 0, 0.0
+            rooms[:] = [layer.attention.room(cache) for layer in layers]
+            ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
+            if ours and None not in rooms and (told := self.parts.listeners()) is not None:
+                heard[:] = told
+                began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind))
+                done = stretch(layers[0].shape, routing, ways(up, down, transposed), self.weights, self.routers,
+                               up[1], down[1], token, np.array([room.where for _, room in rooms]),
+                               x.data_ptr(), w.data_ptr(), ids, times, CLOCK)
+            return Computed(done, ids, began + times / 1e9)
+        found = run(self.experts, x.dtype, compute)
+        if found is None or not found.layers:
+            return None
+        for layer, room in rooms[:found.layers]:
+            room.grow(layer)
+        each = [*zip(torch.from_numpy(ids).split(1), w.split(1))][:found.layers]
+        for i, told in heard:                                           # two modules of each layer
+            if i // 2 < len(each):
+                told(*each[i // 2])
+        x.computed = {*layers[:found.layers]}
+        return x
+
+
+@torch.inference_mode()
+def stretches(model: nn.Module) -> list[Stretch]:
+    """A model's stretches: layers that have our forwards, each with a router of ours and experts in a block that does
+    nothing else, as a probe shows."""
+    if type(model).__name__ not in MODELS or not CLOCK[0]:
+        return []
+    runs = groupby([forward(module) for module in model._modules["layers"]], _alike)
+    return [Stretch(model, list(layers)) for alike, layers in runs if alike]
+
+
+def _alike(layer: Any) -> tuple | None:
+    """What layers of a stretch have in common; None for one that can be in none."""
+    if not isinstance(layer, DecodeLayer) or not _only_experts(layer):
+        return None
+    attention, router = layer.attention.module, forward(layer.module.mlp.gate)
+    return repr(layer.shape), attention.scaling, id(attention.config), router.normalised, router.dtype, \
+        router.module.top_k, router.module.weight.shape
+
+
+def _only_experts(layer: DecodeLayer) -> bool:
+    """Whether a layer's block gives its experts the router's choice of a random token, and back what they give."""
+    block, x = layer.module.mlp, torch.randn(1, 1, layer.shape[1], generator=torch.Generator().manual_seed(0))
+    if block._modules.keys() != {"gate", "experts"} or not isinstance(router := forward(block.gate), Router) \
+            or forward(block) or forward(block.experts) or Unchanged([block]).listeners() is None:
+        return False
+    twin, given, x = copy.copy(block), [], x.to(layer.attention.dtype)
+    twin._modules = block._modules | {"experts": lambda *what: given.extend(what) or what[0].roll(1, -1)}
+    y, (_, weights, ids) = twin(x), router(x[0])
+    return isinstance(y, Tensor) and all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(
+        (y, *given), (x.roll(1, -1), x, ids, weights), strict=True))
