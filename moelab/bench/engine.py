@@ -129,15 +129,15 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
 
 
 def throttled(bench: EngineBenchmark) -> dict[str, Any]:
-    """Reads throttled to 500 MB/s, so that time follows the bytes that are read."""
+    """Reads throttled to 500 MB/s, so that time follows the bytes that are read; the same memory for every form, a
+    share of what all experts take in bf16."""
     sections = {}
     for share in (0.25, 0.5):
-        arms = {"raw": bench.moelab("raw", share, bandwidth=SLOW),
-                "huffman": bench.moelab("huffman", share, bandwidth=SLOW),
-                "bf12": bench.moelab("bf12", share, bandwidth=SLOW),
-                "bf12, fast": bench.moelab("bf12", share, bandwidth=SLOW, executor="fast"),
-                "huffman, kept compressed": bench.moelab("huffman", share, compressed=True, bandwidth=SLOW, staging=3)}
-        arms |= {f"{name}, prefetching": bench.moelab(name, share, predictor="router", bandwidth=SLOW)
+        budget = int(share * bench.spec.experts_bytes)
+        arms = {"raw": bench.moelab("raw", budget, bandwidth=SLOW),
+                "bf12, fast": bench.moelab("bf12", budget, bandwidth=SLOW, executor="fast"),
+                "huffman, kept compressed": bench.moelab("huffman", budget, compressed=True, bandwidth=SLOW, staging=3)}
+        arms |= {f"{name}, prefetching": bench.moelab(name, budget, predictor="router", bandwidth=SLOW)
                  for name in ("raw", "huffman")}
         title = f"reads of {SLOW / 1e6:.0f} MB/s, budget {share:.0%}"
         rows = sections[title] = bench.compare(title, arms, "raw")[0]
