@@ -18,11 +18,11 @@ from moelab.viz.plotly_json import Figure
 
 
 def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
-                  limits: Mapping[str, Mapping[str, float]], turns: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the time of
-    a token, on demand and prefetching in turn, beside the limit. Arms that failed are left out; ValueError if all are.
+                  limits: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the mean
+    time of a token on demand beside the limit of the same tokens. Arms that failed are left out; ValueError if all are.
     """
-    names = list(limits)
+    names = sorted(limits, key=lambda name: -limits[name]["stored fraction"])
     if not names:
         raise ValueError("no arm has run, so there is nothing to draw: "
                          + "; ".join(f"{name}: {row['result']}" for name, row in rows.items()))
@@ -40,10 +40,9 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
     figure.add_scatter(x=list(sizes), y=[conditions["memory GB"]] * len(sizes), name="this machine's memory",
                        mode="lines", line={"color": theme.BLACK, "dash": "dash", "width": 2}, **left,
                        hovertemplate=hover("%{y:.1f} GB", "this machine's memory"))
-    for i, (label, key) in enumerate((("on demand", "TPOT on demand s"), ("prefetching", "TPOT prefetching s")), 2):
-        times = [1e3 * turns[name][key] for name in names]
-        figure.add_bar(x=names, y=times, name=label, marker=bar_look(i), cliponaxis=False, textposition="outside",
-                       text=[f"{time:.0f}" for time in times], **right, hovertemplate=hover("%{x}: %{y:.1f} ms", label))
+    times = [1e3 * limits[name]["mean TPOT s"] for name in names]
+    figure.add_bar(x=names, y=times, name="on demand", marker=bar_look(2), cliponaxis=False, textposition="outside",
+                   text=[f"{time:.0f}" for time in times], **right, hovertemplate=hover("%{x}: %{y:.1f} ms", "on demand"))
     add_points(figure, [(name, 1e3 * limits[name]["limit s"]) for name in names], "limit on demand", 6,
                "%{x}: %{y:.1f} ms", **right)
     figure.update_xaxes(type="category", showgrid=False)
@@ -53,8 +52,8 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
 
 
 def main(source: str, destination: str) -> int:
-    conditions, rows, limits, turns, *_ = json.loads(Path(source).read_text())["results"].values()
-    pictures = theme.render_png([theme.to_json(beside_memory(conditions, rows, limits, turns))])
+    conditions, rows, limits, *_ = json.loads(Path(source).read_text())["results"].values()
+    pictures = theme.render_png([theme.to_json(beside_memory(conditions, rows, limits))])
     for picture in pictures:
         with atomic(destination) as path:
             path.write_bytes(picture)

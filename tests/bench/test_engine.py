@@ -336,9 +336,11 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
     assert all(turn["MB read on demand"] > 0 for turn in turns.values())
     for name, fraction in (("bf12", 0.7), ("huffman", 0.6), ("int4", 0.2)):
         assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
-    figure = beside_memory(conditions, rows, limits, turns)
+    figure = beside_memory(conditions, rows, limits)
     assert {trace.name for trace in figure.data} == {
-        "weights", "peak of the process", "this machine's memory", "on demand", "prefetching", "limit on demand"}
+        "weights", "peak of the process", "this machine's memory", "on demand", "limit on demand"}
+    bars, marks = figure.data[-2:]
+    assert list(bars.x) == ["bf12", "huffman", "int4"] == [*marks.x] and all(y > 0 for y in (*bars.y, *marks.y))
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "huffman", "int4"]   # for next time
     with pytest.raises(ValueError, match="5, then 3 more, batch 1 instead of .* 6, then 3 more"):
         scale.run(SPEC, ("int4",), "60%", None, **how | {"prompt": 6})
@@ -355,7 +357,7 @@ def test_an_arm_that_fails_takes_the_place_of_its_earlier_result(tmp_path, monke
     conditions, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3).values()
     assert rows["bf12"]["result"] == "failed: killed" and not any(others)
     with pytest.raises(ValueError, match="no arm has run, .* bf12: failed: killed"):
-        beside_memory(conditions, rows, *others[:2])
+        beside_memory(conditions, rows, others[0])
     arm = {"TPOT s": 1.0}
     before = {"conditions": conditions, "60% of experts in memory": {"bf12": arm, "int4": arm},
               "against the limit": {"bf12": arm}, "turns": {"bf12": arm}, "samples": {"bf12: bf12": [1.0]}}
