@@ -42,7 +42,8 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
                        hovertemplate=hover("%{y:.1f} GB", "this machine's memory"))
     times = [1e3 * limits[name]["mean TPOT s"] for name in names]
     figure.add_bar(x=names, y=times, name="on demand", marker=bar_look(2), cliponaxis=False, textposition="outside",
-                   text=[f"{time:.0f}" for time in times], **right, hovertemplate=hover("%{x}: %{y:.1f} ms", "on demand"))
+                   text=[f"{time:.0f}" for time in times], **right,
+                   hovertemplate=hover("%{x}: %{y:.1f} ms", "on demand"))
     add_points(figure, [(name, 1e3 * limits[name]["limit s"]) for name in names], "limit on demand", 6,
                "%{x}: %{y:.1f} ms", **right)
     figure.update_xaxes(type="category", showgrid=False)
