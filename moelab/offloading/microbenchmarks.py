@@ -43,7 +43,7 @@ READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))       # bytes
 EXPERT_TOKENS, FORWARD_TOKENS = (1, 2, 4, 8, 16, 64), (1, 4, 16, 64)
 #: bytes of decoded experts that computing goes round in, and of compressed ones that decoding does, so that they find
 #: none in the processor's cache
-ROUND_TRIP, CODED = 256 << 20, 64 << 20
+ROUND_TRIP, CODED = 256 << 20, 32 << 20
 COPY, MATMUL = 64 << 20, 512
 
 
@@ -62,7 +62,8 @@ class Microbenchmarks:
         experts = sum(len(layer.experts) for layer in store.layers)
         sizes = Sizes.of(store, None if compact or not has_few_bits(store) else False)
         self.kept = max(workers, min(experts, ROUND_TRIP // sizes.full))
-        self.slots = Slots(store, {"full": self.kept, "e": workers, "sm": workers}, sizes)
+        coded = 0 if sizes.in_place else max(1, min(experts, CODED // (sizes.e + sizes.sm)))
+        self.slots = Slots(store, {"full": self.kept + coded, "e": workers, "sm": workers}, sizes)
         self.slots.touch()
         self.buffers = [{"E": self.slots.bytes("e", i), "SM": self.slots.bytes("sm", i)} for i in range(workers)]
         self.full: dict[int, tuple[int, int]] = {}              # slot → (layer, expert) that it holds
@@ -75,9 +76,9 @@ class Microbenchmarks:
                 self.whole[slot], = reader.read_parts(layer, expert, {"both": self.slots.bytes("full", slot)})
             else:
                 decode(*reader.read_parts(layer, expert, self.buffers[0]), self.slots.tensors(slot, layer, expert))
-        #: of compressed experts (layer, expert, E-chunks, SM-chunks)
-        self.coded = [(*key, *reader.read_parts(*key, {"E": None, "SM": None})) for key in (
-            self._pick() for _ in range(0 if sizes.in_place else max(1, min(experts, CODED // (sizes.e + sizes.sm)))))]
+        #: compressed experts (layer, expert, E-chunks, SM-chunks), decoded into the slots after those that are kept
+        self.coded = [(*key, *reader.read_parts(*key, {"E": None, "SM": None}))
+                      for key in (self._pick() for _ in range(coded))]
         largest = max(getattr(layer, "size", 0) for layer in store.layers)      # a checkpoint has no file a layer
         self.sizes = [size for size in READS if size <= largest]
         self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
@@ -221,10 +222,8 @@ class Microbenchmarks:
 
     def _decoding(self) -> Callable[[], Any]:
         if not self.slots.sizes.in_place:
-            layer, expert, *chunks = self.coded[int(self.rng.integers(len(self.coded)))]
-            slot = int(self.rng.integers(self.kept))
-            self.full[slot] = layer, expert
-            return partial(self._checked, "decode", decode, *chunks, self.slots.tensors(slot, layer, expert))
+            layer, expert, *chunks = self.coded[i := int(self.rng.integers(len(self.coded)))]
+            return partial(self._checked, "decode", decode, *chunks, self.slots.tensors(self.kept + i, layer, expert))
         chunks = self.whole[int(self.rng.integers(self.kept))]
         return partial(self._checked, "decode", lambda *_: None, chunks, chunks, {})
 
