@@ -171,35 +171,48 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
 
 
 def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
-    """All of layer 1 is announced, and read so slowly that the layer comes before: its own experts then go first."""
+    """What layer 1 does not want is announced, and its first piece takes until the layer has demanded its own experts:
+    they go first, and nothing more of the other is read."""
     monkeypatch.setattr("moelab.offloading.pipeline.PIECE", 4096)
     offloaded, reference = offload(qwen[1], "10MB", plan=Pools(), ahead=8, delays=DELAYS), open_model(qwen[0])
-    offloading, wanted = offloaded.moelab, {}
-    engine, reader = offloading.engine, offloading.engine.pipeline.reader
+    offloading, wanted, begun, demanded = offloaded.moelab, {}, threading.Event(), threading.Event()
+    engine = offloading.engine
     inner, begin = type(engine).__call__, engine.residency.begin
     engine.residency.begin = lambda layer, tokens: (wanted.__setitem__(layer, set(tokens)), begin(layer, tokens))[1]
     with torch.inference_mode():
         offloaded(torch.tensor([[7]]))
         offloading.reset()
-        others = sorted(set(range(8)) - wanted[1])
+        others, pipeline = sorted(set(range(8)) - wanted[1]), engine.pipeline
+        demand, read_parts = pipeline.queue.demand, pipeline.reader.read_parts
+
+        def reading(layer, expert, parts, *pieces):
+            def between(nbytes):
+                begun.set()
+                assert demanded.wait(60)
+                pieces[1](nbytes)
+            return read_parts(layer, expert, parts, *((pieces[0], between) if pieces else ()))
+
+        def demanding(*args):
+            demand(*args)
+            demanded.set()
 
         def announcing(x, ids, weights, experts):
-            if experts.layer == 0:
+            if experts.layer == 0:                      # prefetched when all that it demands itself has been read
                 engine.prefetch(1, torch.tensor([others]))
-                reader.bandwidth = 4096 / 2e-3
+            else:
+                assert begun.wait(60)
+                pipeline.queue.demand = demanding
             return inner(engine, x, ids, weights, experts)
+        pipeline.reader.read_parts = reading
         plug(offloaded, executor=announcing)
         offloaded(torch.tensor([[7]]))
-        reader.bandwidth = None
         plug(offloaded, executor=engine)
     assert check(offloading.timeline) == []
     reads = [event for event in offloading.timeline if event.resource == "disk" and event.layer == 1]
-    begun = [event.expert for event in reads if event.expert in others]
-    size = offloading.store.stored_bytes(1, others[0], "both")
-    assert begun and sum(e.bytes for e in reads if e.expert in others) < size       # it was abandoned
+    assert [(event.expert, event.bytes) for event in reads if event.expert in others] == [(others[0], 4096)]
     assert {event.expert for event in reads if event.expert not in others} == wanted[1]
     found = offloading.metrics().prefetched
-    assert found["wasted"] == found["nbytes"] == sum(e.bytes for e in reads if e.expert in others)
+    assert found["wasted"] == found["nbytes"] == 4096
     assert_equal(offloaded, reference)
     nothing_is_lost(offloaded)
     offloading.close()
