@@ -30,6 +30,7 @@ import torch
 
 from moelab.cache.residency import Pools, Residency
 from moelab.models.seam import SeamExperts, assignments, discover, execute
+from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.slots import Sizes, Slots, has_few_bits
 from moelab.schedule.affinity import default_order
 from moelab.schedule.requests import Delays
@@ -82,18 +83,19 @@ class Microbenchmarks:
         largest = max(getattr(layer, "size", 0) for layer in store.layers)      # a checkpoint has no file a layer
         self.sizes = [size for size in READS if size <= largest]
         self.pieces = Reader(_Pieces(store), reader.mode, reader.bandwidth, verify=False)
-        self.buffer = aligned_buffer(max(self.sizes, default=0))
-        self.buffer[:] = 0                                      # pre-faulted
+        self.pages = [aligned_buffer(max(self.sizes, default=0)) for _ in range(DEPTH)]
         self.copied = torch.zeros(COPY // 4), torch.zeros(COPY // 4)
         self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
         self.experts = [layer.experts for layer in discover(model)]
         # as the engine does it: only decoding takes a core away from computing
         self.one_thread = executor is None and not self.slots.sizes.in_place and same_bits_on_one_thread(store, model)
-        self.spare = {part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
-        for buffer in self.spare.values():
-            buffer[:] = 0
+        self.spare = [{part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
+                      for _ in range(DEPTH)]
+        for buffer in (*self.pages, *(buffer for parts in self.spare for buffer in parts.values())):
+            buffer[:] = 0                                       # pre-faulted
         self.work = {"decode": self._decoding, "read": self._reading, "expert": lambda: self._computing(1)}
-        self.disk = ThreadPoolExecutor(1)                       # the engine's, too, does not step back
+        # the engine's, too, do not step back
+        self.disk, self.readers = ThreadPoolExecutor(1), ThreadPoolExecutor(DEPTH)
         self.residency = Residency(len(store.layers), max(len(layer.experts) for layer in store.layers),
                                    Pools(F=experts // 4))
 
@@ -109,8 +111,9 @@ class Microbenchmarks:
                 self._side_by_side(*kinds)
         for size in self.sizes:
             layer = int(self.rng.choice([i for i, layer in enumerate(self.store.layers) if layer.size >= size]))
-            place = int(self.rng.integers((self.store.layers[layer].size - size) // ALIGN + 1)) * ALIGN
-            self._read(f"read {size}", self.pieces.read, layer, (place, size), "both", self.buffer)
+            places = ALIGN * self.rng.integers((self.store.layers[layer].size - size) // ALIGN + 1, size=DEPTH)
+            self._read(f"read {size}", *((self.pieces.read, layer, (place, size), "both", buffer)
+                                         for place, buffer in zip(places.tolist(), self.pages)))
         self._computing(1)()                                    # torch's threads have slept meanwhile
         for tokens in EXPERT_TOKENS:
             self.timed(f"expert {tokens}", self._computing(tokens))
@@ -135,12 +138,25 @@ class Microbenchmarks:
         start = slot - slot % self.together
         return range(start, min(start + self.together, self.kept))
 
-    def _read(self, name: str, function: Callable[..., Any], layer: int, *args: Any) -> Any:
-        """After another read, as in the engine, which reads a layer's experts in a row: what follows a pause takes up
-        to twice as long."""
+    def _read(self, name: str, *jobs: tuple) -> Any:
+        """The first of as many reads (function, layer, …) as the engine has under way, and its share of their time.
+        After others, as in the engine, which reads a layer's experts in a row: what follows a pause takes up to twice
+        as long."""
         self._reading()()
-        self.reader.drop_cache(layer)
-        return self.timed(name, function, layer, *args)
+        for _, layer, *_ in jobs:
+            self.reader.drop_cache(layer)
+        start = time.perf_counter()
+        first, *_ = self._at_once(*jobs)
+        self.seconds.setdefault(name, []).append((time.perf_counter() - start) / len(jobs))
+        return first
+
+    def _at_once(self, *jobs: tuple) -> list[Any]:
+        return list(self.readers.map(lambda job: job[0](*job[1:]), jobs))
+
+    def _read_parts(self, name: str, key: tuple[int, int], parts: dict[str, np.ndarray]) -> list[Chunks]:
+        others = [(self.reader.read_parts, *self._pick(), {part: spare[part] for part in parts})
+                  for spare in self.spare[1:]]
+        return self._read(name, (self.reader.read_parts, *key, parts), *others)
 
     def _read_in_place(self) -> None:
         """What there is to do for an expert of a raw store: one read, and checking it."""
@@ -148,7 +164,7 @@ class Microbenchmarks:
         for i in range(self.workers):
             slot = (self.done * self.workers + i) % self.kept
             key = self._pick(slot)
-            whole += self._read("read both", self.reader.read_parts, *key, {"both": self.slots.bytes("full", slot)})
+            whole += self._read_parts("read both", key, {"both": self.slots.bytes("full", slot)})
             self.full[slot], self.whole[slot] = key, whole[-1]
             self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
         list(self.pool.map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None, chunks, chunks,
@@ -158,13 +174,13 @@ class Microbenchmarks:
             self.seconds.setdefault(name, []).extend([0.0] * self.workers)
 
     def _read_and_decode(self) -> None:
-        self._read("read both", self.reader.read_parts, *self._pick(), self.buffers[0])
+        self._read_parts("read both", self._pick(), self.buffers[0])
         work = []
         for i, buffers in enumerate(self.buffers):
             slot = (self.done * self.workers + i) % self.kept
             key = self._pick(slot)
-            (e,) = self._read("read E", self.reader.read_parts, *key, {"E": buffers["E"]})
-            (sm,) = self._read("read SM", self.reader.read_parts, *key, {"SM": buffers["SM"]})
+            (e,) = self._read_parts("read E", key, {"E": buffers["E"]})
+            (sm,) = self._read_parts("read SM", key, {"SM": buffers["SM"]})
             self.full[slot] = key
             work.append((e, sm, self.slots.tensors(slot, *key)))
         for name, stage in (("decompress", _decompress), ("recover", _recover), ("decode", decode)):
@@ -228,9 +244,10 @@ class Microbenchmarks:
         return partial(self._checked, "decode", lambda *_: None, chunks, chunks, {})
 
     def _reading(self) -> Callable[[], Any]:
-        layer, expert = self._pick()
-        self.reader.drop_cache(layer)
-        return partial(self.reader.read_parts, layer, expert, self.spare)
+        jobs = [(self.reader.read_parts, *self._pick(), spare) for spare in self.spare]
+        for _, layer, *_ in jobs:
+            self.reader.drop_cache(layer)
+        return partial(self._at_once, *jobs)
 
     def _computing(self, tokens: int) -> Callable[[], torch.Tensor]:
         """Computes an expert as the engine would that has just loaded it."""

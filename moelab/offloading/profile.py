@@ -4,11 +4,12 @@ Source: ZipMoE §3.3 and appendix C, whose scheduler and planner take "offline-p
 `profile` repeats `moelab.offloading.microbenchmarks` in rounds; medians are used.
 
 Samples are seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a random
-place), each right after another read; "decompress", "recover", "decode" (both in one), "expert 4" (one expert on 4
-tokens, unpacked before where the executor needs it so), "one thread" (its "expert alone", if the engine does that),
-"experts 8" (as many of a layer on one token, in one call of the executor), "other 4" (what comes before a layer's
-experts, in a forward of 4 tokens without a past; deciding what to load is part of it), "head 4" (what comes after the
-last layer), "copy", "matmul float32", "expert beside decode" and "expert alone" (the same just before).
+place), each as its share of as many as the engine reads at a time, right after others; "decompress", "recover",
+"decode" (both in one), "expert 4" (one expert on 4 tokens, unpacked before where the executor needs it so), "one
+thread" (its "expert alone", if the engine does that), "experts 8" (as many of a layer on one token, in one call of the
+executor), "other 4" (what comes before a layer's experts, in a forward of 4 tokens without a past; deciding what to
+load is part of it), "head 4" (what comes after the last layer), "copy", "matmul float32", "expert beside decode" and
+"expert alone" (the same just before).
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
     with Reader(store, **reading) as reader, ThreadPoolExecutor(workers, initializer=step_back) as pool:
         measured = Microbenchmarks(store, model, reader, pool, workers, np.random.default_rng(seed),
                                    make("executor", executor) if isinstance(executor, str) else executor, compact)
-        with (closing(measured.pieces), measured.disk, FastDecode(model) if executor == "fast" else nullcontext(),
-              plugged(model, measured.without_experts, measured), torch.inference_mode()):
+        with (closing(measured.pieces), measured.readers, measured.disk,
+              FastDecode(model) if executor == "fast" else nullcontext(), plugged(model, measured.without_experts, measured), torch.inference_mode()):
             measured.once()                                     # compiles, touches memory
             measured.seconds.clear()
             start = time.perf_counter()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moelab.bench import engine, experts, harness, measure, peers
+from moelab.offloading.slots import Slots
 from moelab.specs import Event
 
 
@@ -74,12 +75,14 @@ def test_the_rate_of_a_run_is_the_best_forwards():
 
 
 def test_reading_is_tried_at_several_depths_and_the_best_counts(tmp_path, monkeypatch):
-    """A disk that answers four requests in the time of one: the rate is that of four at a time."""
+    """A disk that answers four requests in the time of one: the rate is that of four at a time. Where the engine's
+    experts lie, nothing is read."""
     from moelab.store import reader
-    asked, at_once, now, times = [], [], set(), []
+    asked, at_once, now, times, into = [], [], set(), [], set()
 
     def slow(self, wanted, *_):
         asked.append((wanted[0].layer, wanted[0].expert))
+        into.add(wanted[0].data.ctypes.data)
         now.add(asked[-1])
         at_once.append(len(now))
         times.append(time.perf_counter())
@@ -88,8 +91,12 @@ def test_reading_is_tried_at_several_depths_and_the_best_counts(tmp_path, monkey
         now.discard((wanted[0].layer, wanted[0].expert))
     store = reader_store(tmp_path)
     monkeypatch.setattr(reader.Reader, "_fill", slow)
-    of = SimpleNamespace(options={"options": {"mode": "buffered"}, "probe": 16}, offloading=SimpleNamespace(store=store))
+    slots = Slots(store, {"full": 9, "e": 0, "sm": 0})
+    pipeline = SimpleNamespace(slots=slots, queue=SimpleNamespace(free={"full": [1, 2, 3, 5, 8]}))
+    of = SimpleNamespace(options={"options": {"mode": "buffered"}, "probe": 16},
+                         offloading=SimpleNamespace(store=store, engine=SimpleNamespace(pipeline=pipeline)))
     rate = peers.Moelab.read_rate(of)
+    assert into == {slots.bytes("full", slot).ctypes.data for slot in (1, 2, 3, 5, 8)}
     size = len(reader.Reader(store, "buffered").buffer())
     assert 16 * len(peers.DEPTHS) == len(asked) and len(set(asked)) == 16
     assert at_once[:16] == [1] * 16 and max(at_once) == max(peers.DEPTHS)

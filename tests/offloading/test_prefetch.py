@@ -14,6 +14,7 @@ from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.models import plug
 from moelab.offloading.offload import offload
+from moelab.offloading.pipeline import Pipeline
 from moelab.offloading.slots import Sizes
 from moelab.registry import make
 from moelab.schedule.load_queue import PIECE
@@ -216,6 +217,40 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
     assert_equal(offloaded, reference)
     nothing_is_lost(offloaded)
     offloading.close()
+
+
+def test_two_demanded_reads_are_under_way_and_done_in_the_order_in_which_they_began(qwen, monkeypatch):
+    """The first read of all ends after the second: its expert comes first nevertheless."""
+    offloaded, reference = offload(qwen[1], "10MB", plan=Pools(), delays=DELAYS), open_model(qwen[0])
+    reader, next_ready = offloaded.moelab.engine.pipeline.reader, Pipeline.next_ready
+    read_parts, begun, come, under_way, most = reader.read_parts, [], [], set(), []
+    second, lock = threading.Event(), threading.Lock()
+
+    def reading(layer, expert, *rest):
+        with lock:
+            begun.append((layer, expert))
+            under_way.add(begun[-1])
+            most.append(len(under_way))
+            n = len(begun)
+        assert n != 1 or second.wait(60)
+        found = read_parts(layer, expert, *rest)
+        with lock:
+            under_way.discard((layer, expert))
+        if n == 2:
+            second.set()
+        return found
+
+    def ready(*args):
+        come.append(next_ready(*args))
+        return come[-1]
+    reader.read_parts = reading
+    monkeypatch.setattr(Pipeline, "next_ready", ready)
+    with torch.inference_mode():
+        logits = offloaded(torch.tensor([[5, 9, 33, 12]])).logits
+        assert torch.equal(logits, reference(torch.tensor([[5, 9, 33, 12]])).logits)
+    assert list(dict.fromkeys(begun)) == come and max(most) == 2 and len(come) > 4
+    assert check(offloaded.moelab.timeline) == []
+    offloaded.moelab.close()
 
 
 def test_interruptions_with_guesses_under_way(qwen):
