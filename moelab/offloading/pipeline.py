@@ -193,18 +193,19 @@ class Pipeline:
             self.computed[me] = time.thread_time()
 
     def _next_read(self) -> tuple[Load, tuple[str, ...], int] | None:
-        """The queue's, and its number among demanded reads; beside another read, only one of these."""
+        """The queue's, and its number among demanded reads, 0 for a prefetch; beside another read, only a demanded
+        one."""
         if (found := self.queue.next_read(self._reading > 0)) is None:
             return None
         self._reading += 1
         self._begun += not found[0].ahead
-        return *found, self._begun
+        return *found, 0 if found[0].ahead else self._begun
 
-    def _read_done(self, number: int, load: Load, *args: Any) -> None:
+    def _read_done(self, number: int, *args: Any) -> None:
         self._reading -= 1
-        if load.ahead:
-            return self.queue.read_done(load, *args)
-        self._early[number] = load, *args
+        if not number:
+            return self.queue.read_done(*args)
+        self._early[number] = args
         while self._done + 1 in self._early:
             self._done += 1
             self.queue.read_done(*self._early.pop(self._done))
@@ -240,7 +241,7 @@ class Pipeline:
 
         try:
             parts = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
-            chunks = self.reader.read_parts(*load.key, parts, *((PIECE, between) if load.ahead else ()))
+            chunks = self.reader.read_parts(*load.key, parts, *(() if number else (PIECE, between)))
         except Dropped:
             pass
         except BaseException as caught:                 # whatever it is belongs to the caller of the model
