@@ -94,8 +94,7 @@ class Microbenchmarks:
         for buffer in (*self.pages, *(buffer for parts in self.spare for buffer in parts.values())):
             buffer[:] = 0                                       # pre-faulted
         self.work = {"decode": self._decoding, "read": self._reading, "expert": lambda: self._computing(1)}
-        # the engine's, too, do not step back
-        self.disk, self.readers = ThreadPoolExecutor(1), ThreadPoolExecutor(DEPTH)
+        self.disk = ThreadPoolExecutor(DEPTH + 1)           # one asks the others; as in the engine, none steps back
         self.residency = Residency(len(store.layers), max(len(layer.experts) for layer in store.layers),
                                    Pools(F=experts // 4))
 
@@ -139,19 +138,19 @@ class Microbenchmarks:
         return range(start, min(start + self.together, self.kept))
 
     def _read(self, name: str, *jobs: tuple) -> Any:
-        """The first of as many reads (function, layer, …) as the engine has under way, and its share of their time.
-        After others, as in the engine, which reads a layer's experts in a row: what follows a pause takes up to twice
-        as long."""
+        """The first of as many reads as the engine has under way; what is timed is its share of all. After others, as
+        in the engine, which reads a layer's experts in a row: what follows a pause takes up to twice as long."""
         self._reading()()
-        for _, layer, *_ in jobs:
-            self.reader.drop_cache(layer)
-        start = time.perf_counter()
-        first, *_ = self._at_once(*jobs)
+        read, start = self._at_once(*jobs), time.perf_counter()
+        first, *_ = read()
         self.seconds.setdefault(name, []).append((time.perf_counter() - start) / len(jobs))
         return first
 
-    def _at_once(self, *jobs: tuple) -> list[Any]:
-        return list(self.readers.map(lambda job: job[0](*job[1:]), jobs))
+    def _at_once(self, *jobs: tuple) -> Callable[[], list[Any]]:
+        """Does reads (function, layer, …) at the same time; nothing of these layers is cached."""
+        for _, layer, *_ in jobs:
+            self.reader.drop_cache(layer)
+        return lambda: list(self.disk.map(lambda job: job[0](*job[1:]), jobs))
 
     def _read_parts(self, name: str, key: tuple[int, int], parts: dict[str, np.ndarray]) -> list[Chunks]:
         others = [(self.reader.read_parts, *self._pick(), {part: spare[part] for part in parts})
@@ -244,10 +243,7 @@ class Microbenchmarks:
         return partial(self._checked, "decode", lambda *_: None, chunks, chunks, {})
 
     def _reading(self) -> Callable[[], Any]:
-        jobs = [(self.reader.read_parts, *self._pick(), spare) for spare in self.spare]
-        for _, layer, *_ in jobs:
-            self.reader.drop_cache(layer)
-        return partial(self._at_once, *jobs)
+        return self._at_once(*((self.reader.read_parts, *self._pick(), spare) for spare in self.spare))
 
     def _computing(self, tokens: int) -> Callable[[], torch.Tensor]:
         """Computes an expert as the engine would that has just loaded it."""

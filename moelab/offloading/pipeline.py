@@ -86,9 +86,9 @@ class Pipeline:
             in_place=slots.sizes.in_place, check=reader.verify, workers=workers,
             shards=lambda load, name: shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1)
         self._lock, self._io, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
-        self._reading, self._served = 0, 0.0                    # reads under way; when the disk has last ended one
-        self._begun = self._done = 0                            # demanded reads; `_early` have ended before their turn
-        self._early: dict[int, tuple] = {}
+        self._served = 0.0                                      # when the disk has last ended a read
+        #: reads under way, as they began → () or, before their turn, what became of them
+        self._reading: dict[tuple[Load, tuple[str, ...]], tuple] = {}
         self._ready: Ready = SimpleQueue()                      # the running layer's
         self._living: set[int] = set()                          # threads that run, whatever `threading` says
         self._ended: SimpleQueue[None] = SimpleQueue()
@@ -192,30 +192,28 @@ class Pipeline:
             self._read(*found)
             self.computed[me] = time.thread_time()
 
-    def _next_read(self) -> tuple[Load, tuple[str, ...], int] | None:
-        """The queue's, and its number among demanded reads, 0 for a prefetch; beside another read, only a demanded
-        one."""
-        if (found := self.queue.next_read(self._reading > 0)) is None:
-            return None
-        self._reading += 1
-        self._begun += not found[0].ahead
-        return *found, 0 if found[0].ahead else self._begun
+    def _next_read(self) -> tuple[Load, tuple[str, ...]] | None:
+        """The queue's; beside another read, only one that the running layer demands."""
+        if (found := self.queue.next_read(bool(self._reading))) is not None:
+            self._reading[found] = ()
+        return found
 
-    def _read_done(self, number: int, *args: Any) -> None:
-        self._reading -= 1
-        if not number:
-            return self.queue.read_done(*args)
-        self._early[number] = args
-        while self._done + 1 in self._early:
-            self._done += 1
-            self.queue.read_done(*self._early.pop(self._done))
+    def _read_done(self, load: Load, kinds: tuple[str, ...], *result: Any) -> None:
+        """A demanded read waits for those that began before it."""
+        self._reading[load, kinds] = result
+        for read, its in list(self._reading.items()):
+            if its:
+                del self._reading[read]
+                self.queue.read_done(*read, *its)
+            elif not read[0].ahead:
+                break
 
     def _serve(self, start: float) -> tuple[float, float]:
         """From when until now the disk was busy with what was asked for at `start`."""
         begun, self._served = max(start, self._served), clock()
         return begun, self._served
 
-    def _read(self, load: Load, kinds: tuple[str, ...], number: int) -> None:
+    def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
         start, error, done, seconds = clock(), None, 0, 0.0
 
         def landed(nbytes: int) -> None:
@@ -231,7 +229,7 @@ class Pipeline:
             while load.keep is None and not self.closed:
                 if urgent := self._locked(self._next_read):
                     self._read(*urgent)
-                elif self._reading > 1 and load.phase is not Phase.DROPPED:
+                elif len(self._reading) > 1 and load.phase is not Phase.DROPPED:
                     self._io.wait()                     # until another thread has read what is demanded
                 else:
                     break
@@ -241,7 +239,7 @@ class Pipeline:
 
         try:
             parts = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
-            chunks = self.reader.read_parts(*load.key, parts, *(() if number else (PIECE, between)))
+            chunks = self.reader.read_parts(*load.key, parts, *((PIECE, between) if load.ahead else ()))
         except Dropped:
             pass
         except BaseException as caught:                 # whatever it is belongs to the caller of the model
@@ -251,7 +249,7 @@ class Pipeline:
             landed(sum(part.nbytes for part in chunks) - done)
         if load.keep is not None:
             self.needed = clock()
-        self.change(self._read_done, number, load, kinds, done, error, seconds)
+        self.change(self._read_done, load, kinds, done, error, seconds)
         self._work.ring()
         if self._reading:
             self._io.ring()

@@ -202,7 +202,7 @@ def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1
     with Reader(store, **reading) as reader, ThreadPoolExecutor(workers, initializer=step_back) as pool:
         measured = Microbenchmarks(store, model, reader, pool, workers, np.random.default_rng(seed),
                                    make("executor", executor) if isinstance(executor, str) else executor, compact)
-        with (closing(measured.pieces), measured.readers, measured.disk, torch.inference_mode(),
+        with (closing(measured.pieces), measured.disk, torch.inference_mode(),
               FastDecode(model) if executor == "fast" else nullcontext(),
               plugged(model, measured.without_experts, measured)):
             measured.once()                                     # compiles, touches memory

@@ -92,9 +92,9 @@ def test_reading_is_tried_at_several_depths_and_the_best_counts(tmp_path, monkey
     store = reader_store(tmp_path)
     monkeypatch.setattr(reader.Reader, "_fill", slow)
     slots = Slots(store, {"full": 9, "e": 0, "sm": 0})
-    pipeline = SimpleNamespace(slots=slots, queue=SimpleNamespace(free={"full": [1, 2, 3, 5, 8]}))
-    of = SimpleNamespace(options={"options": {"mode": "buffered"}, "probe": 16},
-                         offloading=SimpleNamespace(store=store, engine=SimpleNamespace(pipeline=pipeline)))
+    engine = SimpleNamespace(pipeline=SimpleNamespace(
+        slots=slots, queue=SimpleNamespace(free={"full": [1, 2, 3, 5, 8]}), reader=reader.Reader(store, "buffered")))
+    of = SimpleNamespace(options={"probe": 16}, offloading=SimpleNamespace(store=store, engine=engine))
     rate = peers.Moelab.read_rate(of)
     assert into == {slots.bytes("full", slot).ctypes.data for slot in (1, 2, 3, 5, 8)}
     size = len(reader.Reader(store, "buffered").buffer())
