@@ -60,16 +60,17 @@ def feed_forward(up: tuple[type, np.ndarray, int], down: tuple[type, np.ndarray,
     """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind, matrices, R)."""
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[2], dtype=x.dtype)
-    gated(KINDS[x.dtype](0), ways(up, down, transposed), up[1], down[1], bounds, x.data_ptr(), T, n, tokens, rows,
+    gated(KINDS[x.dtype](0), ways(up, down, transposed, x.dtype), up[1], down[1], bounds, x.data_ptr(), T, n, tokens, rows,
           KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), TEAM, torch.get_num_threads())
     return out
 
 
-def ways(up: tuple[type, Any, int], down: tuple[type, Any, int], transposed: bool) -> tuple:
-    """How `gated` multiplies matrices of these kinds: orders of inputs, outputs R of each, at a time, and kernels."""
+def ways(up: tuple[type, Any, int], down: tuple[type, Any, int], transposed: bool, dtype: torch.dtype) -> tuple:
+    """How `gated` multiplies matrices of these kinds: orders of inputs, outputs R of each, at a time, and kernels.
+    dtype : of up's inputs; down's are fp32."""
     orders = [np.float32(0) if transposed else kind(0) for kind, _, _ in (up, down)]
     return (*orders, up[2], down[2], OUTPUTS if transposed else PIECE,
-            *[entry(kind, transposed) for kind, _, _ in (up, down)])
+            entry(up[0], transposed, KINDS[dtype]), entry(down[0], transposed))
 
 
 def _readable(w: Tensor) -> Tensor:
@@ -99,11 +100,11 @@ def gated(x_kind, ways, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out,
     N, I = bounds[-1], two_I // 2
     h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
     together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, address(h),
-                                            outputs))
+                                            outputs, threads))
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + exponential(-h[j, i])) * h[j, I + i]
     together(team, down_work, threads, job_of(np.float32(0), down_order, down, bounds, address(a), N, I, tokens[:0],
-                                              H, address(y), outputs))
+                                              H, address(y), outputs, threads))
     kept(a)
     _combine(w_kind, x_kind, y, rows, w, out)

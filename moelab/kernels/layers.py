@@ -52,7 +52,7 @@ def route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work
     p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
     matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
     matrix[0, 0] = w
-    job = job_of(kind, kind, matrix, bounds, x, np.int64(1), H, bounds[:0], E, address(p), np.int64(PIECE))
+    job = job_of(kind, kind, matrix, bounds, x, np.int64(1), H, bounds[:0], E, address(p), np.int64(PIECE), threads)
     together(team, work, min(threads, (E + PIECE - 1) // PIECE), job)
     for e in range(E):
         write(kind, logits, e, p[e])                            # rounded before the softmax, as transformers does it
@@ -81,7 +81,7 @@ def attend(plan, weights, token, room, x, H, out):
     heads, half, whole = len(rows) - 2 * kv_heads, D // 2, D - D % STEP
     y, q, turned = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32), np.empty(D, np.float32)
     each, zeros, one, piece = np.arange(len(rows) + 1), np.zeros(len(rows), np.int64), np.int64(1), np.int64(PIECE)
-    together(team, work, threads, job_of(kind, order, rows, each, x, one, H, zeros, D, address(y), piece))
+    together(team, work, threads, job_of(kind, order, rows, each, x, one, H, zeros, D, address(y), piece, threads))
     if q_norm != 0:
         at = address(y) + 4 * heads * D
         rms_norm(np.float32(0), address(y), kind, q_norm, heads * D // q_width, q_width, eps, address(y))
@@ -109,7 +109,7 @@ def attend(plan, weights, token, room, x, H, out):
     kept(q)
     total = np.empty(H, np.float32)
     job = job_of(np.float32(0), last_order, last, each[:2], address(mixed), one, heads * D, each[:0], H, address(total),
-                 piece)
+                 piece, threads)
     kept(mixed)
     together(team, last_work, threads, job)
     for i in range(H):
@@ -133,9 +133,9 @@ def _heads(kind, job):
         for g in range(group):
             x, to = address(inputs) + 8 * g, address(scores) + 4 * g * S
             for s in range(0, S - 3, 4):
-                dots(1, 4, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+                dots(1, 4, np.float32(0), kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
             for s in range(S - S % 4, S):
-                dots(1, 1, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+                dots(1, 1, np.float32(0), kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
             for s in range(S if whole < D else 0):
                 for i in range(whole, D):
                     scores[g, s] += weight(np.float32(0), inputs[g], i) * weight(kind, keys, s * D + i)

@@ -21,23 +21,26 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray
+from numba.np.numpy_support import from_dtype
 from torch import Tensor
 
 from moelab.kernels.compile import c_function, c_library, kernel
 from moelab.kernels.emit import address, kept, pointer, read, take, together
-from moelab.kernels.tiles import add_rows, beside, dots, place, span, spread, step, weight, write
+from moelab.kernels.tiles import add_rows, beside, dots, given, place, span, spread, step, weight, write
+from moelab.kernels.vectors import PAIRED
 
 #: torch's types of weights → numba's kinds
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 #: how weights are packed, see `moelab.store.bf12` and `fewbit` → numba's kind
 PACKED = {"bf12": np.int8, "int8": np.uint8, "int4": np.uint32, "mxfp4": np.int32, "fp8": np.uint64}
-#: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix; matrices and inputs follow
-HEADER = 6
+#: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix, outputs of one; matrices and inputs
+#: follow
+HEADER = 7
 _IN_ORDER = np.empty(0, np.int64)
 TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
-PIECE = 64                      # rows that a thread takes at a time
+PIECE, SHARES = 64, 16          # rows that a thread takes at a time, or more where it still takes so many times
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
-OUTPUTS = 512                   # outputs that a thread takes at a time in the transposed layout; sums stay in the L1
+OUTPUTS = 512                   # and the most; outputs that it takes in the transposed layout, whose sums stay in the L1
 AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
 SIZES = (8, 32, 128)            # tokens of one expert, or rows of a layer, that `crossover` tries
 REPEATS = 3                     # the best of so many counts: the others were disturbed
@@ -87,12 +90,12 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
     x, y, threads = x.contiguous(), torch.empty(int(bounds[-1]), R, dtype=dtype), torch.get_num_threads()
     given = (KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), matrices, bounds, x.data_ptr(), *x.shape,
              _IN_ORDER if tokens is None else tokens, R)
-    outputs = OUTPUTS if transposed else PIECE
+    outputs, work = OUTPUTS if transposed else PIECE, entry(kind, transposed, KINDS[x.dtype])
     if TEAM or threads == 1:
-        _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, entry(kind, transposed), TEAM, threads)
+        _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, work, TEAM, threads)
         return y
     wide = torch.empty(y.shape)
-    job, work = job_of(*given, wide.data_ptr(), outputs), _C_FUNCTION(entry(kind, transposed))
+    job, work = job_of(*given, wide.data_ptr(), outputs, threads), _C_FUNCTION(work)
     running = [_POOL.submit(work, job.ctypes.data) for _ in range(threads)]
     try:
         wait(running)
@@ -142,12 +145,15 @@ def widen(kind, order, x, n, out):
 
 
 @kernel
-def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs):
+def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs, threads):
     """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for the kind `order`.
-    A thread takes `outputs` of R at a time. x must be `kept` until here, y until the job is done."""
+    A thread takes `outputs` of R at a time, or more: at the begin of a piece memory is waited for. x must be `kept`
+    until here, y until the job is done."""
     M, N = len(matrices), bounds[-1]
+    while 2 * outputs <= min(OUTPUTS, M * R // (SHARES * threads)):
+        outputs *= 2
     job = np.empty(HEADER + 6 * M + N + 8 + (T * n + 1) // 2, np.int64)
-    job[0], job[1], job[2], job[3], job[4], job[5] = 0, M, n, R, y, (R + outputs - 1) // outputs
+    job[0], job[1], job[2], job[3], job[4], job[5], job[6] = 0, M, n, R, y, (R + outputs - 1) // outputs, outputs
     for m in range(M):
         at = HEADER + 6 * m
         for i in range(4):                      # as slices they might differ in shape: seconds to compile that error
@@ -167,26 +173,26 @@ def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R
     wide = span(out_kind, 1) == 4
     y = np.empty(0 if wide else N * R, np.float32)
     together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R,
-                                                      out if wide else address(y), outputs))
+                                                      out if wide else address(y), outputs, threads))
     for i in range(len(y)):
         write(out_kind, out, i, y[i])
     kept(y)
 
 
 @kernel
-def _rows(kind, job):
+def _rows(x_kind, kind, job):
     """Pieces of the rows layout until none is left."""
-    M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
+    M, n, R, y, pieces, outputs = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5), read(job, 6)
     whole, inputs = n - n % step(kind), job + 8 * (HEADER + 6 * M)
     near = AHEAD if span(kind, 2) < 4 else AHEAD // 2           # plain kinds the hardware follows, too
     while True:
         piece = take(job)
         if piece >= M * pieces:
             return
-        matrix, begin = HEADER + 6 * (piece // pieces), piece % pieces * PIECE
+        matrix, begin = HEADER + 6 * (piece // pieces), piece % pieces * outputs
         w, other = read(job, matrix), read(job, matrix + 1)
         bias, escapes, table = read(job, matrix + 2), read(job, matrix + 3), w - 16
-        first, last, end = read(job, matrix + 4), read(job, matrix + 5), min(begin + PIECE, R)
+        first, last, end = read(job, matrix + 4), read(job, matrix + 5), min(begin + outputs, R)
         for group in range(first, last, GROUP):
             group_end, r = min(group + GROUP, last), begin
             while r < end:
@@ -200,13 +206,13 @@ def _rows(kind, job):
                     tokens = TILE if left >= TILE else 2 if left >= 2 else 1
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == 1:
-                        dots(1, 1, kind, x, at, second, table, n, whole, to, R, ahead)
+                        dots(1, 1, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == TILE:
-                        dots(TILE, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                        dots(TILE, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
                     elif tokens == 2:
-                        dots(2, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                        dots(2, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
                     else:
-                        dots(1, TILE, kind, x, at, second, table, n, whole, to, R, ahead)
+                        dots(1, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
                     if whole < n or bias != 0:
                         _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
                     token += tokens
@@ -217,7 +223,7 @@ def _rows(kind, job):
                 r, c, missing = indices[i] // n, indices[i] % n, _missing(table, indices, i)
                 for token in range(first, last):
                     total = weight(np.float32(0), y, token * R + r)
-                    total += missing * weight(np.float32(0), read(inputs, token), place(kind, c))
+                    total += missing * given(kind, read(inputs, token), c)
                     write(np.float32(0), y, token * R + r, total)
 
 
@@ -295,11 +301,16 @@ def in_threads(team, work, threads, job):
     together(team, work, threads, job)
 
 
+def entry(kind: type, transposed: bool = False, x: type = np.float32) -> int:
+    """The address of what a thread does for a job of this kind of weights, and of inputs that are pairs of bf16."""
+    exact = x == np.uint16 and not transposed and from_dtype(np.dtype(kind)) in PAIRED
+    return _entry(kind, transposed, np.uint16 if exact else np.float32)
+
+
 @lru_cache(maxsize=None)
-def entry(kind: type, transposed: bool = False) -> int:
-    """The address of what a thread does for a job of this kind of weights."""
+def _entry(kind: type, transposed: bool, x: type) -> int:
     def rows(job):
-        _rows(kind(0), job)
+        _rows(x(0), kind(0), job)
 
     def columns(job):
         _columns(kind(0), job)

@@ -3,9 +3,10 @@
 Source: register blocking (Goto & van de Geijn, "Anatomy of high-performance matrix multiplication", TOMS 2008), with
 sums along the vectors, so that nothing is packed. A weight is loaded once for all tokens of the tile and widened to
 fp32 (`moelab.kernels.vectors`, which says what a kind of weights is); the inputs lie in the order in which a kind's
-weights come out (`place`). Where one instruction multiplies pairs of bf16 (AVX512_BF16), four-bit codes become such
-pairs: half the instructions, with inputs cut into their upper 8 bits and the rest. Where none does, on AVX2, they are
-multiplied as bytes with inputs in fixed point, 16 bits for 32 of them: a third.
+weights come out (`place`). Where one instruction multiplies pairs of bf16 (AVX512_BF16), these weights and packed ones
+become such pairs: half the instructions, with inputs cut into their upper 8 bits and the rest, if there is one;
+subnormals are 0. Where none does, on AVX2, four-bit codes are multiplied as bytes with inputs in fixed point, 16 bits
+for 32 of them: a third. So are int8's where AVX512_VNNI is.
 
 What ends in `: int` must be a number in the kernel's code, `: type` one of a kind.
 """
@@ -22,14 +23,14 @@ from numba.core import cgutils
 
 from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
-from moelab.kernels.vectors import BLOCK, FIXED, FLOATS, FP8, MXFP4, PAIRED, SIZES, STEP, WIDTH, WORDS, joined
+from moelab.kernels.vectors import BLOCK, FIXED, FLOATS, FP8, GROUP, INT8, MXFP4, PAIRED, SIZES, STEP, WIDTH, WORDS, joined
 
 
 @emitted()
-def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out, apart, ahead):
+def dots(tokens: int, rows: int, x_kind: type, kind: type, x, w, other, table, stride, n, out, apart, ahead):
     """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
-    x : where the addresses of the tokens' rows lie, as `spread` writes them. w, other, table : addresses of the first
+    x : where the addresses of the tokens' rows lie, as `spread` writes them, from `x_kind`. w, other, table : addresses of the first
     row of weights, `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind
     a weight is prefetched with it: asked for in bursts, memory and arithmetic would wait for each other.
     """
@@ -52,11 +53,11 @@ def dots(tokens: int, rows: int, kind: type, x, w, other, table, stride, n, out,
                     _fetch(here + ahead + line)
                 if rest:
                     _fetch(beside + ahead // (size // rest))
-                for number, (scales, vectors) in enumerate(v.groups(kind, here, beside, table)):
+                for number, (scales, vectors) in enumerate(v.groups(x_kind, kind, here, beside, table)):
                     for t in range(tokens):
                         for at, term in enumerate(_terms(kind, values[t][part:], vectors, scales), number):
                             total = sums[t][r][at % chains]
-                            b.store(_fma(*term, Value(b, b.load(total))).llvm, total)
+                            b.store(_product(kind if scales is None else None, *term, Value(b, b.load(total))).llvm, total)
                     part += len(vectors)
     for t in range(tokens):
         to = out + apart * t * 4
@@ -111,7 +112,7 @@ def weight(kind: type, w, i):
         return w.load(F32, i)
     if kind == types.int16:
         return w.load(F16, i).to(F32, "fpext")
-    return (w.load(I16, i).to(I32, "zext") << 16).to(F32)
+    return _from_bf16(w, i)
 
 
 @emitted()
@@ -120,8 +121,7 @@ def write(kind: type, address, i, value):
     address.store(v.rounded(kind, value), i)
 
 
-@emitted(types.int64)
-def place(kind: type, i):
+def _place(kind: type, i):
     """Where the i-th input lies among those that `dots` is given; i counts from a multiple of `step`."""
     step, order = v.step_of(kind), v.order_of(kind)
     if order == list(range(step)):
@@ -130,6 +130,16 @@ def place(kind: type, i):
     b, inside = i.builder, i & step - 1
     known = cgutils.global_constant(b, f"moelab_place_{step}_{kind}", values)
     return i - inside + Value(b, b.load(b.gep(known, [fill(I32, 0), inside.llvm])))
+
+
+@emitted(types.float32)
+def given(kind: type, x, i):
+    """The i-th input among those that `dots` is given, of kinds that are multiplied as fp32 or as pairs."""
+    at = _place(kind, i)
+    if kind not in PAIRED:
+        return x.load(F32, at)
+    upper = (at & -BLOCK) * 2 + (at & 32) + (at & 15) * 2 + (at >> 4 & 1)           # as `_paired` writes a block
+    return _from_bf16(x, upper) + _from_bf16(x, upper + BLOCK)
 
 
 @emitted(types.int64)
@@ -153,7 +163,11 @@ def _fetch(address: Value) -> None:
     args[0].call("prefetch.p0", *args[1:], of=VOID)
 
 
-step, prefetch = emitted(types.int64)(v.step_of), emitted()(_fetch)
+def _from_bf16(address: Value, i: Value) -> Value:
+    return (address.load(I16, i).to(I32, "zext") << 16).to(F32)
+
+
+place, step, prefetch = emitted(types.int64)(_place), emitted(types.int64)(v.step_of), emitted()(_fetch)
 
 
 def _prepared(kind: Any, parts: list[Value]) -> list[Value]:
@@ -176,30 +190,41 @@ def _fixed(kind: Any, parts: list[Value]) -> list[Value]:
 
     A scale is a power of two, a quantum at most 2⁻¹⁴ of a group's largest: bf16 is exact down to 1/128 of that.
     """
-    wholes, scales = list(parts), []
-    for group in ((0, 1, 4, 5), (2, 3, 6, 7)):
+    wholes, scales, order = list(parts), [], v.order_of(kind)
+    for group in (0, 1):
+        members = [i for i in range(len(parts)) if order[i * WIDTH] // GROUP == group]
         largest = parts[0].of(2.0**-100).to(I32)                        # of zeros and subnormals
-        for size in [parts[i].to(I32) & 0x7FFFFFFF for i in group]:     # as integers NaN is larger than all numbers
+        for size in [parts[i].to(I32) & 0x7FFFFFFF for i in members]:   # as integers NaN is larger than all numbers
             largest = size.is_(">", largest).made("select", size, largest)
         largest = largest.call(f"vector.reduce.umax.v{WIDTH}i32", of=I32).to(F32).everywhere(WIDTH)
         exponent = (largest * 1.004).to(I32) & 0x7F800000               # 128 upper bytes would be too many
-        for i in group:
-            scaled = parts[i] * (exponent.of(268 << 23) - exponent).to(F32)
-            wholes[i] = scaled.call("x86.avx.cvt.ps2dq.256", of=WORDS)
+        for i in members:
+            scaled = (parts[i] * (exponent.of(268 << 23) - exponent).to(F32)).call(f"rint.v{WIDTH}f32")
+            wholes[i] = scaled.call(f"fptosi.sat.v{WIDTH}i32.v{WIDTH}f32", of=WORDS)
         scales.append((exponent - (14 << 23)).to(F32) + (largest - largest))            # infinities make NaN
-    upper = [one + 128 >> 8 for one in wholes]
-    rest = [one - (top << 8) for one, top in zip(wholes, upper)]
-    inputs = [joined([one.to(I8, "trunc") for one in half[at:at + 4]]) for half in (upper, rest) for at in (0, 4)]
-    scale = scales[0].shuffled([0] * 4 + [WIDTH] * 4, scales[1]) * (0.5 if kind == MXFP4 else 1.0)
-    offset = inputs[0].of(12 if kind == MXFP4 else 8)
-    return [*(one.to(FLOATS) for one in inputs), _whole_sums([offset, offset], inputs).to(FLOATS), scale]
+    half = WIDTH // 2
+    scale = scales[0].shuffled([0] * half + [WIDTH] * half, scales[1]) * (0.5 if kind == MXFP4 else 1.0)
+    carry = 0 if kind == INT8 else 128                  # its lower bytes have no sign
+    inputs = [joined([one.to(I8, "trunc") for one in half[at:at + 4]])
+              for half in ([one + carry >> 8 for one in wholes], wholes) for at in range(0, len(parts), 4)]
+    offset = inputs[0].of(128 if kind == INT8 else 12 if kind == MXFP4 else 8)
+    if kind == INT8:
+        added = _of_bytes(scale.of(0.0).to(WORDS), offset, inputs[0])
+    else:
+        added = _whole_sums([offset, offset], inputs)
+    return [*(one.to(FLOATS) for one in inputs), added.to(FLOATS), scale]
 
 
 def _terms(kind: Any, inputs: list[Value], weights: list[Value], scales: Value | None) -> list[tuple[Value, Value]]:
     """Pairs of vectors whose products are to be added up, from inputs and what `groups` gives."""
     if kind in FIXED:
-        *inputs, offset, scale = inputs[:6]
-        whole = _whole_sums(weights, [one.to(ir.VectorType(I8, BLOCK // 2)) for one in inputs]) - offset.to(I32)
+        *inputs, offset, scale = inputs[:BLOCK // WIDTH if kind == INT8 else 6]
+        inputs, offset = [one.to(weights[0].type) for one in inputs], offset.to(I32)
+        if kind == INT8:
+            upper = _of_bytes(offset.of(0) - offset, weights[0] + 128, inputs[0])
+            whole = _of_bytes(upper << 8, inputs[1], weights[0])
+        else:
+            whole = _whole_sums(weights, inputs) - offset
         return [(whole.to(F32, "sitofp"), scale * scales)]
     if scales is None:
         return list(zip(inputs, weights))
@@ -209,8 +234,13 @@ def _terms(kind: Any, inputs: list[Value], weights: list[Value], scales: Value |
 def _product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
     """Inputs times weights as `groups` gives them, plus a sum, if there is one."""
     if kind in PAIRED:
-        return (total or x.of(0.0)).call("x86.avx512bf16.dpbf16ps.512", x.to(WORDS), weights.to(WORDS))
+        return (total or x.of(0.0)).call("x86.avx512bf16.dpbf16ps.512", x.to(WORDS), weights)
     return _fma(x, weights, total) if total else x * weights
+
+
+def _of_bytes(total: Value, codes: Value, others: Value) -> Value:
+    """A sum plus Σ code × other of each four bytes, the first ones without a sign."""
+    return total.call("x86.avx512.vpdpbusd.512", codes.to(WORDS), others.to(WORDS))
 
 
 def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:

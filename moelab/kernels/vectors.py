@@ -2,8 +2,8 @@
 
 A *kind* is a numba type that says how weights are stored: float32, uint16 for bf16, int16 for fp16, int8 for bf12
 (`moelab.store.bf12`): low bytes of bf16 at one address, at another 4 bits a weight that stand for the high byte, by a
-table of 16. Two masks, a shift, a table look-up and an unpack make bf16 pairs of 64 such weights, of which 96 bytes are
-read instead of 128. The other packed kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at
+table of 16. A shift, a table look-up and two unpacks make bf16 pairs of 64 such weights, of which 96 bytes are read
+instead of 128. The other packed kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at
 another, each code widened and multiplied by its scale, four-bit ones by a look-up of each of the four in a 16-bit word.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from math import nan
 from struct import pack, unpack
 from typing import Any
 
@@ -27,9 +28,11 @@ BLOCK = 64                      # and of packed ones
 BF12, INT8, INT4, MXFP4, FP8 = types.int8, types.uint8, types.uint32, types.int32, types.uint64
 FEW = (INT8, INT4, MXFP4, FP8)
 GROUP = 32                      # weights of a scale, but FP8's
+_BYTES_LOOKED_UP = bool(_FEATURES.get("avx512vbmi"))    # in tables of 64 and 128, by the low bits of bytes
 #: kinds that are multiplied as pairs of bf16 in one instruction, see `moelab.kernels.tiles`
-PAIRED = (INT4, MXFP4) if WIDTH == 16 and _FEATURES.get("avx512bf16") else ()
-FIXED = (INT4, MXFP4) if WIDTH == 8 else ()             # and as bytes, by inputs in fixed point
+PAIRED = (types.uint16, BF12, INT4, MXFP4, FP8) if WIDTH == 16 and _BYTES_LOOKED_UP and _FEATURES.get("avx512bf16") else ()
+#: and as bytes, by inputs in fixed point
+FIXED = (INT4, MXFP4) if WIDTH == 8 else (INT8,) if WIDTH == 16 and _FEATURES.get("avx512vnni") else ()
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
          INT8: (64, 4), INT4: (32, 4), MXFP4: (32, 2), FP8: (64, 2)}
@@ -40,6 +43,8 @@ _LOOK_UPS = {("x86_64", 64): "x86.avx512.pshuf.b.512", ("x86_64", 32): "x86.avx2
              ("aarch64", 16): "aarch64.neon.tbl1.v16i8"}
 if _FEATURES.get("ssse3"):
     _LOOK_UPS["x86_64", 16] = "x86.ssse3.pshuf.b.128"
+if _BYTES_LOOKED_UP:
+    _LOOK_UPS["x86_64", 64] = "x86.avx512.permvar.qi.512"
 _PROCESSOR = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
@@ -52,16 +57,16 @@ def order_of(kind: Any) -> list[int]:
     """In which order the weights of a step come out of `vectors`."""
     if kind == types.uint16:
         return [*range(0, STEP, 2), *range(1, STEP, 2)]
+    if kind == BF12 or kind == FP8 and kind in PAIRED:
+        return [begin + 16 * lane + 8 * half + 2 * pair + odd for begin in range(0, BLOCK, 4 * WIDTH)
+                for half in range(2) for odd in range(2) for lane in range(WIDTH // 4) for pair in range(4)]
     if kind in PAIRED:
         return [8 * (lane % 8) + 4 * odd + lane // 8 + k for k in (0, 2) for odd in range(2) for lane in range(WIDTH)]
+    if kind not in (INT4, MXFP4):
+        return list(range(step_of(kind)))
     if kind in FIXED:
         return [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
-    if kind in (INT4, MXFP4):
-        return [begin + 4 * lane + k for begin in range(0, BLOCK, 4 * WIDTH) for k in range(4) for lane in range(WIDTH)]
-    if kind != BF12:
-        return list(range(step_of(kind)))
-    return [begin + 16 * lane + 8 * half + 2 * pair + odd for begin in range(0, BLOCK, 4 * WIDTH) for half in range(2)
-            for odd in range(2) for lane in range(WIDTH // 4) for pair in range(4)]
+    return [begin + 4 * lane + k for begin in range(0, BLOCK, 4 * WIDTH) for k in range(4) for lane in range(WIDTH)]
 
 
 def span_of(kind: Any, count: Value, which: int = 0) -> Value:
@@ -74,6 +79,9 @@ def span_of(kind: Any, count: Value, which: int = 0) -> Value:
 
 def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value | None = None) -> list[Value]:
     """The weights of a step as fp32 vectors, in `order_of`, exact but for the sign of MXFP4's −0 where WIDTH < 16."""
+    if kind == INT8:
+        return [value * _scales(kind, other, [begin // GROUP] * WIDTH) for begin in range(0, BLOCK, GROUP)
+                for value in _whole(weights, begin)]
     if kind in FIXED:
         codes, offset = _bytes(kind, weights)
         scales = [_scales(kind, other, [group] * WIDTH) for group in (0, 0, 1, 1)]
@@ -83,9 +91,9 @@ def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value 
                 for part in codes for at, scale in zip(range(0, BLOCK // 2, WIDTH), scales)]
     if kind in FEW:
         found = []
-        for scales, values in groups(kind, weights, other, table):
+        for scales, values in groups(types.uint16, kind, weights, other, table):
             if kind in PAIRED:
-                values = [value for pair in values[:2] for value in _widened(pair.to(WORDS))]
+                values = [value for pair in values for value in _widened(pair)]
             if kind == MXFP4:                           # 2⁻¹²⁷ is a subnormal, which products may take for 0
                 scales = scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
             found += [value * scales for value in values]
@@ -96,50 +104,51 @@ def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value 
         return [(weights + 2 * at).load(ir.VectorType(F16, WIDTH)).to(F32, "fpext") for at in (0, WIDTH)]
     if kind == types.uint16:
         return _widened(weights.load(WORDS))
-    found = []
-    for low, high in halves(weights, other, table):
-        n = low.type.count
-        for half in range(2):                           # within 16 bytes, as processors unpack
-            order = [16 * lane + 8 * half + i + n * byte
-                     for lane in range(n // 16) for i in range(8) for byte in (0, 1)]
-            found += _widened(low.shuffled(order, high).to(WORDS))
-    return found
+    return [value for both in halves(kind, weights, other, table) for pair in _pairs(*both) for value in _widened(pair)]
 
 
-def groups(kind: Any, weights: Value, other: Value, table: Value | None) -> Iterator[tuple[Value | None, list[Value]]]:
-    """The weights of a step in `order_of`: a vector of scales, or None, and the vectors that it multiplies."""
-    if kind not in FEW:
-        yield None, vectors(kind, weights, other, table)
-        return
-    if kind in PAIRED:              # a code of each word in one half of a register, the next one in the other
-        words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
-        values = [value / 2 for value in _DOUBLED] if kind == MXFP4 else range(-8, 8)
-        table = words.of([unpack("<I", pack("<f", value))[0] >> 16 for value in values] * 2)
-        pairs = [table.call("x86.avx512.permvar.hi.512", words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH)
-                 for k in (0, 2)]
-        yield _scales(kind, other, [lane % 8 // 4 for lane in range(WIDTH)]), pairs * 2
-        return
-    if kind in FIXED:
-        yield _scales(kind, other, [0, 0, 0, 0, 1, 1, 1, 1]), _bytes(kind, weights)[0]
-        return
-    size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH           # weights of one yield
-    for begin in range(0, BLOCK, size):
-        if kind in (INT4, MXFP4):                       # four codes a word, one from each word at a time
-            four = (weights + begin // 2).load(ir.VectorType(I16, WIDTH)).to(I32, "zext")
-            found = [_decoded(kind, four >> 4 * k) for k in range(4)]
-        elif kind == INT8:
-            found = [(weights + at).load(ir.VectorType(I8, WIDTH)).to(I32, "sext").to(F32, "sitofp")
-                     for at in range(begin, begin + size, WIDTH)]
+def groups(x_kind: Any, kind: Any, weights: Value, other: Value, table: Value | None
+           ) -> Iterator[tuple[Value | None, list[Value]]]:
+    """The weights of a step in `order_of`: a vector of scales, or None, and the vectors that it multiplies; pairs once
+    for the upper halves of inputs, and again for the lower ones, which bf16 does not have."""
+    if kind in PAIRED:
+        scales = None if kind not in FEW else _scales(kind, other, [lane % 8 // 4 for lane in range(WIDTH)])
+        if kind in (INT4, MXFP4):   # a code of each word in one half of a register, the next one in the other
+            words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
+            values = [value / 2 for value in _DOUBLED] if kind == MXFP4 else range(-8, 8)
+            table = words.of([unpack("<I", pack("<f", value))[0] >> 16 for value in values] * 2)
+            pairs = [table.call("x86.avx512.permvar.hi.512", words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH).to(WORDS)
+                     for k in (0, 2)]
+        elif kind == types.uint16:
+            pairs = [weights.load(WORDS)]
         else:
-            found = [vector for at in range(0, BLOCK, STEP)
-                     for vector in _from_e4m3((weights + at).load(ir.VectorType(I8, STEP)))]
-        yield _scales(kind, other, [(begin + lane * size // WIDTH) // GROUP for lane in range(WIDTH)]), found
+            pairs = [pair for both in halves(kind, weights, other, table) for pair in _pairs(*both)]
+        yield scales, pairs if x_kind == types.uint16 else pairs * 2
+    elif kind not in FEW:
+        yield None, vectors(kind, weights, other, table)
+    elif kind == INT8 and kind in FIXED:
+        yield _scales(kind, other, [lane // 8 for lane in range(WIDTH)]), [weights.load(ir.VectorType(I8, BLOCK))]
+    elif kind in FIXED:
+        yield _scales(kind, other, [0, 0, 0, 0, 1, 1, 1, 1]), _bytes(kind, weights)[0]
+    else:
+        size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH       # weights of one yield
+        for begin in range(0, BLOCK, size):
+            if kind == INT8:
+                found = _whole(weights, begin)
+            elif kind == FP8:
+                found = [vector for at in range(0, BLOCK, STEP)
+                         for vector in _from_e4m3((weights + at).load(ir.VectorType(I8, STEP)))]
+            else:                                       # four codes a word, one from each word at a time
+                four = (weights + begin // 2).load(ir.VectorType(I16, WIDTH)).to(I32, "zext")
+                found = [_decoded(kind, four >> 4 * k) for k in range(4)]
+            yield _scales(kind, other, [(begin + lane * size // WIDTH) // GROUP for lane in range(WIDTH)]), found
 
 
 def _scales(kind: Any, address: Value, groups: list[int]) -> Value:
     """A vector of the scales of the given groups of a block, of FP8 with the factor of `_from_e4m3`."""
     if kind == FP8:
-        return address.load(F32).everywhere(WIDTH) * 256.0
+        scales = address.load(F32).everywhere(WIDTH)
+        return scales if kind in PAIRED else scales * 256.0
     # both lie in one word: each lane moves its own to where fp32 has those bits
     both = address.load(I16).everywhere(2 * WIDTH).to(WORDS) if kind == MXFP4 else address.load(I32).everywhere(WIDTH)
     left = [23 - 8 * group if kind == MXFP4 else 16 - 16 * group for group in groups]
@@ -152,7 +161,7 @@ def _decoded(kind: Any, words: Value) -> Value:
     if WIDTH == 16:                                     # a look-up that ignores the other bits
         table = words.of([factor * value for value in values], FLOATS)
         return table.call("x86.avx512.permvar.sf.512", words)
-    codes = (words & 15).to(ir.VectorType(I8, 4 * WIDTH))
+    codes = words.to(ir.VectorType(I8, 4 * WIDTH))
     found = _looked_up(words.of([*map(int, values)], ir.VectorType(I8, 16)), codes).to(WORDS)
     return (found << 24).made("ashr", 24).to(F32, "sitofp") * factor                # of each word the lowest byte
 
@@ -160,11 +169,16 @@ def _decoded(kind: Any, words: Value) -> Value:
 def _bytes(kind: Any, weights: Value) -> tuple[list[Value], int]:
     """The even and the odd codes of a block as bytes, each by so much larger than its value, or MXFP4's doubled one."""
     codes = weights.load(ir.VectorType(I8, BLOCK // 2))
-    parts, offset = [codes & 15, codes >> 4], 8
-    if kind == MXFP4:
-        offset, table = 12, codes.of([int(value) + 12 for value in _DOUBLED], ir.VectorType(I8, 16))
-        parts = [_looked_up(table, part) for part in parts]
-    return parts, offset
+    if kind == INT4:
+        return [codes & 15, codes >> 4], 8
+    table = codes.of([int(value) + 12 for value in _DOUBLED], ir.VectorType(I8, 16))
+    return [_looked_up(table, part) for part in (codes, codes >> 4)], 12
+
+
+def _whole(weights: Value, begin: int) -> list[Value]:
+    """The codes of int8 weights of a group as fp32."""
+    return [(weights + at).load(ir.VectorType(I8, WIDTH)).to(I32, "sext").to(F32, "sitofp")
+            for at in range(begin, begin + GROUP, WIDTH)]
 
 
 def joined(parts: list[Value]) -> Value:
@@ -179,6 +193,19 @@ def _from_e4m3(codes: Value) -> list[Value]:
     half = codes.to(I16, "sext") << 7 & 0xBFFF
     half = (half & 0x3F80).is_("==", 0x3F80).made("select", half.of(0x7E00), half).to(F16)             # NaN
     return [half.shuffled(list(range(at, at + WIDTH))).to(F32, "fpext") for at in (0, WIDTH)]
+
+
+def _e4m3_in_bf16(code: int) -> int:
+    """The bits of the bf16 number that a code without its sign stands for."""
+    value = code / 512 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10) if code < 127 else nan
+    return unpack("<I", pack("<f", value))[0] >> 16
+
+
+def _pairs(low: Value, high: Value) -> list[Value]:
+    """Words of two bf16, from bytes, by halves of each 16: as processors unpack."""
+    n = low.type.count
+    return [low.shuffled([16 * lane + 8 * half + i + n * byte for lane in range(n // 16) for i in range(8)
+                          for byte in (0, 1)], high).to(WORDS) for half in range(2)]
 
 
 def _widened(words: Value) -> list[Value]:
@@ -198,25 +225,35 @@ def rounded(kind: Any, value: Value) -> Value:
     return (bits >> 16).to(I16, "trunc")
 
 
-def halves(weights: Value, other: Value, table: Value) -> Iterator[tuple[Value, Value]]:
-    """The low and the high bytes of a block of bf12 weights, one vector register after the other."""
+def halves(kind: Any, weights: Value, other: Value, table: Value | None) -> Iterator[tuple[Value, Value]]:
+    """The low and the high bytes of a block's weights in bf16, of bf12 and of paired FP8, a register of each at a time."""
     n, half = 4 * WIDTH, BLOCK // 2
+    if kind == FP8:
+        codes = weights.load(ir.VectorType(I8, n))
+        words = [_e4m3_in_bf16(code) for code in range(128)]
+        low, high = ([codes.of([word >> shift & 255 for word in words[at:at + 64]]) for at in (0, 64)] for shift in (0, 8))
+        low, high = (part.call("x86.avx512.vpermi2var.qi.512", codes, rest) for part, rest in (low, high))
+        yield low, high | codes & 128
+        return
     for begin in range(0, BLOCK, n):
-        low = (weights + begin).load(ir.VectorType(I8, n))
-        codes = (other + begin % half).load(ir.VectorType(I8, min(n, half)))
-        parts = [codes & 15, codes >> 4]
-        codes = parts[0].shuffled(list(range(n)), parts[1]) if n > half else parts[begin // half]
+        low, at = (weights + begin).load(ir.VectorType(I8, n)), other + begin % half
+        if n > half:                                    # low nibbles in one half of a register, high ones in the other
+            codes = at.load(ir.VectorType(I16, half // 2)).shuffled([*range(half // 2)] * 2)
+            codes = (codes >> [0] * (half // 2) + [4] * (half // 2)).to(ir.VectorType(I8, n))
+        else:
+            codes = at.load(ir.VectorType(I8, n)) >> begin // half * 4
         yield low, _looked_up(table, codes)
 
 
 def _looked_up(table: Value, codes: Value) -> Value:
-    """table[code] of each byte of a vector; `table` has 16 bytes."""
+    """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
     if name := _LOOK_UPS.get((_PROCESSOR, n)):
-        return table.shuffled([i % 16 for i in range(n)]).call(name, codes)
+        table = table.shuffled([i % 16 for i in range(n)])
+        return table.call(name, codes if _BYTES_LOOKED_UP and n == 64 else codes & 15)
     found = codes.of(0)
     for code in range(16):
-        found = codes.is_("==", code).made("select", table.shuffled([code] * n), found)
+        found = (codes & 15).is_("==", code).made("select", table.shuffled([code] * n), found)
     return found
 
 

@@ -124,7 +124,7 @@ def _join(w, other, table, n, out):
     table = table_of(BF12, table)
     with n.steps(BLOCK) as i:
         at = out + i * 2
-        for low, high in halves(w + span_of(BF12, i), other + span_of(BF12, i, 1), table):
+        for low, high in halves(BF12, w + span_of(BF12, i), other + span_of(BF12, i, 1), table):
             count = low.type.count
             at.store(low.shuffled([number + count * byte for number in range(count) for byte in (0, 1)], high))
             at = at + 2 * count

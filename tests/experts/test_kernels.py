@@ -160,7 +160,10 @@ def test_every_bf16_number_is_read_right(transposed):
         blob, T = bf12.pack(w), len(w) if transposed else w.shape[1]
         y = products.multiply(products.PACKED["bf12"], np.array([packed_row(w, blob)]), np.array([0, T]), torch.eye(T), None,
                               w.numel() // T, transposed)
-        assert torch.equal(y if transposed else y.T, w.float())
+        y, wide = y if transposed else y.T, w.float()
+        if not transposed:                                  # an instruction for pairs of bf16 takes subnormals for 0
+            wide = torch.where(wide.abs() < 2.0**-126, y * (y == wide), wide)
+        assert torch.equal(y, wide)
 
 
 # ----------------------------------------------------------------------------------------------------- few-bit formats

@@ -50,7 +50,7 @@ class DecodeAttention:
         self.alive, kind = (before, after), KINDS[self.dtype]
         #: of `attend`: what layers may have alike, and where the weights of this one lie
         self.plan = (kind(0), heads_entry(kind), self.kv_heads, D, widths, before[0].kind(0), after.kind(0),
-                     entry(before[0].kind), entry(after.kind))
+                     entry(before[0].kind, x=kind), entry(after.kind))
         self.weights = np.concatenate([np.zeros((1, 4), np.int64), *(one.rows for one in before), after.rows])
         if len(norms) == 2:
             self.weights[0, :2] = [norm.weight.data_ptr() for norm in norms]

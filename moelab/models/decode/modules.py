@@ -78,7 +78,7 @@ class Router:
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
         ids = torch.empty(1, K, dtype=torch.int64)
         route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised, logits.data_ptr(),
-              scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype]), TEAM, torch.get_num_threads())
+              scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype], x=KINDS[x.dtype]), TEAM, torch.get_num_threads())
         return logits, scores, ids
 
 
