@@ -60,8 +60,8 @@ def feed_forward(up: tuple[type, np.ndarray, int], down: tuple[type, np.ndarray,
     """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind, matrices, R)."""
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[2], dtype=x.dtype)
-    gated(KINDS[x.dtype](0), ways(up, down, transposed, x.dtype), up[1], down[1], bounds, x.data_ptr(), T, n, tokens, rows,
-          KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), TEAM, torch.get_num_threads())
+    gated(KINDS[x.dtype](0), ways(up, down, transposed, x.dtype), up[1], down[1], bounds, x.data_ptr(), T, n, tokens,
+          rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), TEAM, torch.get_num_threads())
     return out
 
 

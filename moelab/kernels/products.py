@@ -13,7 +13,6 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -40,40 +39,11 @@ _IN_ORDER = np.empty(0, np.int64)
 TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
 PIECE, SHARES = 64, 16          # rows that a thread takes at a time, or more where it still takes so many times
 GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
-OUTPUTS = 512                   # and the most; outputs that it takes in the transposed layout, whose sums stay in the L1
+OUTPUTS = 512                   # the most, and what it takes of the transposed layout, whose sums stay in the L1
 AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
 SIZES = (8, 32, 128)            # tokens of one expert, or rows of a layer, that `crossover` tries
 REPEATS = 3                     # the best of so many counts: the others were disturbed
 _POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64)          # where there is no OpenMP
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """One weight [parts · R, n] and its bias, cut into `parts`, as `multiply` takes them.
-
-    rows : int64 [parts, 4]; they point into the weight or, packed as one of `PACKED`, into `memory`.
-    rounded : makes the weight that this stands for; None where that is the very same.
-    """
-
-    kind: type
-    rows: np.ndarray
-    memory: Any = None
-    rounded: Callable[[], Tensor] | None = None
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> Matrices:
-        """Packed by `pack` if the weight is bf16 and that does; valid while this and the weight live."""
-        found = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
-        if found is None:
-            found = cls(KINDS[weight.dtype], np.zeros((parts, 4), np.int64))
-            found.rows[:, 0] = weight.data_ptr() + np.arange(parts) * (weight.nbytes // parts)
-        if bias is not None:
-            found.rows[:, 2] = bias.data_ptr() + np.arange(parts) * (bias.nbytes // parts)
-        return found
-
-
-#: (weight, number of parts) → the weight packed; None where that is not possible or does not pay
-Pack = Callable[[Tensor, int], Matrices | None]
 
 
 def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, tokens: np.ndarray | None, R: int,
@@ -102,21 +72,6 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
     finally:                                        # Ctrl-C meanwhile is raised when nobody uses the job's memory
         wait(running)
     return y.copy_(wide)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Matrices | None = None) -> Tensor:
-    """`F.linear` by our kernels: CPU tensors of one type in `KINDS`, a contiguous weight; sums in fp32.
-
-    matrices : `Matrices` of the same weight and bias.
-    """
-    matrices, rows = matrices or Matrices.of(weight, bias), x.reshape(-1, weight.shape[1])
-    R, bounds = weight.shape[0], np.array([0, len(rows)])
-    return multiply(matrices.kind, matrices.rows, bounds, rows, None, R, False, x.dtype).view(*x.shape[:-1], R)
-
-
-def fits(w: Tensor, b: Tensor | None = None) -> bool:
-    """Whether kernels read a weight, and a bias, as they lie."""
-    return w.is_cpu and w.dtype in KINDS and w.is_contiguous() and (b is None or b.dtype == w.dtype)
 
 
 def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:

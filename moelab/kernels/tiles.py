@@ -23,16 +23,16 @@ from numba.core import cgutils
 
 from moelab.kernels import vectors as v
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
-from moelab.kernels.vectors import BLOCK, FIXED, FLOATS, FP8, GROUP, INT8, MXFP4, PAIRED, SIZES, STEP, WIDTH, WORDS, joined
+from moelab.kernels.vectors import BLOCK, FIXED, FLOATS, FP8, GROUP, MXFP4, PAIRED, SIZES, STEP, WIDTH, WORDS, joined
 
 
 @emitted()
 def dots(tokens: int, rows: int, x_kind: type, kind: type, x, w, other, table, stride, n, out, apart, ahead):
     """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a multiple of `step`.
 
-    x : where the addresses of the tokens' rows lie, as `spread` writes them, from `x_kind`. w, other, table : addresses of the first
-    row of weights, `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes behind
-    a weight is prefetched with it: asked for in bursts, memory and arithmetic would wait for each other.
+    x : where the addresses of the tokens' rows lie, as `spread` writes them, from `x_kind`. w, other, table : addresses
+    of the first row of weights, `stride` weights apart; the last two only of packed kinds. What lies `ahead` bytes
+    behind a weight is prefetched with it: asked for in bursts, memory and arithmetic would wait for each other.
     """
     inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], v.table_of(kind, table)
     matrix = [(w + v.span_of(kind, skip), other if kind == FP8 else other + v.span_of(kind, skip, 1))
@@ -57,7 +57,8 @@ def dots(tokens: int, rows: int, x_kind: type, kind: type, x, w, other, table, s
                     for t in range(tokens):
                         for at, term in enumerate(_terms(kind, values[t][part:], vectors, scales), number):
                             total = sums[t][r][at % chains]
-                            b.store(_product(kind if scales is None else None, *term, Value(b, b.load(total))).llvm, total)
+                            how = kind if scales is None else None
+                            b.store(_product(how, *term, Value(b, b.load(total))).llvm, total)
                     part += len(vectors)
     for t in range(tokens):
         to = out + apart * t * 4
@@ -202,29 +203,19 @@ def _fixed(kind: Any, parts: list[Value]) -> list[Value]:
             scaled = (parts[i] * (exponent.of(268 << 23) - exponent).to(F32)).call(f"rint.v{WIDTH}f32")
             wholes[i] = scaled.call(f"fptosi.sat.v{WIDTH}i32.v{WIDTH}f32", of=WORDS)
         scales.append((exponent - (14 << 23)).to(F32) + (largest - largest))            # infinities make NaN
-    half = WIDTH // 2
-    scale = scales[0].shuffled([0] * half + [WIDTH] * half, scales[1]) * (0.5 if kind == MXFP4 else 1.0)
-    carry = 0 if kind == INT8 else 128                  # its lower bytes have no sign
+    scale = scales[0].shuffled([2 * lane // WIDTH * WIDTH for lane in range(WIDTH)], scales[1])
+    scale *= 0.5 if kind == MXFP4 else 1.0
     inputs = [joined([one.to(I8, "trunc") for one in half[at:at + 4]])
-              for half in ([one + carry >> 8 for one in wholes], wholes) for at in range(0, len(parts), 4)]
-    offset = inputs[0].of(128 if kind == INT8 else 12 if kind == MXFP4 else 8)
-    if kind == INT8:
-        added = _of_bytes(scale.of(0.0).to(WORDS), offset, inputs[0])
-    else:
-        added = _whole_sums([offset, offset], inputs)
-    return [*(one.to(FLOATS) for one in inputs), added.to(FLOATS), scale]
+              for half in ([one + 128 >> 8 for one in wholes], wholes) for at in range(0, len(parts), 4)]
+    offset = [inputs[0].of(v.OFFSETS[kind])] * (len(inputs) // 2)
+    return [*(one.to(FLOATS) for one in inputs), _whole_sums(offset, inputs).to(FLOATS), scale]
 
 
 def _terms(kind: Any, inputs: list[Value], weights: list[Value], scales: Value | None) -> list[tuple[Value, Value]]:
     """Pairs of vectors whose products are to be added up, from inputs and what `groups` gives."""
     if kind in FIXED:
-        *inputs, offset, scale = inputs[:BLOCK // WIDTH if kind == INT8 else 6]
-        inputs, offset = [one.to(weights[0].type) for one in inputs], offset.to(I32)
-        if kind == INT8:
-            upper = _of_bytes(offset.of(0) - offset, weights[0] + 128, inputs[0])
-            whole = _of_bytes(upper << 8, inputs[1], weights[0])
-        else:
-            whole = _whole_sums(weights, inputs) - offset
+        *inputs, offset, scale = inputs[:2 * len(weights) + 2]
+        whole = _whole_sums(weights, [one.to(weights[0].type) for one in inputs]) - offset.to(I32)
         return [(whole.to(F32, "sitofp"), scale * scales)]
     if scales is None:
         return list(zip(inputs, weights))
@@ -238,22 +229,21 @@ def _product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
     return _fma(x, weights, total) if total else x * weights
 
 
-def _of_bytes(total: Value, codes: Value, others: Value) -> Value:
-    """A sum plus Σ code × other of each four bytes, the first ones without a sign."""
-    return total.call("x86.avx512.vpdpbusd.512", codes.to(WORDS), others.to(WORDS))
-
-
 def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
-    """Σ code × input of each four even codes of a block and the odd ones beside them, in whole numbers.
+    """Σ code × input of four bytes of each register of codes, in whole numbers.
 
-    inputs : 32 upper bytes for even codes, 32 for odd ones, then the lower bytes; all with signs, codes without.
+    inputs : the upper bytes for each of these registers, then the lower ones; all with signs, codes without.
     """
-    sixteen, found = ir.VectorType(I16, 2 * WIDTH), []
-    for (even, odd), factor in zip((inputs[:2], inputs[2:]), (256, 1)):
-        pairs = [one.call("x86.avx2.pmadd.ub.sw", beside, of=sixteen) for one, beside in zip(codes, (even, odd))]
-        total = pairs[0] + pairs[1]                     # at most 4 · 24 · 128
-        found.append(total.call("x86.avx2.pmadd.wd", total.of(factor), of=WORDS))
-    return found[0] + found[1]
+    sixteen, total = ir.VectorType(I16, 2 * WIDTH), codes[0].to(WORDS).of(0)
+    for half in (inputs[:len(codes)], inputs[len(codes):]):
+        total, both = total << 8, list(zip(codes, half))
+        if WIDTH == 16:
+            total = reduce(lambda total, one: total.call("x86.avx512.vpdpbusd.512", *(of.to(WORDS) for of in one)),
+                           both, total)
+        else:
+            pairs = reduce(add, (one.call("x86.avx2.pmadd.ub.sw", beside, of=sixteen) for one, beside in both))
+            total += pairs.call("x86.avx2.pmadd.wd", pairs.of(1), of=WORDS)             # of at most 4 · 24 · 128
+    return total
 
 
 def _fma(a: Value, b: Value, c: Value) -> Value:

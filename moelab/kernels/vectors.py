@@ -30,8 +30,10 @@ FEW = (INT8, INT4, MXFP4, FP8)
 GROUP = 32                      # weights of a scale, but FP8's
 _BYTES_LOOKED_UP = bool(_FEATURES.get("avx512vbmi"))    # in tables of 64 and 128, by the low bits of bytes
 #: kinds that are multiplied as pairs of bf16 in one instruction, see `moelab.kernels.tiles`
-PAIRED = (types.uint16, BF12, INT4, MXFP4, FP8) if WIDTH == 16 and _BYTES_LOOKED_UP and _FEATURES.get("avx512bf16") else ()
-#: and as bytes, by inputs in fixed point
+PAIRED = ((types.uint16, BF12, INT4, MXFP4, FP8)
+          if WIDTH == 16 and _BYTES_LOOKED_UP and _FEATURES.get("avx512bf16") else ())
+#: and as bytes, by inputs in fixed point, each larger than its value by so much
+OFFSETS = {INT4: 8, MXFP4: 12, INT8: 128}
 FIXED = (INT4, MXFP4) if WIDTH == 8 else (INT8,) if WIDTH == 16 and _FEATURES.get("avx512vnni") else ()
 #: kind → bytes of `BLOCK` weights at their first address, and at the other one
 SIZES = {types.float32: (256, 0), types.uint16: (128, 0), types.int16: (128, 0), BF12: (64, 32),
@@ -53,18 +55,18 @@ def step_of(kind: type) -> int:
     return BLOCK if SIZES[kind][1] else STEP
 
 
-def order_of(kind: Any) -> list[int]:
-    """In which order the weights of a step come out of `vectors`."""
+def order_of(kind: Any, plain: bool = False) -> list[int]:
+    """In which order the weights of a step come out of `groups`, or `plain`, out of `vectors`."""
     if kind == types.uint16:
         return [*range(0, STEP, 2), *range(1, STEP, 2)]
-    if kind == BF12 or kind == FP8 and kind in PAIRED:
+    if kind == BF12 or kind == FP8 and kind in PAIRED and not plain:
         return [begin + 16 * lane + 8 * half + 2 * pair + odd for begin in range(0, BLOCK, 4 * WIDTH)
                 for half in range(2) for odd in range(2) for lane in range(WIDTH // 4) for pair in range(4)]
-    if kind in PAIRED:
+    if kind in PAIRED and not plain:
         return [8 * (lane % 8) + 4 * odd + lane // 8 + k for k in (0, 2) for odd in range(2) for lane in range(WIDTH)]
     if kind not in (INT4, MXFP4):
         return list(range(step_of(kind)))
-    if kind in FIXED:
+    if kind in FIXED and not plain:
         return [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
     return [begin + 4 * lane + k for begin in range(0, BLOCK, 4 * WIDTH) for k in range(4) for lane in range(WIDTH)]
 
@@ -78,33 +80,22 @@ def span_of(kind: Any, count: Value, which: int = 0) -> Value:
 
 
 def vectors(kind: Any, weights: Value, other: Value | None = None, table: Value | None = None) -> list[Value]:
-    """The weights of a step as fp32 vectors, in `order_of`, exact but for the sign of MXFP4's −0 where WIDTH < 16."""
-    if kind == INT8:
-        return [value * _scales(kind, other, [begin // GROUP] * WIDTH) for begin in range(0, BLOCK, GROUP)
-                for value in _whole(weights, begin)]
-    if kind in FIXED:
-        codes, offset = _bytes(kind, weights)
-        scales = [_scales(kind, other, [group] * WIDTH) for group in (0, 0, 1, 1)]
-        if kind == MXFP4:                               # 2⁻¹²⁷ is a subnormal, which products may take for 0
-            scales = [scale.is_("==", 0.0).made("select", scale.of(2.0**-127), scale) * 0.5 for scale in scales]
-        return [(part.shuffled(list(range(at, at + WIDTH))).to(I32, "zext") - offset).to(F32, "sitofp") * scale
-                for part in codes for at, scale in zip(range(0, BLOCK // 2, WIDTH), scales)]
-    if kind in FEW:
-        found = []
-        for scales, values in groups(types.uint16, kind, weights, other, table):
-            if kind in PAIRED:
-                values = [value for pair in values for value in _widened(pair)]
-            if kind == MXFP4:                           # 2⁻¹²⁷ is a subnormal, which products may take for 0
-                scales = scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
-            found += [value * scales for value in values]
-        return found
+    """The weights of a step as fp32 vectors, exact, in the plain `order_of`."""
     if kind == types.float32:
         return [(weights + 4 * at).load(FLOATS) for at in (0, WIDTH)]
     if kind == types.int16:
         return [(weights + 2 * at).load(ir.VectorType(F16, WIDTH)).to(F32, "fpext") for at in (0, WIDTH)]
     if kind == types.uint16:
         return _widened(weights.load(WORDS))
-    return [value for both in halves(kind, weights, other, table) for pair in _pairs(*both) for value in _widened(pair)]
+    if kind == BF12:
+        return [value for both in halves(kind, weights, other, table) for pair in _pairs(*both)
+                for value in _widened(pair)]
+    found = []
+    for scales, values in _few(kind, weights, other):
+        if kind == MXFP4:                               # 2⁻¹²⁷ is a subnormal, which products may take for 0
+            scales = scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
+        found += [value * scales for value in values]
+    return found
 
 
 def groups(x_kind: Any, kind: Any, weights: Value, other: Value, table: Value | None
@@ -113,42 +104,46 @@ def groups(x_kind: Any, kind: Any, weights: Value, other: Value, table: Value | 
     for the upper halves of inputs, and again for the lower ones, which bf16 does not have."""
     if kind in PAIRED:
         scales = None if kind not in FEW else _scales(kind, other, [lane % 8 // 4 for lane in range(WIDTH)])
-        if kind in (INT4, MXFP4):   # a code of each word in one half of a register, the next one in the other
+        if kind == types.uint16:
+            pairs = [weights.load(WORDS)]
+        elif kind in (INT4, MXFP4):     # a code of each word in one half of a register, the next one in the other
             words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
             values = [value / 2 for value in _DOUBLED] if kind == MXFP4 else range(-8, 8)
-            table = words.of([unpack("<I", pack("<f", value))[0] >> 16 for value in values] * 2)
+            table = words.of([_in_bf16(value) for value in values] * 2)
             pairs = [table.call("x86.avx512.permvar.hi.512", words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH).to(WORDS)
                      for k in (0, 2)]
-        elif kind == types.uint16:
-            pairs = [weights.load(WORDS)]
         else:
             pairs = [pair for both in halves(kind, weights, other, table) for pair in _pairs(*both)]
         yield scales, pairs if x_kind == types.uint16 else pairs * 2
-    elif kind not in FEW:
-        yield None, vectors(kind, weights, other, table)
-    elif kind == INT8 and kind in FIXED:
-        yield _scales(kind, other, [lane // 8 for lane in range(WIDTH)]), [weights.load(ir.VectorType(I8, BLOCK))]
     elif kind in FIXED:
-        yield _scales(kind, other, [0, 0, 0, 0, 1, 1, 1, 1]), _bytes(kind, weights)[0]
+        yield _scales(kind, other, [2 * lane // WIDTH for lane in range(WIDTH)]), _bytes(kind, weights)
+    elif kind in FEW:
+        yield from _few(kind, weights, other)
     else:
-        size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH       # weights of one yield
-        for begin in range(0, BLOCK, size):
-            if kind == INT8:
-                found = _whole(weights, begin)
-            elif kind == FP8:
-                found = [vector for at in range(0, BLOCK, STEP)
-                         for vector in _from_e4m3((weights + at).load(ir.VectorType(I8, STEP)))]
-            else:                                       # four codes a word, one from each word at a time
-                four = (weights + begin // 2).load(ir.VectorType(I16, WIDTH)).to(I32, "zext")
-                found = [_decoded(kind, four >> 4 * k) for k in range(4)]
-            yield _scales(kind, other, [(begin + lane * size // WIDTH) // GROUP for lane in range(WIDTH)]), found
+        yield None, vectors(kind, weights, other, table)
+
+
+def _few(kind: Any, weights: Value, other: Value) -> Iterator[tuple[Value, list[Value]]]:
+    """Scales of a few-bit kind and the vectors of fp32 that they multiply."""
+    size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH           # weights of one yield
+    for begin in range(0, BLOCK, size):
+        if kind in (INT4, MXFP4):                       # four codes a word, one from each word at a time
+            four = (weights + begin // 2).load(ir.VectorType(I16, WIDTH)).to(I32, "zext")
+            found = [_decoded(kind, four >> 4 * k) for k in range(4)]
+        elif kind == INT8:
+            found = [(weights + at).load(ir.VectorType(I8, WIDTH)).to(I32, "sext").to(F32, "sitofp")
+                     for at in range(begin, begin + size, WIDTH)]
+        else:
+            found = [vector for at in range(0, BLOCK, STEP)
+                     for vector in _from_e4m3((weights + at).load(ir.VectorType(I8, STEP)))]
+        scales = _scales(kind, other, [(begin + lane * size // WIDTH) // GROUP for lane in range(WIDTH)])
+        yield scales * 256.0 if kind == FP8 else scales, found
 
 
 def _scales(kind: Any, address: Value, groups: list[int]) -> Value:
-    """A vector of the scales of the given groups of a block, of FP8 with the factor of `_from_e4m3`."""
+    """A vector of the scales of the given groups of a block."""
     if kind == FP8:
-        scales = address.load(F32).everywhere(WIDTH)
-        return scales if kind in PAIRED else scales * 256.0
+        return address.load(F32).everywhere(WIDTH)
     # both lie in one word: each lane moves its own to where fp32 has those bits
     both = address.load(I16).everywhere(2 * WIDTH).to(WORDS) if kind == MXFP4 else address.load(I32).everywhere(WIDTH)
     left = [23 - 8 * group if kind == MXFP4 else 16 - 16 * group for group in groups]
@@ -166,19 +161,16 @@ def _decoded(kind: Any, words: Value) -> Value:
     return (found << 24).made("ashr", 24).to(F32, "sitofp") * factor                # of each word the lowest byte
 
 
-def _bytes(kind: Any, weights: Value) -> tuple[list[Value], int]:
-    """The even and the odd codes of a block as bytes, each by so much larger than its value, or MXFP4's doubled one."""
-    codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+def _bytes(kind: Any, weights: Value) -> list[Value]:
+    """The codes of a block as bytes, each larger than its value by `OFFSETS`, or than MXFP4's doubled one; even codes
+    of four bits and the odd ones."""
+    codes = weights.load(ir.VectorType(I8, SIZES[kind][0]))
+    if kind == INT8:
+        return [codes + OFFSETS[INT8]]
     if kind == INT4:
-        return [codes & 15, codes >> 4], 8
-    table = codes.of([int(value) + 12 for value in _DOUBLED], ir.VectorType(I8, 16))
-    return [_looked_up(table, part) for part in (codes, codes >> 4)], 12
-
-
-def _whole(weights: Value, begin: int) -> list[Value]:
-    """The codes of int8 weights of a group as fp32."""
-    return [(weights + at).load(ir.VectorType(I8, WIDTH)).to(I32, "sext").to(F32, "sitofp")
-            for at in range(begin, begin + GROUP, WIDTH)]
+        return [codes & 15, codes >> 4]
+    table = codes.of([int(value) + OFFSETS[MXFP4] for value in _DOUBLED], ir.VectorType(I8, 16))
+    return [_looked_up(table, part) for part in (codes, codes >> 4)]
 
 
 def joined(parts: list[Value]) -> Value:
@@ -195,9 +187,8 @@ def _from_e4m3(codes: Value) -> list[Value]:
     return [half.shuffled(list(range(at, at + WIDTH))).to(F32, "fpext") for at in (0, WIDTH)]
 
 
-def _e4m3_in_bf16(code: int) -> int:
-    """The bits of the bf16 number that a code without its sign stands for."""
-    value = code / 512 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10) if code < 127 else nan
+def _in_bf16(value: float) -> int:
+    """The bits of a number that is one of bf16."""
     return unpack("<I", pack("<f", value))[0] >> 16
 
 
@@ -226,13 +217,14 @@ def rounded(kind: Any, value: Value) -> Value:
 
 
 def halves(kind: Any, weights: Value, other: Value, table: Value | None) -> Iterator[tuple[Value, Value]]:
-    """The low and the high bytes of a block's weights in bf16, of bf12 and of paired FP8, a register of each at a time."""
+    """The low and the high bytes of a block of bf12 or paired FP8 as bf16, a vector register of each at a time."""
     n, half = 4 * WIDTH, BLOCK // 2
     if kind == FP8:
         codes = weights.load(ir.VectorType(I8, n))
-        words = [_e4m3_in_bf16(code) for code in range(128)]
-        low, high = ([codes.of([word >> shift & 255 for word in words[at:at + 64]]) for at in (0, 64)] for shift in (0, 8))
-        low, high = (part.call("x86.avx512.vpermi2var.qi.512", codes, rest) for part, rest in (low, high))
+        words = [_in_bf16(code / 512 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10) if code < 127 else nan)
+                 for code in range(128)]
+        tables = [codes.of([word >> shift & 255 for word in words[at:at + 64]]) for shift in (0, 8) for at in (0, 64)]
+        low, high = (tables[at].call("x86.avx512.vpermi2var.qi.512", codes, tables[at + 1]) for at in (0, 2))
         yield low, high | codes & 128
         return
     for begin in range(0, BLOCK, n):

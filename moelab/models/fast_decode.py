@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.kernels.products import PACKED, Matrices
+from moelab.kernels.products import PACKED
 from moelab.models.decode.attention import decode_attention
+from moelab.models.decode.dense import Matrices
 from moelab.models.decode.layers import decode_layer, stretches
 from moelab.models.decode.modules import FastLinears, fast_norm, fast_router
 from moelab.models.patches import Patches, bare
@@ -70,7 +71,7 @@ class FastDecode(Patches):
 
 
 def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:
-    """A weight as bf12 in memory (`moelab.kernels.products.Pack`)."""
+    """A weight as bf12 in memory (`Pack`)."""
     memory, rows = [], []
     for part in weight.chunk(parts):
         if not bf12.fits(part.shape) or (blob := bf12.pack_tensor(part)) is None:
@@ -81,7 +82,7 @@ def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:
 
 
 class Rounding:
-    """Rounds weights to a few-bit format in groups of 32, each weight once (`moelab.kernels.products.Pack`)."""
+    """Rounds weights to a few-bit format in groups of 32, each weight once (`Pack`)."""
 
     def __init__(self, name: str) -> None:
         self.name, self.blobs = name, {}                        # address → blob

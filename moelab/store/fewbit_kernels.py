@@ -95,7 +95,7 @@ def widening(kind: type, to: type) -> int:
 @emitted()
 def _widen_row(kind: type, to: type, w, other, n, out):
     """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to` at `out`."""
-    order = order_of(kind)
+    order = order_of(kind, plain=True)
     with n.steps(BLOCK) as i:
         found = vectors(kind, w + span_of(kind, i), other + span_of(kind, i, 1))
         (out + span_of(to, i)).store(joined([rounded(to, part) for part in found]).shuffled(

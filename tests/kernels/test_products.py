@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("numba")
-from moelab.kernels.products import linear  # noqa: E402
+from moelab.models.decode.dense import linear  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])

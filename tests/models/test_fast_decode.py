@@ -17,7 +17,7 @@ from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
 from moelab.kernels import products  # noqa: E402
-from moelab.models.decode import layers as decode_layers, modules  # noqa: E402
+from moelab.models.decode import dense as dense_weights, layers as decode_layers, modules  # noqa: E402
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
 
@@ -133,11 +133,12 @@ def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
     assert plain[:2] == bf12[:2] and plain[0] == model.spec.num_layers
     assert (plain[2] - bf12[2]).abs().mean() < 0.02 * plain[2].abs().mean()
 
-    monkeypatch.setattr("moelab.kernels.products.KINDS", {torch.float32: np.float32})       # no other weights are read
+    for module in (products, dense_weights):
+        monkeypatch.setattr(module, "KINDS", {torch.float32: np.float32})       # no other weights are read
     attention = model.model.layers[0].self_attn
     weight = attention.o_proj.weight
     x = torch.randn(2, weight.shape[1]).bfloat16()
-    found = products.Matrices.of(weight, None, pack=as_bf12)
+    found = dense_weights.Matrices.of(weight, None, pack=as_bf12)
     y = products.multiply(found.kind, found.rows, np.array([0, 2]), x.float(), None, len(weight), False)
     assert found.kind == products.PACKED["bf12"] and torch.allclose(y, x.float() @ weight.float().T, atol=1e-3)
 

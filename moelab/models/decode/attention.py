@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from moelab.kernels.layers import attend, heads_entry
-from moelab.kernels.products import KINDS, TEAM, Matrices, Pack, entry, fits
+from moelab.kernels.products import KINDS, TEAM, entry
+from moelab.models.decode.dense import Matrices, Pack, fits
 from moelab.models.decode.modules import epsilon
 from moelab.models.decode.unchanged import Unchanged
 

@@ -122,8 +122,8 @@ class Stretch:
             if ours and None not in rooms and (told := self.parts.listeners()) is not None:
                 heard[:] = told
                 began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind, x=kind))
-                done = stretch(layers[0].shape, routing, ways(up, down, transposed, x.dtype), self.weights, self.routers,
-                               up[1], down[1], token, np.array([room.where for _, room in rooms]),
+                done = stretch(layers[0].shape, routing, ways(up, down, transposed, x.dtype), self.weights,
+                               self.routers, up[1], down[1], token, np.array([room.where for _, room in rooms]),
                                x.data_ptr(), w.data_ptr(), ids, times, CLOCK)
             return Computed(done, ids, began + times / 1e9)
         found = run(self.experts, x.dtype, compute)

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.kernels.layers import rms_norm, route
-from moelab.kernels.products import KINDS, TEAM, Matrices, Pack, crossover, entry, fits, linear
+from moelab.kernels.products import KINDS, TEAM, crossover, entry
+from moelab.models.decode.dense import Matrices, Pack, fits, linear
 
 LARGEST_NORM = 1 << 16          # entries of a norm's x up to which one thread is faster than torch's many operations
 LARGE = 1 << 16                 # weights of a linear layer below which there is nothing to gain
