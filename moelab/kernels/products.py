@@ -102,8 +102,8 @@ def widen(kind, order, x, n, out):
 @kernel
 def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs, threads):
     """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for the kind `order`.
-    A thread takes `outputs` of R at a time, or more: at the begin of a piece memory is waited for. x must be `kept`
-    until here, y until the job is done."""
+    A thread takes `outputs` of R at a time, or twice as many while each still takes `SHARES`: at the begin of a piece
+    it waits for memory. x must be `kept` until here, y until the job is done."""
     M, N = len(matrices), bounds[-1]
     while 2 * outputs <= min(OUTPUTS, M * R // (SHARES * threads)):
         outputs *= 2

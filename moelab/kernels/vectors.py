@@ -1,10 +1,11 @@
-"""Weights as fp32 vectors: LLVM code, piece by piece, of which `moelab.kernels.tiles` makes the parts of kernels.
+"""Weights as vectors: LLVM code, piece by piece, of which `moelab.kernels.tiles` makes the parts of kernels.
 
 A *kind* is a numba type that says how weights are stored: float32, uint16 for bf16, int16 for fp16, int8 for bf12
 (`moelab.store.bf12`): low bytes of bf16 at one address, at another 4 bits a weight that stand for the high byte, by a
 table of 16. A shift, a table look-up and two unpacks make bf16 pairs of 64 such weights, of which 96 bytes are read
 instead of 128. The other packed kinds are the formats of `moelab.store.fewbit`: codes at one address, scales at
 another, each code widened and multiplied by its scale, four-bit ones by a look-up of each of the four in a 16-bit word.
+What is multiplied is fp32, pairs of bf16 (`PAIRED`) or bytes (`FIXED`), by what the processor can.
 """
 
 from __future__ import annotations
