@@ -57,8 +57,7 @@ def dots(tokens: int, rows: int, x_kind: type, kind: type, x, w, other, table, s
                     for t in range(tokens):
                         for at, term in enumerate(_terms(kind, values[t][part:], vectors, scales), number):
                             total = sums[t][r][at % chains]
-                            how = kind if scales is None else None
-                            b.store(_product(how, *term, Value(b, b.load(total))).llvm, total)
+                            b.store(_product(*term, Value(b, b.load(total))).llvm, total)
                     part += len(vectors)
     for t in range(tokens):
         to = out + apart * t * 4
@@ -178,7 +177,7 @@ def _prepared(kind: Any, parts: list[Value]) -> list[Value]:
 
 def _paired(parts: list[Value]) -> list[Value]:
     """Inputs as paired kinds are multiplied: pairs of their upper halves, pairs of what these lack, which is exact to
-    2⁻¹⁷."""
+    2⁻¹⁷; an infinity in fp32 makes NaN."""
     upper = [(part.to(I32) + 0x8000 & 0xFFFF0000).to(F32) for part in parts]
     lower = [((part - top).to(I32) + 0x8000).to(F32) for part, top in zip(parts, upper)]
     return [((even.to(I32) >> 16) | (odd.to(I32) & 0xFFFF0000)).to(F32)
@@ -219,12 +218,12 @@ def _terms(kind: Any, inputs: list[Value], weights: list[Value], scales: Value |
         return [(whole.to(F32, "sitofp"), scale * scales)]
     if scales is None:
         return list(zip(inputs, weights))
-    return [(reduce(lambda total, term: _product(kind, *term, total), zip(inputs, weights), None), scales)]
+    return [(reduce(lambda total, term: _product(*term, total), zip(inputs, weights), None), scales)]
 
 
-def _product(kind: Any, x: Value, weights: Value, total: Value | None) -> Value:
-    """Inputs times weights as `groups` gives them, plus a sum, if there is one."""
-    if kind in PAIRED:
+def _product(x: Value, weights: Value, total: Value | None) -> Value:
+    """Inputs times weights, which are fp32 or words of two bf16, plus a sum, if there is one."""
+    if weights.scalar == I32:
         return (total or x.of(0.0)).call("x86.avx512bf16.dpbf16ps.512", x.to(WORDS), weights)
     return _fma(x, weights, total) if total else x * weights
 
@@ -242,7 +241,7 @@ def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
                            both, total)
         else:
             pairs = reduce(add, (one.call("x86.avx2.pmadd.ub.sw", beside, of=sixteen) for one, beside in both))
-            total += pairs.call("x86.avx2.pmadd.wd", pairs.of(1), of=WORDS)             # of at most 4 · 24 · 128
+            total += pairs.call("x86.avx2.pmadd.wd", pairs.of(1), of=WORDS)             # in 16 bits: at most 4 · 24 · 128
     return total
 
 

@@ -67,6 +67,15 @@ def test_many_tokens_and_rows_on_several_threads(threads):
         assert torch.allclose(y, x @ w.T, atol=1e-4)
 
 
+@pytest.mark.parametrize("M, R", [(1, 2050), (1, 4500), (5, 2300), (9, 1030)])
+def test_pieces_of_any_length_are_the_whole(M, R, threads):
+    """From 64 rows, a row beyond whole ones, to 512, as many as leave each thread a share."""
+    w, x = torch.randn(M, R, 64).bfloat16(), torch.randn(M, 64).bfloat16()
+    table = np.array([[one.data_ptr(), 0, 0, 0] for one in w])
+    y = products.multiply(products.KINDS[w.dtype], table, np.arange(M + 1), x, None, R, False)
+    assert torch.allclose(y, torch.einsum("mrn,mn->mr", w.float(), x.float()), atol=1e-4)
+
+
 def test_without_openmp_pythons_threads_do_it(monkeypatch, request):
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(products, "TEAM", 0)
