@@ -241,7 +241,7 @@ def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
                            both, total)
         else:
             pairs = reduce(add, (one.call("x86.avx2.pmadd.ub.sw", beside, of=sixteen) for one, beside in both))
-            total += pairs.call("x86.avx2.pmadd.wd", pairs.of(1), of=WORDS)             # in 16 bits: at most 4 · 24 · 128
+            total += pairs.call("x86.avx2.pmadd.wd", pairs.of(1), of=WORDS)         # in 16 bits: at most 4 · 24 · 128
     return total
 
 
