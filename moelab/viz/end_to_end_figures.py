@@ -49,10 +49,11 @@ def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: s
         x, y_ = zip(*(points[name] for name in best)) if best else ((), ())
         middle = max((point[0] for point in points.values()), default=0) / 2
         sides = ["top left" if value > middle else "top right" for value in x]      # or the panel's edge cuts a name
+        raised = [name + "<br> " * (number % 2) for number, name in enumerate(best)]        # or neighbours overlap
         figure.add_scatter(x=x, y=y_, mode="lines", line=DASHED | {"shape": "hv"}, showlegend=False, name="front",
                            hoverinfo="skip", **at)
         add_points(figure, list(zip(x, y_)), "none is better in both", 0, "%{customdata}: %{x:.3g}, %{y:.3g}",
-                   customdata=list(best), text=list(best), mode="markers+text", textposition=sides,
+                   customdata=list(best), text=raised, mode="markers+text", textposition=sides,
                    textfont=NOTE, cliponaxis=False, **at)
         figure.update_xaxes(title=title, rangemode="tozero", **at)
     return finish(figure, legend="measured", height=420)
