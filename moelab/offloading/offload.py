@@ -110,9 +110,10 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         return Slots(store, slot_counts(pools, L if scope == "layer" else 1, staging), sizes, device)
 
     # Experts of a prompt get ever other numbers of tokens. For each shape oneDNN, by which torch multiplies bf16, keeps
-    # code of 0.7 MB, and so does what calls it: 1024 each, unless the first use finds a smaller number here.
-    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "8")
+    # 0.7 MB of code, and so does what calls it: 1024 each, unless the first use finds a smaller number here. A layer's
+    # shapes must fit, or each expert's code is made anew: with 8, prompts of 128 tokens took twice as long.
+    for cache, shapes in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "8")):
+        os.environ.setdefault(cache, shapes)
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
         reader = Reader(store, **reading)
         unless_open.callback(reader.close)
