@@ -15,7 +15,7 @@ before. A file that changes while it is open is noticed. A store adds compressio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,9 @@ from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.identity import changed, of_checkpoint
 from moelab.models.seam import MoELayer, Weights, banks
 from moelab.store import fewbit, packings
+from moelab.store.codecs import Plane
 from moelab.store.headers import NAMES, Stored
-from moelab.store.layout import Chunk, ExpertStore, StoreError, TensorEntry, aligned
+from moelab.store.layout import Chunk, ExpertStore, Extent, StoreError, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
 
@@ -225,27 +226,29 @@ class CheckpointStore(ExpertStore):
         return sorted({stored.file for expert in range(len(self.layers[layer].experts))
                        for source in self.sources(layer, expert) for stored in source.stored.values()})
 
-    def extents(self, parts: list[Chunks]) -> Iterator[tuple[Path, int, list[memoryview]]]:
-        """As of `ExpertStore`; what is not plain is converted after the last of its tensors has been read."""
+    def extents(self, parts: list[Chunks]) -> list[Iterable[Extent]]:
+        """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it has been read."""
         chunks = parts[0]
-        for source in self.sources(chunks.layer, chunks.expert):
-            plane = chunks.plane(source.name, 0)
-            target, at, read = plane.shards[0], 0, {}
-            for pattern, stored in source.stored.items():
-                if changed(stored.file) != self._changed[stored.file]:
-                    raise StoreError(f"{stored.file} was changed since the model was opened from it; open it again")
-                if source.plain:
-                    memory, at = target[at:at + stored.nbytes], at + stored.nbytes
-                else:
-                    read[pattern] = stored.empty()
-                    memory = read[pattern].reshape(-1).view(torch.uint8).numpy()
-                yield stored.file, stored.begin, [memoryview(memory)]
-            if read and fewbit.is_format(plane.codec):
-                target[:] = blob_of(self.model.plan, plane.codec, located(source.places, read))
-            elif read:
-                made = converted(self.model.plan, source.plan, read)
-                dtype = self.dtype if made.is_floating_point() else made.dtype
-                torch.from_numpy(target).view(dtype).view(made.shape).copy_(made)
+        return [(list if source.plain else iter)(self._extents(source, chunks.plane(source.name, 0)))
+                for source in self.sources(chunks.layer, chunks.expert)]
+
+    def _extents(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
+        target, at, read = plane.shards[0], 0, {}
+        for pattern, stored in source.stored.items():
+            if changed(stored.file) != self._changed[stored.file]:
+                raise StoreError(f"{stored.file} was changed since the model was opened from it; open it again")
+            if source.plain:
+                memory, at = target[at:at + stored.nbytes], at + stored.nbytes
+            else:
+                read[pattern] = stored.empty()
+                memory = read[pattern].reshape(-1).view(torch.uint8).numpy()
+            yield stored.file, stored.begin, [memoryview(memory)]
+        if read and fewbit.is_format(plane.codec):
+            target[:] = blob_of(self.model.plan, plane.codec, located(source.places, read))
+        elif read:
+            made = converted(self.model.plan, source.plan, read)
+            dtype = self.dtype if made.is_floating_point() else made.dtype
+            torch.from_numpy(target).view(dtype).view(made.shape).copy_(made)
 
     @cached_property
     def identity(self) -> str:

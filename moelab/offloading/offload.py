@@ -26,6 +26,7 @@ from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.filling import filling
 from moelab.offloading.microbenchmarks import quick_delays, same_bits_on_one_thread
+from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.planner import TIMED, WARM, best_pools, drawn, shares_of
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
@@ -90,10 +91,10 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     in_place = whole_only and torch.device(device).type == "cpu" and (compact or not has_few_bits(store))
     sizes = Sizes.of(store, None if in_place else False)
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
-    at_least = (ahead or 0) + 1                             # staging
-    everything = L * E * sizes.full + max(staging or workers + 2, at_least) * sizes.in_flight + store.scratch
+    at_least, scratch = (ahead or 0) + 1, DEPTH * store.scratch                 # staging; of each thread that reads
+    everything = L * E * sizes.full + max(staging or workers + 2, at_least) * sizes.in_flight + scratch
     room = parse_budget(budget, everything, store.weights_bytes)
-    least = max(staging or 1, at_least) * sizes.in_flight + store.scratch
+    least = max(staging or 1, at_least) * sizes.in_flight + scratch
     if room < least:
         raise ValueError(f"the budget is {room:,} bytes; {least:,} bytes are the least "
                          f"that works: {max(staging or 1, at_least)} in-flight expert(s), read and decoded"
@@ -101,7 +102,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     if (auto := auto and sizes.sm > 0) and calibration is None:
         raise ValueError("plan='auto' divides the memory by how popular experts are: give calibration=, which "
                          "`python -m moelab calibrate MODEL FILE` makes")
-    kept = room - store.scratch
+    kept = room - scratch
     pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging, ahead or 0)
     residency = Residency(L, E, pools, policy, scope, margin)
     ahead = 0 if residency.holds_all else min(store.spec.K, staging - 1) if ahead is None else ahead

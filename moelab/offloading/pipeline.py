@@ -4,10 +4,12 @@ Source: ZipMoE §3.3 (one I/O thread, several decompression workers, work-conser
 (the next layer's experts are loaded while this one's are computed). Each thread takes the first operation that can be
 done, this layer's before the next one's, so an order can make a layer slow, but not wrong and not stuck.
 
-What the running layer demands is read `DEPTH` experts at a time, so that the disk has the next request when it has
-served one, even where the thread that waited for it waits for a core. They are done in the order in which they began:
-so the order in which experts are summed up is no matter of chance. A prefetch is read alone. To the timeline, the disk
-serves the request that ends first before the other: so its events do not overlap, and last as long as it is busy.
+Experts are read one after another, in pieces, of which `DEPTH` are under way at a time: so the disk has the next
+request when it has served one, even where the thread that waited for it waits for a core, and an expert can be computed
+while the next one is read. They are done in the order in which they began: so the order in which experts are summed up
+is no matter of chance. A prefetch is read alone, and between two of its pieces what is demanded overtakes it. To the
+timeline, the disk serves the read that ends first before the others: so its events do not overlap, and last as long as
+it is busy.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,21 +28,34 @@ import torch
 from moelab.offloading.decoders import decoder
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
-from moelab.schedule.load_queue import PIECE, USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
+from moelab.schedule import load_queue
+from moelab.schedule.load_queue import USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
 from moelab.specs import Event, ExpertKey
-from moelab.store.reader import Chunks, Reader
+from moelab.store.reader import Chunks, Piece, Reader
 from moelab.store.stages import separable, shards
 
 clock = time.perf_counter
 NICE = 5                    # of the workers' threads
-DEPTH = 2                   # at the same time; with four the disks that we measured were no faster
+DEPTH = 3                   # pieces at the same time: while a thread takes its next one, the disk still has two
 _PART = {"e": "E", "sm": "SM", "full": "both"}
 #: what a layer waits for: experts that can be computed, an error, or None: "look again whether to go on"
 Ready = SimpleQueue
 
 
-class Dropped(Exception):
-    """Nobody wants the rest of a prefetched expert."""
+class Read:
+    """A read under way.
+
+    pieces : of it, that nobody reads yet.    busy : how many are being read.
+    since, new : when it began, or what it has last told the timeline, and bytes since then; together: nbytes, seconds.
+    """
+
+    def __init__(self, load: Load, kinds: tuple[str, ...]) -> None:
+        self.load, self.kinds, self.chunks, self.pieces, self.busy = load, kinds, [], deque(), 0
+        self.since, self.new, self.nbytes, self.seconds, self.error = 0.0, 0, 0, 0.0, None
+
+    @property
+    def done(self) -> bool:
+        return not (self.pieces or self.busy)
 
 
 class Bell:
@@ -87,8 +103,7 @@ class Pipeline:
             shards=lambda load, name: shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1)
         self._lock, self._io, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
         self._served = 0.0                                      # when the disk has last ended a read
-        #: reads under way, as they began → () or, before their turn, what became of them
-        self._reading: dict[tuple[Load, tuple[str, ...]], tuple] = {}
+        self._reading: list[Read] = []                          # as they began
         self._ready: Ready = SimpleQueue()                      # the running layer's
         self._living: set[int] = set()                          # threads that run, whatever `threading` says
         self._ended: SimpleQueue[None] = SimpleQueue()
@@ -104,7 +119,7 @@ class Pipeline:
     def change(self, how: Callable[..., Any], *args: Any) -> Any:
         """Call `how`, a method of the queue, under the lock, and wake the threads if loads were admitted."""
         before = self.queue.admitted
-        result = self._locked(how, *args)
+        result = self._locked(self._changed, how, *args)
         if self.queue.admitted != before:
             self._io.ring()
             self._work.ring()
@@ -187,72 +202,74 @@ class Pipeline:
             bell.wait()
         return None
 
+    def _changed(self, how: Callable[..., Any], *args: Any) -> Any:
+        """Call `how`, and let the queue know of the reads that are done, none before one that is demanded and began
+        earlier."""
+        result = how(*args)
+        for read in list(self._reading):
+            if read.load.phase is Phase.DROPPED:                # nobody wants the rest
+                read.pieces.clear()
+            if read.done:
+                self._reading.remove(read)
+                self.queue.read_done(read.load, read.kinds, read.nbytes, read.error, read.seconds)
+            elif not read.load.ahead:
+                break
+        return result
+
     def _read_loop(self, me: str) -> None:
-        while (found := self._next(self._io, self._next_read)) is not None:
+        while (found := self._next(self._io, self._next_piece)) is not None:
             self._read(*found)
             self.computed[me] = time.thread_time()
 
-    def _next_read(self) -> tuple[Load, tuple[str, ...]] | None:
-        """The queue's; beside another read, only one that the running layer demands."""
-        if (found := self.queue.next_read(bool(self._reading))) is not None:
-            self._reading[found] = ()
-        return found
+    def _next_piece(self) -> tuple[Read, Piece | None] | None:
+        """Of what the running layer demands, or else, if nothing else is being read, of a prefetch."""
+        found = next((read for read in self._reading if read.pieces and read.load.keep is not None), None)
+        if found is None and (new := self.queue.next_read(bool(self._reading))) is not None:
+            self._reading.append(found := self._plan(*new))
+        if found is None and not any(read.busy for read in self._reading):
+            found = next((read for read in self._reading if read.pieces), None)
+        if found is None:
+            return None
+        found.busy, found.since = found.busy + 1, found.since or clock()
+        return found, found.pieces.popleft() if found.pieces else None
 
-    def _read_done(self, load: Load, kinds: tuple[str, ...], *result: Any) -> None:
-        """A demanded read waits for those that began before it."""
-        self._reading[load, kinds] = result
-        for read, its in list(self._reading.items()):
-            if its:
-                del self._reading[read]
-                self.queue.read_done(*read, *its)
-            elif not read[0].ahead:
-                break
-
-    def _serve(self, start: float) -> tuple[float, float]:
-        """From when until now the disk was busy with what was asked for at `start`."""
-        begun, self._served = max(start, self._served), clock()
-        return begun, self._served
-
-    def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
-        start, error, done, seconds = clock(), None, 0, 0.0
-
-        def landed(nbytes: int) -> None:
-            nonlocal done, seconds
-            begun, now = self._locked(self._serve, start)
-            self.timeline.add(Event("disk", read_name(kinds), *load.key, begun, now, nbytes))
-            done, seconds = done + nbytes, seconds + now - begun
-
-        def between(nbytes: int) -> None:
-            """Between two pieces of a prefetch, what the running layer demands goes first."""
-            nonlocal start
-            landed(nbytes)
-            while load.keep is None and not self.closed:
-                if urgent := self._locked(self._next_read):
-                    self._read(*urgent)
-                elif len(self._reading) > 1 and load.phase is not Phase.DROPPED:
-                    self._io.wait()                     # until another thread has read what is demanded
-                else:
-                    break
-            if load.phase is Phase.DROPPED:
-                raise Dropped
-            start = clock()
-
+    def _plan(self, load: Load, kinds: tuple[str, ...]) -> Read:
+        """What there is to read; an error belongs to the caller of the model."""
+        read = Read(load, kinds)
         try:
             parts = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
-            chunks = self.reader.read_parts(*load.key, parts, *((PIECE, between) if load.ahead else ()))
-        except Dropped:
-            pass
-        except BaseException as caught:                 # whatever it is belongs to the caller of the model
-            error = caught
-        else:
-            self.chunks.update(((kind, load.slots[kind]), part) for kind, part in zip(kinds, chunks))
-            landed(sum(part.nbytes for part in chunks) - done)
-        if load.keep is not None:
+            read.chunks, pieces = self.reader.plan(*load.key, parts, load_queue.PIECE)
+            read.pieces.extend(pieces)
+        except BaseException as error:
+            read.error = error
+        return read
+
+    def _read(self, read: Read, piece: Piece | None) -> None:
+        error, nbytes = None, 0
+        if piece is not None:
+            try:
+                nbytes = self.reader.fill(piece)
+            except BaseException as caught:             # whatever it is belongs to the caller of the model
+                error = caught
+        self.change(self._landed, read, nbytes, error)
+        if read.done:
+            self._work.ring()
+
+    def _landed(self, read: Read, nbytes: int, error: BaseException | None) -> None:
+        """A piece has been read. The timeline is told of a whole read, or of each piece of a prefetch."""
+        read.busy, read.new = read.busy - 1, read.new + nbytes
+        if error is not None:
+            read.error = error
+            read.pieces.clear()
+        elif read.done or read.load.ahead:
+            begun, self._served = max(read.since, self._served), clock()
+            self.timeline.add(Event("disk", read_name(read.kinds), *read.load.key, begun, self._served, read.new))
+            read.nbytes, read.seconds = read.nbytes + read.new, read.seconds + self._served - begun
+            read.since, read.new = 0.0, 0
+        if read.done and read.error is None and read.load.phase is Phase.LOADING:
+            self.chunks.update(((kind, read.load.slots[kind]), part) for kind, part in zip(read.kinds, read.chunks))
+        if read.load.keep is not None:
             self.needed = clock()
-        self.change(self._read_done, load, kinds, done, error, seconds)
-        self._work.ring()
-        if self._reading:
-            self._io.ring()
 
     def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be another's."""

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from moelab.schedule.affinity import Block, Order
-from moelab.schedule.load_queue import HOLDS, KINDS, PIECE, Load, LoadQueue, Phase, read_name
+from moelab.schedule.load_queue import HOLDS, KINDS, Load, LoadQueue, Phase, piece, read_name
 from moelab.schedule.requests import Delays, Operation, operations
 from moelab.specs import Event, ExpertKey, State
 
@@ -219,7 +219,7 @@ class SimulatedMachine:
         """Read all bytes that are not `done`, or a piece of a prefetched expert's."""
         if load.phase is Phase.DROPPED:
             return self.queue.read_done(load, kinds, done)
-        now = min(nbytes - done, PIECE) if load.ahead else nbytes
+        now = min(nbytes - done, piece(nbytes)) if load.ahead else nbytes
         self._disk_free = False
 
         def end() -> None:

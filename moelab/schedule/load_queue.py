@@ -31,8 +31,13 @@ HOLDS = {State.FULL: ("full",), State.COMPRESSED: ("e", "sm"), State.SM: ("sm",)
 FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 #: a decode operation → the slots that it uses; "check" only compares checksums, of an expert read in place
 USES = {"check": ("full",), "decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
-#: bytes of a prefetched read after which a demanded one may overtake it
+#: bytes at most of a piece of a read; between two of a prefetch, what is demanded may overtake it
 PIECE = 2 << 20
+
+
+def piece(nbytes: int) -> int:
+    """Bytes of a piece, if so many are read in equal ones."""
+    return -(-nbytes // max(-(-nbytes // PIECE), 1))
 
 
 def read_name(kinds: tuple[str, ...]) -> str:

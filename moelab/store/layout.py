@@ -156,6 +156,10 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str
     return found
 
 
+#: (file, offset, memory to fill) of what is read
+Extent = tuple[Path, int, list[memoryview]]
+
+
 def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
     """(offset, length) of an expert's E-chunks, SM-chunks or both, both multiples of `ALIGN`; (0, 0) for no chunks."""
     chunks = [chunk for entry in entries.values() for i, (_, chunks) in enumerate(entry.planes)
@@ -382,10 +386,11 @@ class ExpertStore:
         """The files that hold a layer's experts."""
         return [self.folder / self.layers[layer].file]
 
-    def extents(self, parts: list[Any]) -> Iterable[tuple[Path, int, list[memoryview]]]:
-        """What to read for `Chunks` that follow each other in the file: (file, offset, memory to fill)."""
+    def extents(self, parts: list[Any]) -> list[Iterable[Extent]]:
+        """What to read for `Chunks` that follow each other in the file. Each of the list can be read by another thread,
+        a list in it also in any order, and what is an iterator in its own."""
         path = self.folder / self.layers[parts[0].layer].file
-        return [(path, parts[0].offset, [memoryview(part.data) for part in parts])]
+        return [[(path, parts[0].offset, [memoryview(part.data) for part in parts])]]
 
     @property
     def weights_bytes(self) -> int:

@@ -21,17 +21,17 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES
-from moelab.store.layout import ALIGN, PARTS, ExpertStore, StoreError, TensorEntry, run
+from moelab.store.layout import ALIGN, PARTS, ExpertStore, Extent, StoreError, TensorEntry, aligned, run
 
 try:
     import fcntl
@@ -99,6 +99,13 @@ class Chunks:
         return Plane(codec, tuple(self.data[c.offset - self.offset:][:c.length] for c in chunks))
 
 
+class Piece(NamedTuple):
+    """Of what is read of an expert, something that one thread reads, in this order."""
+
+    extents: Iterable[Extent]
+    of: Chunks
+
+
 class Reader:
     """Reads parts of experts into buffers; each read is one blocking call, from any number of threads.
 
@@ -149,12 +156,18 @@ class Reader:
             self.check(chunks)
         return chunks
 
-    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None,
-                   between: Callable[[int], None] = lambda nbytes: None) -> list[Chunks]:
-        """Read "E", "SM" or both, in this order, into a buffer each, in one request; without `check`.
+    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray | None]) -> list[Chunks]:
+        """Read "E", "SM" or both, in this order, into a buffer each, in one request; without `check`."""
+        found, pieces = self.plan(layer, expert, parts)
+        for piece in pieces:
+            self.fill(piece)
+        return found
 
-        piece : read so many bytes at most at once, a multiple of `ALIGN`, and call `between` with the number of those
-            just read before each further one; what it raises ends the read.
+    def plan(self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
+             ) -> tuple[list[Chunks], list[Piece]]:
+        """What `read_parts` reads, but not yet read, and the pieces to `fill`, in any order and by any thread.
+
+        piece : cut what lies together in a file into equal ones of at most so many bytes, a multiple of `ALIGN`.
         """
         entries, found = self.store.entries(layer, expert), []
         for part, buffer in parts.items():
@@ -167,22 +180,23 @@ class Reader:
                                  f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one")
             found.append(Chunks(layer, expert, part, entries, buffer[:length], offset,
                                 self.store.stored_bytes(layer, expert, part)))
-        filled = [chunks for chunks in found if len(chunks.data)]
-        if filled:
-            self._fill(filled, piece, between)
-        return found
+        filled, pieces = [chunks for chunks in found if len(chunks.data)], []
+        for extents in self.store.extents(filled) if filled else ():
+            if piece and isinstance(extents, list):
+                pieces += [Piece([(path, offset + at, some)], filled[0]) for path, offset, views in extents
+                           for at, some in _pieces(views, piece)]
+            else:
+                pieces.append(Piece(extents, filled[0]))
+        return found, pieces
 
-    def _fill(self, parts: list[Chunks], piece: int | None, between: Callable[[int], None]) -> None:
+    def fill(self, piece: Piece) -> int:
+        """Read a piece; returns its bytes. Raises StoreError, OSError as `read`."""
         total, requests, start = 0, 0, time.perf_counter()
-        for path, offset, views in self.store.extents(parts):
-            for at, some in _pieces(views, piece) if piece else [(0, views)]:
-                if piece and total:
-                    self._count(total, requests, start)
-                    between(total)
-                    total, requests, start = 0, 0, time.perf_counter()
-                total += sum(map(len, some))
-                requests += self._read_extent(path, offset + at, some, parts[0])
+        for path, offset, views in piece.extents:
+            total += sum(map(len, views))
+            requests += self._read_extent(path, offset, views, piece.of)
         self._count(total, requests, start)
+        return total
 
     def _count(self, total: int, requests: int, start: float) -> None:
         """Wait as long as throttling says, and count."""
@@ -272,8 +286,10 @@ class Reader:
         self.close()
 
 
-def _pieces(views: list[memoryview], size: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """The views in pieces of `size` bytes: (where it begins, its views)."""
+def _pieces(views: list[memoryview], most: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """The views in equal pieces of at most so many bytes, but for alignment: (where it begins, its views)."""
+    total = sum(map(len, views))
+    size = aligned(-(-total // max(-(-total // most), 1)))
     at, piece, room = 0, [], size
     for view in views:
         while len(view):

@@ -286,13 +286,13 @@ def test_a_model_that_is_dropped_within_one_of_its_own_threads_is_closed(folder)
     model = offload(folder / "huffman", 0.5, delays=DELAYS)
     generate(model, batch=1, new=2)
     engine = model.moelab.engine
-    reader, read, done = engine.pipeline.reader, engine.pipeline.reader.read_parts, threading.Event()
+    reader, read, done = engine.pipeline.reader, engine.pipeline.reader.fill, threading.Event()
 
     def closing(*args, **kwargs):
         engine.close()
         done.set()
         return read(*args, **kwargs)
-    reader.read_parts = closing
+    reader.fill = closing
     engine.residency.clear()
     engine._sound = False
     with watched(), pytest.raises(RuntimeError, match="closed"):

@@ -14,7 +14,7 @@ from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.models import plug
 from moelab.offloading.offload import offload
-from moelab.offloading.pipeline import Pipeline
+from moelab.offloading.pipeline import DEPTH, Pipeline
 from moelab.offloading.slots import Sizes
 from moelab.registry import make
 from moelab.schedule.load_queue import PIECE
@@ -68,7 +68,7 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
                             ahead=room, delays=DELAYS)
         jitter(offloaded, chance)
         with Speculation(offloaded, make("predictor", guess, offloaded, ahead=distance), "hint"), \
-                mock.patch("moelab.offloading.pipeline.PIECE", piece):
+                mock.patch("moelab.schedule.load_queue.PIECE", piece):
             for seed in range(2):
                 assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
         decisions.append(offloaded.moelab.residency.counters)
@@ -133,7 +133,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
     offloaded, reference = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS), open_model(model)
     engine = offloaded.moelab.engine
     inner, reader = engine.__class__.__call__, engine.pipeline.reader
-    read, failed = reader.read_parts, []
+    read, failed = reader.fill, []
     wanted = {}
     original = engine.residency.begin
     engine.residency.begin = lambda layer, tokens: (wanted.__setitem__(layer, set(tokens)), original(layer, tokens))[1]
@@ -143,12 +143,12 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
     offloaded.moelab.residency.clear()
     engine._sound = False                               # so the next layer holds what residency does
 
-    def failing(layer, expert, parts, *pieces):
-        if (layer, expert) == (1, chosen) and not failed:
-            failed.append(expert)
+    def failing(piece):
+        if (piece.of.layer, piece.of.expert) == (1, chosen) and not failed:
+            failed.append(chosen)
             raise OSError(5, "reading experts-00001.safetensors failed")
-        return read(layer, expert, parts, *pieces)
-    reader.read_parts = failing
+        return read(piece)
+    reader.fill = failing
 
     def announcing(x, ids, weights, experts):
         if experts.layer == 0:
@@ -174,7 +174,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
 def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
     """What layer 1 does not want is announced, and its first piece takes until the layer has demanded its own experts:
     they go first, and nothing more of the other is read."""
-    monkeypatch.setattr("moelab.offloading.pipeline.PIECE", 4096)
+    monkeypatch.setattr("moelab.schedule.load_queue.PIECE", 4096)
     offloaded, reference = offload(qwen[1], "10MB", plan=Pools(), ahead=8, delays=DELAYS), open_model(qwen[0])
     offloading, wanted, begun, demanded = offloaded.moelab, {}, threading.Event(), threading.Event()
     engine = offloading.engine
@@ -184,14 +184,14 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
         offloaded(torch.tensor([[7]]))
         offloading.reset()
         others, pipeline = sorted(set(range(8)) - wanted[1]), engine.pipeline
-        demand, read_parts = pipeline.queue.demand, pipeline.reader.read_parts
+        demand, fill = pipeline.queue.demand, pipeline.reader.fill
 
-        def reading(layer, expert, parts, *pieces):
-            def between(nbytes):
+        def reading(piece):
+            nbytes = fill(piece)
+            if piece.of.expert in others and piece.of.layer == 1:
                 begun.set()
                 assert demanded.wait(60)
-                pieces[1](nbytes)
-            return read_parts(layer, expert, parts, *((pieces[0], between) if pieces else ()))
+            return nbytes
 
         def demanding(*args):
             demand(*args)
@@ -204,7 +204,7 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
                 assert begun.wait(60)
                 pipeline.queue.demand = demanding
             return inner(engine, x, ids, weights, experts)
-        pipeline.reader.read_parts = reading
+        pipeline.reader.fill = reading
         plug(offloaded, executor=announcing)
         offloaded(torch.tensor([[7]]))
         plug(offloaded, executor=engine)
@@ -219,36 +219,36 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
     offloading.close()
 
 
-def test_two_demanded_reads_are_under_way_and_done_in_the_order_in_which_they_began(qwen, monkeypatch):
-    """The first read of all ends after the second: its expert comes first nevertheless."""
+def test_demanded_reads_are_done_in_the_order_in_which_they_began(qwen, monkeypatch):
+    """The first piece of all ends after the second, which is another expert's: its expert comes first nevertheless."""
     offloaded, reference = offload(qwen[1], "10MB", plan=Pools(), delays=DELAYS), open_model(qwen[0])
     reader, next_ready = offloaded.moelab.engine.pipeline.reader, Pipeline.next_ready
-    read_parts, begun, come, under_way, most = reader.read_parts, [], [], set(), []
+    fill, begun, come, under_way, most = reader.fill, [], [], set(), []
     second, lock = threading.Event(), threading.Lock()
 
-    def reading(layer, expert, *rest):
+    def reading(piece):
         with lock:
-            begun.append((layer, expert))
+            begun.append((piece.of.layer, piece.of.expert))
             under_way.add(begun[-1])
             most.append(len(under_way))
             n = len(begun)
         assert n != 1 or second.wait(60)
-        found = read_parts(layer, expert, *rest)
+        nbytes = fill(piece)
         with lock:
-            under_way.discard((layer, expert))
+            under_way.discard((piece.of.layer, piece.of.expert))
         if n == 2:
             second.set()
-        return found
+        return nbytes
 
     def ready(*args):
         come.append(next_ready(*args))
         return come[-1]
-    reader.read_parts = reading
+    reader.fill = reading
     monkeypatch.setattr(Pipeline, "next_ready", ready)
     with torch.inference_mode():
         logits = offloaded(torch.tensor([[5, 9, 33, 12]])).logits
         assert torch.equal(logits, reference(torch.tensor([[5, 9, 33, 12]])).logits)
-    assert list(dict.fromkeys(begun)) == come and max(most) == 2 and len(come) > 4
+    assert list(dict.fromkeys(begun)) == come and max(most) == DEPTH and len(come) > 4
     assert check(offloaded.moelab.timeline) == []
     offloaded.moelab.close()
 

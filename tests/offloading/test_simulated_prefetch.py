@@ -83,7 +83,7 @@ def test_guesses_decide_nothing_and_every_byte_is_accounted_for(run, machine, ah
     alone = Residency(L, E, pools)
     decisions = [alone.begin(*step) for step in flat(steps)]
     inside = Residency(L, E, pools)
-    with mock.patch("moelab.schedule.execution.PIECE", piece):
+    with mock.patch("moelab.schedule.load_queue.PIECE", piece):
         played = simulate(steps, forwards, inside, machine, **options, predictions=predictions, ahead=ahead,
                           distance=distance, gate=gate(), across=CrossToken(E) if across else None)
     assert played.counters == alone.counters
@@ -157,7 +157,7 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces():
     machine = Delays(4, 0, 0, 0, 1, 0, e_bytes=8)
 
     def play(guess, wanted):
-        with mock.patch("moelab.schedule.execution.PIECE", 2):
+        with mock.patch("moelab.schedule.load_queue.PIECE", 2):
             played = simulate([[(0, {0: 1}), (1, wanted)]], [(1, "decode")], Residency(2, 8, Pools()), machine,
                               other=(1.5, 0.0), predictions=[[(1, guess)]], ahead=2, gate=Always())
         assert check(played.events) == []
@@ -176,7 +176,7 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces():
 def test_what_is_wanted_two_layers_on_waits_for_what_is_wanted_now():
     """By hand: expert 5 is read for layer 2 in pieces of 1 s when layer 1 comes and demands expert 0: 5 goes on after."""
     steps, machine = [[(0, {0: 1}), (1, {0: 1}), (2, {5: 1})]], Delays(4, 0, 0, 0, 1, 0, e_bytes=8)
-    with mock.patch("moelab.schedule.execution.PIECE", 2):
+    with mock.patch("moelab.schedule.load_queue.PIECE", 2):
         played = simulate(steps, [(1, "decode")], Residency(3, 8, Pools()), machine, other=(1.5, 0.0),
                           predictions=[[(2, [5])]], ahead=2, distance=2, gate=Always())
     reads = [(e.expert, e.start, e.end) for e in played.events if e.resource == "disk" and e.layer]

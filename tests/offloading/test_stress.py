@@ -117,7 +117,7 @@ def held_up(rng: random.Random) -> Iterator[None]:
             return function(*args, **kwargs)
         return slowed
     with ExitStack() as stack:
-        for owner, names in ((Reader, ("read", "read_parts")), (CpuDecoder, ("__call__",))):
+        for owner, names in ((Reader, ("plan", "fill")), (CpuDecoder, ("__call__",))):
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
         yield

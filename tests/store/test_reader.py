@@ -199,29 +199,24 @@ def test_both_parts_into_a_buffer_each_in_one_request(store):
 @pytest.mark.parametrize("part", ["both", "E"])
 def test_reading_in_pieces_is_reading(store, mode, part):
     with Reader(store, mode) as reader:
-        for piece in (ALIGN, 3 * ALIGN, 1 << 20):
+        for most in (ALIGN, 3 * ALIGN, 1 << 20):
             for layer, index in ((0, 0), (1, 2)):
-                whole, found = reader.read(layer, index, part), []
-                pieces, = reader.read_parts(layer, index, {part: None}, piece, found.append)
-                assert np.array_equal(whole.data, pieces.data)
-                assert all(nbytes == piece for nbytes in found) and 0 < len(whole.data) - sum(found) <= piece
+                whole = reader.read(layer, index, part)
+                (chunks,), pieces = reader.plan(layer, index, {part: None}, most)
+                sizes = [reader.fill(piece) for piece in reversed(pieces)]              # in any order
+                assert np.array_equal(whole.data, chunks.data) and sum(sizes) == len(whole.data)
+                assert len(sizes) == -(-len(whole.data) // most) and max(sizes) <= most
 
 
-def test_a_read_in_pieces_can_be_given_up(store):
-    def enough(nbytes):
-        raise InterruptedError
-    with Reader(store, "buffered") as reader:
-        with pytest.raises(InterruptedError):
-            reader.read_parts(0, 0, {"both": None}, ALIGN, enough)
-        assert reader.counters.bytes == ALIGN
-
-
-@given(st.lists(st.integers(1, 9), max_size=5), st.integers(1, 12))
-def test_pieces_are_the_views_cut(lengths, size):
-    views = [memoryview(bytes(range(n))) for n in lengths]
-    everything, at = b"".join(views), 0
-    for begin, piece in reading._pieces(views, size):
+@given(st.lists(st.integers(1, 9 * ALIGN), max_size=5), st.integers(1, 12))
+def test_pieces_are_the_views_cut(lengths, most):
+    views, most = [memoryview(os.urandom(n)) for n in lengths], most * ALIGN
+    everything, at, sizes = b"".join(views), 0, []
+    for begin, piece in reading._pieces(views, most):
         data = b"".join(piece)
-        assert begin == at and data == everything[at:at + size] and all(len(view) for view in piece)
+        assert begin == at and data == everything[at:at + len(data)] and all(len(view) for view in piece)
         at += len(data)
+        sizes.append(len(data))
+    assert len(sizes) <= -(-at // most) and max(sizes, default=0) <= most
+    assert all(size == sizes[0] and not size % ALIGN for size in sizes[:-1])
     assert at == len(everything)
