@@ -388,13 +388,20 @@ def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
     """(expert, which of the K choices [n], token [n]) of every expert that is hit, in eager's order."""
     T, K = ids.shape
     if T == 1 and len(chosen := {expert: k for k, expert in enumerate(ids[0].tolist())}) == K:      # a decode step
-        places, token = torch.arange(K, device=ids.device).split(1), ids.new_zeros(1)
-        return [(expert, places[chosen[expert]], token) for expert in sorted(chosen) if expert != E]
+        places = _places(K, ids.device)
+        return [(expert, places[chosen[expert]], places[0]) for expert in sorted(chosen) if expert != E]
     flat = ids.T.reshape(-1)                                    # the first choices of all tokens, then the second …
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=E).tolist()
     parts = zip(counts, (order // T).split(counts), (order % T).split(counts))
     return [(expert, choice, token) for expert, (n, choice, token) in enumerate(parts) if n and expert != E]
+
+
+@lru_cache(maxsize=None)
+def _places(n: int, device: torch.device) -> tuple[Tensor, ...]:
+    """0 … n − 1, a tensor [1] each."""
+    with torch.inference_mode(False):                           # or no gradient could pass what they index
+        return torch.arange(n, device=device).split(1)
 
 
 def execute(executor: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:

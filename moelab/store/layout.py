@@ -31,6 +31,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -384,13 +385,16 @@ class ExpertStore:
 
     def paths(self, layer: int) -> list[Path]:
         """The files that hold a layer's experts."""
-        return [self.folder / self.layers[layer].file]
+        return [self._paths[layer]]
+
+    @cached_property
+    def _paths(self) -> list[Path]:
+        return [self.folder / layer.file for layer in self.layers]
 
     def extents(self, parts: list[Any]) -> list[Iterable[Extent]]:
         """What to read for `Chunks` that follow each other in the file. Each of the list can be read by another thread,
         a list in it also in any order, and what is an iterator in its own."""
-        path = self.folder / self.layers[parts[0].layer].file
-        return [[(path, parts[0].offset, [memoryview(part.data) for part in parts])]]
+        return [[(self._paths[parts[0].layer], parts[0].offset, [memoryview(part.data) for part in parts])]]
 
     @property
     def weights_bytes(self) -> int:

@@ -128,7 +128,8 @@ class Reader:
                              f"cannot be read past the page cache; convert it to a store, or use another mode")
         self.store, self.bandwidth, self.verify = store, bandwidth, verify and store.checksum is not None
         self.counters = ReadCounters()
-        self._files: dict[str, int] = {}                        # a file of each layer, opened when it is first read
+        self._files: dict[tuple[str, Path], int] = {}           # a file of each layer, opened when it is first read
+        self._runs: dict[tuple, tuple[int, int, int]] = {}      # part of an expert → offset, length, bytes to be read
         weakref.finalize(self, _close, self._files)
         self._lock, self._free_at = threading.Lock(), 0.0
         self.mode = mode if mode != "auto" else fastest_mode(store) if store.aligned else "buffered"
@@ -171,15 +172,16 @@ class Reader:
         """
         entries, found = self.store.entries(layer, expert), []
         for part, buffer in parts.items():
-            offset, length = run(entries, part)
+            if (key := (layer, expert, part)) not in self._runs:
+                self._runs[key] = *run(entries, part), self.store.stored_bytes(*key)
+            offset, length, nbytes = self._runs[key]
             buffer = aligned_buffer(length) if buffer is None else buffer
             if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < length or (
                     length and buffer.ctypes.data % ALIGN):
                 raise ValueError(f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
                                  f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
                                  f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one")
-            found.append(Chunks(layer, expert, part, entries, buffer[:length], offset,
-                                self.store.stored_bytes(layer, expert, part)))
+            found.append(Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes))
         filled, pieces = [chunks for chunks in found if len(chunks.data)], []
         for extents in self.store.extents(filled) if filled else ():
             if piece and isinstance(extents, list):
@@ -244,7 +246,7 @@ class Reader:
 
     def _open(self, path: Path) -> int:
         with self._lock:
-            key = f"{self.mode}:{path.name}"
+            key = self.mode, path
             if key not in self._files:
                 fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.mode == "direct" else 0))
                 if self.mode == "uncached":
@@ -302,7 +304,7 @@ def _pieces(views: list[memoryview], most: int) -> Iterator[tuple[int, list[memo
         yield at, piece
 
 
-def _close(files: dict[str, int]) -> None:
+def _close(files: dict[Any, int]) -> None:
     while files:                                # each is forgotten first: closed twice, it may be another's by then
         os.close(files.popitem()[1])
 
