@@ -80,17 +80,17 @@ def test_reading_is_tried_at_several_depths_and_the_best_counts(tmp_path, monkey
     from moelab.store import reader
     asked, at_once, now, times, into = [], [], set(), [], set()
 
-    def slow(self, wanted, *_):
-        asked.append((wanted[0].layer, wanted[0].expert))
-        into.add(wanted[0].data.ctypes.data)
+    def slow(self, piece):
+        asked.append((piece.of.layer, piece.of.expert))
+        into.add(piece.of.data.ctypes.data)
         now.add(asked[-1])
         at_once.append(len(now))
         times.append(time.perf_counter())
         time.sleep(0.05)
         times.append(time.perf_counter())
-        now.discard((wanted[0].layer, wanted[0].expert))
+        now.discard((piece.of.layer, piece.of.expert))
     store = reader_store(tmp_path)
-    monkeypatch.setattr(reader.Reader, "_fill", slow)
+    monkeypatch.setattr(reader.Reader, "fill", slow)
     slots = Slots(store, {"full": 9, "e": 0, "sm": 0})
     engine = SimpleNamespace(pipeline=SimpleNamespace(
         slots=slots, queue=SimpleNamespace(free={"full": [1, 2, 3, 5, 8]}), reader=reader.Reader(store, "buffered")))
