@@ -399,7 +399,7 @@ def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
 
 @lru_cache(maxsize=None)
 def _places(n: int, device: torch.device) -> tuple[Tensor, ...]:
-    """0 … n − 1, a tensor [1] each."""
+    """0 … n − 1, a tensor [1] each; all callers have the same ones, so nobody may write into them."""
     with torch.inference_mode(False):                           # or no gradient could pass what they index
         return torch.arange(n, device=device).split(1)
 

@@ -138,8 +138,9 @@ class Microbenchmarks:
         return range(start, min(start + self.together, self.kept))
 
     def _read(self, name: str, *jobs: tuple) -> Any:
-        """The first of as many reads as the engine has under way; what is timed is its share of all. After others, as
-        in the engine, which reads a layer's experts in a row: what follows a pause takes up to twice as long."""
+        """The first of as many reads as the engine has pieces under way; what is timed is its share of all. After
+        others, as in the engine, which reads a layer's experts in a row: what follows a pause takes up to twice as
+        long."""
         self._reading()()
         read, start = self._at_once(*jobs), time.perf_counter()
         first, *_ = read()

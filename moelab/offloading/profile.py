@@ -4,7 +4,7 @@ Source: ZipMoE §3.3 and appendix C, whose scheduler and planner take "offline-p
 `profile` repeats `moelab.offloading.microbenchmarks` in rounds; medians are used.
 
 Samples are seconds, by name: "read E", "read SM", "read both" (an expert's), "read 65536" (so many bytes at a random
-place), each as its share of as many as the engine reads at a time, right after others; "decompress", "recover",
+place), each as its share of as many as the engine has pieces under way, right after others; "decompress", "recover",
 "decode" (both in one), "expert 4" (one expert on 4 tokens, unpacked before where the executor needs it so), "one
 thread" (its "expert alone", if the engine does that), "experts 8" (as many of a layer on one token, in one call of the
 executor), "other 4" (what comes before a layer's experts, in a forward of 4 tokens without a past; deciding what to
