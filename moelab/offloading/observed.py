@@ -144,7 +144,7 @@ def _mean(seconds: Sequence[float]) -> float:
 def _handovers(events: Sequence[Event]) -> list[float]:
     """Of experts that were waited for, the seconds from the last read to the end of the wait in which nobody worked on
     them or, for want of a worker, could have."""
-    reads, decodes, found = {}, [event for event in events if event.kind in USES], []
+    reads, decodes, found = {}, [event for event in events if event.kind in (*USES, "check")], []
     for event in events:
         if event.kind.startswith("read"):
             reads[event[2:4]] = event.end

@@ -45,12 +45,12 @@ Ready = SimpleQueue
 class Read:
     """A read under way.
 
-    pieces : of it, that nobody reads yet.    busy : how many are being read.
+    pieces : of it, that nobody reads yet.    left : how many have not been read.    busy : threads that are at it.
     since, new : when it began, or what it has last told the timeline, and bytes since then; together: nbytes, seconds.
     """
 
     def __init__(self, load: Load, kinds: tuple[str, ...]) -> None:
-        self.load, self.kinds, self.chunks, self.pieces, self.busy = load, kinds, [], deque(), 0
+        self.load, self.kinds, self.chunks, self.pieces, self.left, self.busy = load, kinds, [], deque(), 0, 0
         self.since, self.new, self.nbytes, self.seconds, self.error = 0.0, 0, 0, 0.0, None
 
     @property
@@ -99,7 +99,7 @@ class Pipeline:
         self.queue = LoadQueue(
             slots.count, ahead, held=held, counts=counts, tensors=lambda key: reader.store.layers[key.layer].tensors,
             separable=lambda load, name: two_stages and separable(self.chunks["e", load.slots["e"]], name),
-            in_place=slots.sizes.in_place, check=reader.verify, workers=workers,
+            in_place=slots.sizes.in_place, workers=workers,
             shards=lambda load, name: shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1)
         self._lock, self._io, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
         self._served = 0.0                                      # when the disk has last ended a read
@@ -108,7 +108,7 @@ class Pipeline:
         self._living: set[int] = set()                          # threads that run, whatever `threading` says
         self._ended: SimpleQueue[None] = SimpleQueue()
         loops = {f"disk {i}": (self._read_loop, f"disk {i}") for i in range(DEPTH)} | {
-            f"worker {i}": (self._work_loop, f"worker {i}") for i in range(workers)}
+            f"worker {i}": (self._work_loop, f"worker {i}") for i in range(0 if slots.sizes.in_place else workers)}
         self.threads = [threading.Thread(target=self._run, args=loop, name=f"moelab {name}", daemon=True)
                         for name, loop in loops.items()]
 
@@ -218,7 +218,7 @@ class Pipeline:
 
     def _read_loop(self, me: str) -> None:
         while (found := self._next(self._io, self._next_piece)) is not None:
-            self._read(*found)
+            self._read(me, *found)
             self.computed[me] = time.thread_time()
 
     def _next_piece(self) -> tuple[Read, Piece | None] | None:
@@ -240,36 +240,52 @@ class Pipeline:
             parts = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             read.chunks, pieces = self.reader.plan(*load.key, parts, load_queue.PIECE)
             read.pieces.extend(pieces)
+            read.left = len(pieces)
         except BaseException as error:
             read.error = error
         return read
 
-    def _read(self, read: Read, piece: Piece | None) -> None:
-        error, nbytes = None, 0
-        if piece is not None:
-            try:
-                nbytes = self.reader.fill(piece)
-            except BaseException as caught:             # whatever it is belongs to the caller of the model
-                error = caught
-        self.change(self._landed, read, nbytes, error)
+    def _read(self, me: str, read: Read, piece: Piece | None) -> None:
+        error = None
+        try:
+            nbytes = self.reader.fill(piece) if piece is not None else 0
+            if self._locked(self._landed, read, nbytes) and self.slots.sizes.in_place and self.reader.verify:
+                self._check(me, read)
+        except BaseException as caught:                 # whatever it is belongs to the caller of the model
+            error = caught
+        self.change(self._released, read, error)
         if read.done:
             self._work.ring()
 
-    def _landed(self, read: Read, nbytes: int, error: BaseException | None) -> None:
-        """A piece has been read. The timeline is told of a whole read, or of each piece of a prefetch."""
-        read.busy, read.new = read.busy - 1, read.new + nbytes
-        if error is not None:
-            read.error = error
-            read.pieces.clear()
-        elif read.done or read.load.ahead:
+    def _landed(self, read: Read, nbytes: int) -> bool:
+        """A piece has been read: whether it was the last. The timeline is told of a whole read, or of each piece of a
+        prefetch."""
+        read.new, read.left = read.new + nbytes, max(read.left - 1, 0)
+        if not read.left or read.load.ahead:
             begun, self._served = max(read.since, self._served), clock()
             self.timeline.add(Event("disk", read_name(read.kinds), *read.load.key, begun, self._served, read.new))
             read.nbytes, read.seconds = read.nbytes + read.new, read.seconds + self._served - begun
             read.since, read.new = 0.0, 0
-        if read.done and read.error is None and read.load.phase is Phase.LOADING:
-            self.chunks.update(((kind, read.load.slots[kind]), part) for kind, part in zip(read.kinds, read.chunks))
         if read.load.keep is not None:
             self.needed = clock()
+        return not read.left
+
+    def _check(self, me: str, read: Read) -> None:
+        """What was read in place can be computed once its checksums are compared: by the thread that has just read it,
+        as another would have to wake up. The others go on reading, so the disk is not its own meanwhile."""
+        start = clock()
+        for chunks in read.chunks:
+            self.reader.check(chunks)
+        self.timeline.add(Event(me.replace("disk", "worker"), "check", *read.load.key, start, clock()))
+
+    def _released(self, read: Read, error: BaseException | None) -> None:
+        """A thread is done with a piece."""
+        read.busy -= 1
+        if error is not None:
+            read.error = error
+            read.pieces.clear()
+        if read.done and read.error is None and read.load.phase is Phase.LOADING:
+            self.chunks.update(((kind, read.load.slots[kind]), part) for kind, part in zip(read.kinds, read.chunks))
 
     def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be another's."""
@@ -286,13 +302,12 @@ class Pipeline:
             start, error = clock(), None
             name, shard = tensor if isinstance(tensor, tuple) else (tensor, None)
             try:
-                # Checked here and not when they were read: the disk goes on meanwhile, and decoding finds them cached.
+                # Checked here and not when they were read: decoding finds them cached.
                 for kind in chunks if self.reader.verify else ():
                     if kind in load.lacks:
                         self.reader.check(chunks[kind], name, shard)
-                if operation != "check":
-                    out = self.slots.tensors(load.slots["full"], load.key.layer)[name]
-                    decode(operation, chunks, name, out, shard)
+                out = self.slots.tensors(load.slots["full"], load.key.layer)[name]
+                decode(operation, chunks, name, out, shard)
             except BaseException as caught:
                 error = caught
             else:

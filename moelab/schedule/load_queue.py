@@ -29,8 +29,8 @@ KINDS = ("full", "e", "sm")
 HOLDS = {State.FULL: ("full",), State.COMPRESSED: ("e", "sm"), State.SM: ("sm",), State.E: ("e",), State.MISSED: ()}
 #: a read of an order → the slots that it fills
 FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
-#: a decode operation → the slots that it uses; "check" only compares checksums, of an expert read in place
-USES = {"check": ("full",), "decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
+#: a decode operation → the slots that it uses
+USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
 #: bytes at most of a piece of a read; between two of a prefetch, what is demanded may overtake it
 PIECE = 2 << 20
 
@@ -80,7 +80,7 @@ class Load:
 
     keep : the state in which it will stay; None while it is prefetched.
     slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
-    todo : tensor, or (tensor, shard), → what is left: "check", "decode", "recover", or "decompressing" while that is
+    todo : tensor, or (tensor, shard), → what is left: "decode", "recover", or "decompressing" while that is
         under way.
     busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
     """
@@ -97,7 +97,7 @@ class Load:
     @property
     def decodable(self) -> bool:
         """Whether something of it could be decoded now, or at least decompressed."""
-        return bool(self.phase is Phase.LOADING and self.todo and not ("e" in self.reads or "full" in self.reads))
+        return bool(self.phase is Phase.LOADING and self.todo and "e" not in self.reads)
 
 
 class Batch:
@@ -143,7 +143,6 @@ class LoadQueue:
     workers : that decode; where there are more of them than tensors to decode, a tensor's shards are decoded apart.
     shards : how many there are of a tensor of a load.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
-    check : whether an expert that was read in place has its checksums compared.
     admitted : how many loads have got their slots so far: when it grows, there may be something new to do.
     reads : what has been read so far; replaced as a whole, so it may be asked without the lock.
     """
@@ -152,12 +151,11 @@ class LoadQueue:
                  counts: PrefetchCounts | None = None,
                  tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
                  separable: Callable[[Load, str], bool] = lambda load, tensor: True, in_place: bool = False,
-                 check: bool = True, workers: int = 1, shards: Callable[[Load, str], int] = lambda load, tensor: 1
-                 ) -> None:
+                 workers: int = 1, shards: Callable[[Load, str], int] = lambda load, tensor: 1) -> None:
         if ahead < 0:
             raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
-        self.tensors, self.separable, self.in_place, self.check = tensors, separable, in_place, check
+        self.tensors, self.separable, self.in_place = tensors, separable, in_place
         self.workers, self.shards = workers, shards
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS}
@@ -297,8 +295,7 @@ class LoadQueue:
         """Line up loads in their order, behind those that are in the batch already."""
         kinds, loads = ("full",) if self.in_place else KINDS, {}
         for request, keep, slots in wanted:
-            todo = {} if self.in_place and not self.check else dict.fromkeys(
-                self.tensors(request.key), "check" if self.in_place else "decode")
+            todo = {} if self.in_place else dict.fromkeys(self.tensors(request.key), "decode")
             loads[request.key.expert] = Load(request.key, keep, slots, kinds, todo, batch)
         if set(order.decode) != loads.keys():
             raise ValueError(f"the order has experts {sorted(order.decode)}, but the requests leave {sorted(loads)} to "
