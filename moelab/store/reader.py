@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -373,18 +374,18 @@ class StoreExperts:
 
 
 def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str, float]:
-    """Median bytes a second of reading `reads` random experts in every mode, interleaved, from the disk itself."""
+    """Median bytes a second of reading `reads` random experts in every mode, interleaved, from the disk itself: each
+    mode has others, as a disk or its host may keep for the next mode what one has read."""
     everyone = [(i, e) for i, layer in enumerate(store.layers) for e in range(len(layer.experts))]
-    chosen = np.random.default_rng(seed).permutation(len(everyone))[:reads]
     rates: dict[str, list[float]] = {mode: [] for mode in modes()}
+    chosen = np.resize(np.random.default_rng(seed).permutation(len(everyone)), reads * len(rates))
     buffer = Reader(store, "buffered").buffer()
     buffer[:] = 0                                               # so that no page is touched for the first time below
-    for layer, expert in (everyone[index] for index in chosen):
-        for mode in rates:
-            with Reader(store, mode, verify=False) as reader:
-                reader.drop_cache(layer)
-                reader.read(layer, expert, "both", buffer)
-                rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
+    for mode, (layer, expert) in zip(cycle(rates), (everyone[index] for index in chosen)):
+        with Reader(store, mode, verify=False) as reader:
+            reader.drop_cache(layer)
+            reader.read(layer, expert, "both", buffer)
+            rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
     return {mode: statistics.median(found) for mode, found in rates.items() if found}
 
 
