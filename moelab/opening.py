@@ -61,7 +61,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     workers : with `memory`, threads that decompress.
     dense : with the executor "fast", multiplies all other linear layers and the head by copies of fewer bits a weight,
         made when the model is opened and kept beside them: "bf12" is lossless, a quarter fewer bytes a token, 75 % more
-        memory for them; "int8", "int4" and "mxfp4" round them, a half to a quarter of the bytes, 53 to 27 % more.
+        memory for them; "int8", "int4" and "mxfp4" round them, a half to a quarter of the bytes, 53 to 27 % more,
+        until memory is short: then the system drops what it has mapped of their files, which nothing reads any more.
     experts : "external" neither reads nor allocates the experts and supplies them one by one from the checkpoint,
         slowly, until another source is plugged in (`moelab.models.plug`).
     quantize : round the experts to a name of `moelab.names("format")`: the model is converted to a store in the cache

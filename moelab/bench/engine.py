@@ -114,7 +114,8 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
             **{f"moelab, {codec}, fast, prefetching": bench.moelab(
                 codec, budget, memory, predictor="router", executor="fast")
                for codec in ("raw", "bf12")},
-            "moelab, int4, dense too": bench.moelab("int4", budget, memory, executor="fast", dense="int4"),
+            "moelab, int4, dense too": bench.moelab("int4", budget + bench.rounded_bytes("int4"), memory,
+                                                    executor="fast", dense="int4"),
             **bench.others(budget, memory, ("BF16", "Q4_0"))}
         title = f"peers in {memory / 1e9:.2f} GB"
         rows, reports = bench.compare(title, arms, "moelab")
@@ -138,7 +139,9 @@ def throttled(bench: EngineBenchmark) -> dict[str, Any]:
         budget = int(share * bench.spec.experts_bytes)
         arms = {"raw": bench.moelab("raw", budget, bandwidth=SLOW),
                 "bf12, fast": bench.moelab("bf12", budget, bandwidth=SLOW, executor="fast"),
-                "huffman, kept compressed": bench.moelab("huffman", budget, compressed=True, bandwidth=SLOW, staging=3)}
+                "huffman, kept compressed": bench.moelab("huffman", budget, compressed=True, bandwidth=SLOW, staging=3),
+                "huffman, kept compressed, fast": bench.moelab("huffman", budget, compressed=True, bandwidth=SLOW,
+                                                               staging=4, workers=2, executor="fast")}
         arms |= {f"{name}, prefetching": bench.moelab(name, budget, predictor="router", bandwidth=SLOW)
                  for name in ("raw", "huffman")}
         title = f"reads of {SLOW / 1e6:.0f} MB/s, budget {share:.0%}"

@@ -24,12 +24,12 @@ from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
 from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.specs import MoESpec
+from moelab.store import fewbit
 from moelab.store.codecs import CODECS
-from moelab.store.fewbit import FORMATS
 
 Arm = tuple[str, dict[str, Any], int | None]                    # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")     # these must agree on every bit
-PROCESS, ACCELERATE = 450e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
+PROCESS, ACCELERATE = 400e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 TIMEOUT = 1800                          # seconds that an engine may take
 GGUF = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf", "Q4_0": "Q4_0.gguf"}         # llama.cpp's kinds → their files
 FORMS = ("huffman", "bf12", "raw", "int8", "int4")      # stores: codecs, and formats of few bits
@@ -139,6 +139,13 @@ class EngineBenchmark:
         """Of the checkpoint's files but for the routed experts."""
         return sum(path.stat().st_size for path in (self.folder / "model").iterdir()) - self.spec.experts_bytes
 
+    def rounded_bytes(self, form: str) -> int:
+        """By how much less attention's and the head's weights take in few bits, so that experts have more: what is
+        mapped of their file gives way to them."""
+        spec = self.spec
+        rows = spec.num_layers * spec.head_dim * 2 * (spec.heads + spec.kv_heads) + spec.vocab
+        return 2 * rows * spec.H - fewbit.nbytes(form, (rows, spec.H))
+
     def others(self, budget: int, limit: int, kinds: Iterable[str] = GGUF) -> dict[str, Arm]:
         """Other engines with a budget for experts within a memory limit; llama.cpp and ftllm run Qwen3-MoE only."""
         stride, layer = (json.loads((self.folder / "experts.json").read_text())["stride"],
@@ -192,7 +199,7 @@ class EngineBenchmark:
         if "result" in self.reference:
             return f"no reference: {self.reference['result']}"
         stored = Path(arm[1].get("store", "")).name
-        if arm[0] in EXACT and stored not in FORMATS and arm[1].get("options", {}).get("executor", "exact") == "exact":
+        if arm[0] in EXACT and stored not in fewbit.FORMATS and arm[1].get("options", {}).get("executor", "exact") == "exact":
             return "= eager" if all(r["digest"] == self.reference["digest"] for r in reports) else "≠ EAGER"
         if not (best := reports[-1].get("best")):
             return "own tokens"
