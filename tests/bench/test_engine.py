@@ -10,13 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from moelab import open_model
 from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, scale
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
 from moelab.offloading import control_group
 from moelab.offloading.profile import profile
 from moelab.specs import MoESpec
+from moelab.store import fewbit
 from moelab.viz.scale_figure import beside_memory
 
 SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32)
@@ -175,8 +178,16 @@ def test_few_bits_are_compared_with_like(place, monkeypatch):
     assert made.aims[f"{less[0]}: TPOT of bf12 ÷ raw, fast, prefetching"]["measured"] == pytest.approx(0.5)
 
 
+def test_linear_layers_in_few_bits_leave_experts_as_many_bytes_as_they_no_longer_take(place):
+    linears = [module.weight for name, module in open_model(place / "model").named_modules()
+               if type(module) is torch.nn.Linear and not name.endswith("gate")]
+    less = sum(w.nbytes - len(fewbit.pack("int4", w)) for w in linears)
+    assert bench(place, {}).rounded_bytes("int4") == pytest.approx(less, rel=0.01)     # blobs are aligned
+
+
 def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
-    made = bench(place, dict.fromkeys(("moelab", "moelab fast", "moelab fast, bf12"), {"result": "killed"}) | {
+    killed = ("moelab", "moelab fast", "moelab fast, bf12", "moelab fast, huffman")
+    made = bench(place, dict.fromkeys(killed, {"result": "killed"}) | {
         "eager": report(0.2), "llama.cpp": report(0.1)})
     sections = engine.resident(made) | engine.throttled(made)
     assert all(row == {"result": "killed"} for rows in sections.values() for name, row in rows.items()
