@@ -199,7 +199,8 @@ class EngineBenchmark:
         if "result" in self.reference:
             return f"no reference: {self.reference['result']}"
         stored = Path(arm[1].get("store", "")).name
-        if arm[0] in EXACT and stored not in fewbit.FORMATS and arm[1].get("options", {}).get("executor", "exact") == "exact":
+        executor = arm[1].get("options", {}).get("executor", "exact")
+        if arm[0] in EXACT and stored not in fewbit.FORMATS and executor == "exact":
             return "= eager" if all(r["digest"] == self.reference["digest"] for r in reports) else "≠ EAGER"
         if not (best := reports[-1].get("best")):
             return "own tokens"
