@@ -56,7 +56,7 @@ class EngineBenchmark:
     missing: dict[str, str] = field(default_factory=dict)       # engine that is not installed → why
 
     def prepare(self, external: bool, forms: Iterable[str] = FORMS) -> None:
-        """Write the model in every form that is missing; an interrupted conversion is resumed."""
+        """Write the model in every form that is missing, where an interrupted conversion is resumed, and run each once."""
         from moelab.models.convert import convert
         from moelab.models.synthesize import synthesize
         model, hub = self.folder / "model", self.folder / "hub"
@@ -76,6 +76,9 @@ class EngineBenchmark:
                     raise RuntimeError(f"{file} could not be written:\n{done.stderr}")
         if external and not hub.exists() and self._imports("ftllm", "ftllm"):
             write_unstacked(model, hub)
+        for name in forms:                      # kernels are compiled: within a limit, that would take experts' memory
+            dense = {"dense": name} if name in fewbit.FORMATS else {}
+            self.report(self.moelab(name, 0.5, executor="fast", **dense), decode=1)
 
     def _imports(self, engine: str, modules: str) -> bool:
         """Whether an engine's interpreter has its modules; if not, its process will say so."""
