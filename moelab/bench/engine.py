@@ -246,6 +246,7 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
         with disk(Path(folder or temporary).expanduser().resolve(), 9 * spec.experts_bytes + 3e9) as (place, words):
             bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
             bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
+            bench.warm()
             found: dict[str, Any] = {"conditions": {
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds, "load average before": load, "cores": os.cpu_count()}}

@@ -56,7 +56,7 @@ class EngineBenchmark:
     missing: dict[str, str] = field(default_factory=dict)       # engine that is not installed → why
 
     def prepare(self, external: bool, forms: Iterable[str] = FORMS) -> None:
-        """Write the model in every form that is missing, where an interrupted conversion is resumed, and run each once."""
+        """Write the model in every form that is missing, where an interrupted conversion is resumed."""
         from moelab.models.convert import convert
         from moelab.models.synthesize import synthesize
         model, hub = self.folder / "model", self.folder / "hub"
@@ -76,7 +76,10 @@ class EngineBenchmark:
                     raise RuntimeError(f"{file} could not be written:\n{done.stderr}")
         if external and not hub.exists() and self._imports("ftllm", "ftllm"):
             write_unstacked(model, hub)
-        for name in forms:                      # kernels are compiled: within a limit, that would take experts' memory
+
+    def warm(self, forms: Iterable[str] = FORMS) -> None:
+        """Run each form once: kernels that are not compiled yet would take experts' memory within a limit."""
+        for name in forms:
             dense = {"dense": name} if name in fewbit.FORMATS else {}
             self.report(self.moelab(name, 0.5, executor="fast", **dense), decode=1)
 

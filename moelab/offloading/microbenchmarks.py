@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -223,12 +224,10 @@ class Microbenchmarks:
                                                                       begun[kind]) for kind in behind]
         for kind in behind:
             begun[kind].wait()
-        for kind in behind:
-            spans[kind].clear()                                 # what was done before all had begun
         first = time.perf_counter()
         try:
-            self._again(here, spans[here], lambda: any(other.done() for other in others)
-                        or min(map(len, spans.values())) >= 3, begun[here])
+            self._again(here, spans[here], lambda: any(other.done() for other in others) or min(
+                len(done) - bisect_left(done, (first,)) for done in spans.values()) >= 3, begun[here])
         finally:
             last = time.perf_counter()
             over.set()

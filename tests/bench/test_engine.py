@@ -221,6 +221,15 @@ def test_the_model_is_written_in_every_form_once(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
 
+def test_each_form_runs_once_before_anything_is_measured(place, monkeypatch):
+    ran = []
+    monkeypatch.setattr(harness.peers, "run", lambda name, options: ran.append((name, options)) or {})
+    harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {}, here=True).warm()
+    given = {Path(options["store"]).name: options["options"] for _, options in ran}
+    assert list(given) == list(harness.FORMS) and all(one["executor"] == "fast" for one in given.values())
+    assert {one.get("dense") for one in given.values()} == {None, "int8", "int4"}
+
+
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
     made = harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {"lru baseline": "/no/such/python"})
     assert made.report(("lru baseline", {}, None))["result"].startswith("not installed (no interpreter")
@@ -388,6 +397,7 @@ def test_what_is_done_is_kept_when_a_person_stops_the_bench(monkeypatch, tmp_pat
         raise KeyboardInterrupt
     monkeypatch.setattr(engine, "SECTIONS", {"one": lambda bench: {"one": {"a": 1}}, "two": stopped, "three": stopped})
     monkeypatch.setattr(harness.EngineBenchmark, "prepare", lambda bench, external: None)
+    monkeypatch.setattr(harness.EngineBenchmark, "warm", lambda bench: None)
     found = engine.run(["one", "two", "three"], tmp_path)
     assert found["one"] == {"a": 1} and found["conditions"]["stopped in"] == "two" and "three" not in found
 

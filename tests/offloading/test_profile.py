@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from moelab.cache.planning import plan
 from moelab import open_model
 from moelab.models import discover, plugged
-from moelab.offloading import profile as profiling
+from moelab.offloading import microbenchmarks, profile as profiling
 from moelab.models.convert import convert
 from moelab.offloading.microbenchmarks import EXPERT_TOKENS, FORWARD_TOKENS, Microbenchmarks
 from moelab.offloading.profile import Profile, profile
@@ -153,6 +156,23 @@ def test_pairs_run_side_by_side():
             with pytest.raises(ZeroDivisionError):
                 rounds._side_by_side("decode", "read")
             rounds.work = kept
+
+
+def test_work_that_ran_before_the_other_began_counts_for_nothing(monkeypatch):
+    """Others were at work three times already while this thread was not given a core."""
+    late = iter([0.02])
+
+    def perf_counter():
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(next(late, 0))
+        return time.perf_counter()
+    monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=perf_counter))
+    rounds = object.__new__(Microbenchmarks)
+    rounds.work = {"decode": lambda: partial(time.sleep, 0.002), "read": lambda: lambda: None}
+    rounds.seconds = {}
+    with ThreadPoolExecutor(1) as rounds.pool:
+        rounds._side_by_side("decode", "read")
+    assert rounds.seconds["decode beside read"][0] >= 0.002
 
 
 def test_contention_is_the_ratio_to_what_the_same_takes_alone_in_that_round():
