@@ -28,6 +28,7 @@ from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
+from moelab.threads import narrow
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
 PREFILL = 2
@@ -158,8 +159,7 @@ class Engine:
         # One core less for computing while others decode: two threads of a team of which one has lost its core wait
         # for each other. Only where that changes no bit.
         if self.one_thread and len(x) == 1 and self.pipeline.queue.busy:
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(1)
+            self._threads = narrow(1)
         for request in self._as_ready(ready, step):
             expert, start = request.key.expert, clock()
             choice, tokens = parts[expert]
@@ -227,8 +227,7 @@ class Engine:
         of its products, and the reads wait for the team. What reads past the page cache needs hardly any."""
         self.widen()
         if spare := int(self._share.value + 1 - SHARE):
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(max(1, self._threads - spare))
+            self._threads = narrow(max(1, torch.get_num_threads() - spare))
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""

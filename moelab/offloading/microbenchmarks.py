@@ -18,9 +18,8 @@ import inspect
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
 from threading import Event
@@ -40,6 +39,7 @@ from moelab.store.headers import NAMES
 from moelab.store.layout import ALIGN, Chunk, ExpertStore, TensorEntry
 from moelab.store.reader import Chunks, Reader, aligned_buffer, decode, decode_tensor, empty_tensors
 from moelab.store.stages import decompress, recover, separable
+from moelab.threads import threads
 
 READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))       # bytes
 EXPERT_TOKENS, FORWARD_TOKENS = (1, 2, 4, 8, 16, 64), (1, 4, 16, 64)
@@ -102,7 +102,7 @@ class Microbenchmarks:
     def once(self) -> None:
         self.done += 1
         (self._read_in_place if self.slots.sizes.in_place else self._read_and_decode)()
-        with _threads(1 if self.one_thread else torch.get_num_threads()):
+        with threads(1 if self.one_thread else torch.get_num_threads()):
             for kind in self.work:
                 self._alone(kind)
             if self.one_thread:
@@ -344,28 +344,17 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, tor
 def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
     """Whether one thread computes a token's expert to the same bits as all threads do: no library promises it, so it is
     tried on 8 tokens."""
-    threads, experts = torch.get_num_threads(), discover(model)[0].experts
-    if threads == 1 or model.device.type != "cpu":
+    many, experts = torch.get_num_threads(), discover(model)[0].experts
+    if many == 1 or model.device.type != "cpu":
         return False                                            # nothing to gain
     with Reader(store) as reader, torch.inference_mode():
         chunks = reader.read(0, 0)
         weights = _cast(decode(chunks, chunks), model.dtype)
         x, results = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)), []
-        for n in (1, threads):
-            with _threads(n):
+        for n in (1, many):
+            with threads(n):
                 results.append(torch.stack([experts.ffn(row.to(model.dtype), weights) for row in x]))
     return torch.equal(*results)
-
-
-@contextmanager
-def _threads(n: int) -> Iterator[None]:
-    """Torch computes with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
