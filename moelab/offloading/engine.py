@@ -24,11 +24,11 @@ from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.prefetch_gate import Mean, PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
+from moelab.offloading.threads import narrow
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader
-from moelab.threads import narrow
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
 PREFILL = 2

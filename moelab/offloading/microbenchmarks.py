@@ -32,6 +32,7 @@ from moelab.cache.residency import Pools, Residency
 from moelab.models.seam import SeamExperts, assignments, discover, execute
 from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.slots import Sizes, Slots, has_few_bits
+from moelab.offloading.threads import threads
 from moelab.schedule.affinity import default_order
 from moelab.schedule.requests import Delays
 from moelab.specs import State
@@ -39,7 +40,6 @@ from moelab.store.headers import NAMES
 from moelab.store.layout import ALIGN, Chunk, ExpertStore, TensorEntry
 from moelab.store.reader import Chunks, Reader, aligned_buffer, decode, decode_tensor, empty_tensors
 from moelab.store.stages import decompress, recover, separable
-from moelab.threads import threads
 
 READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))       # bytes
 EXPERT_TOKENS, FORWARD_TOKENS = (1, 2, 4, 8, 16, 64), (1, 4, 16, 64)

@@ -20,8 +20,8 @@ SOFT = 1                                        # omp_pause_soft: what the progr
 
 
 def narrow(n: int) -> int:
-    """Let torch compute with `n` threads; as many as it had. Of one, no other is left to spin: the next team begins with
-    new threads, which takes tens of microseconds."""
+    """Let torch compute with `n` threads; as many as it had. Beside one, none is left to spin: the next team begins
+    with new threads, which takes tens of microseconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     if n == 1 < before and PAUSE:
