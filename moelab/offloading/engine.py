@@ -159,7 +159,8 @@ class Engine:
         # One core less for computing while others decode: two threads of a team of which one has lost its core wait
         # for each other. Only where that changes no bit.
         if self.one_thread and len(x) == 1 and self.pipeline.queue.busy:
-            self._threads = narrow(1)
+            self._threads = torch.get_num_threads()
+            narrow(1)
         for request in self._as_ready(ready, step):
             expert, start = request.key.expert, clock()
             choice, tokens = parts[expert]
@@ -227,7 +228,8 @@ class Engine:
         of its products, and the reads wait for the team. What reads past the page cache needs hardly any."""
         self.widen()
         if spare := int(self._share.value + 1 - SHARE):
-            self._threads = narrow(max(1, torch.get_num_threads() - spare))
+            self._threads = torch.get_num_threads()
+            narrow(max(1, self._threads - spare))
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""

@@ -19,21 +19,21 @@ PAUSE = c_library("omp_pause_resource_all")
 SOFT = 1                                        # omp_pause_soft: what the program has set stays as it is
 
 
-def narrow(n: int) -> int:
-    """Let torch compute with `n` threads; as many as it had. Beside one, none is left to spin: the next team begins
-    with new threads, which takes tens of microseconds."""
+def narrow(n: int) -> None:
+    """Let torch compute with `n` threads. Beside one, none is left to spin: the next team begins with new threads, which
+    takes tens of microseconds. Who shall have them back knows their number before: Ctrl-C may come at any line."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     if n == 1 < before and PAUSE:
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(PAUSE)(SOFT)
-    return before
 
 
 @contextmanager
 def threads(n: int) -> Iterator[None]:
     """Torch computes with so many threads."""
-    before = narrow(n)
+    before = torch.get_num_threads()
     try:
+        narrow(n)
         yield
     finally:
         torch.set_num_threads(before)

@@ -40,9 +40,11 @@ def running(fewer_than):
 @pytest.mark.skipif(sys.platform != "linux" or not threads.PAUSE, reason="no threads to count, or no way to end them")
 def test_beside_one_thread_none_is_left_to_spin(three):
     total, team = spread(), len(list(TASKS.iterdir()))
-    assert narrow(2) == 3 and len(list(TASKS.iterdir())) == team        # of two, both are wanted soon
+    narrow(2)
+    assert len(list(TASKS.iterdir())) == team                           # of two, both are wanted soon
     torch.set_num_threads(3)
-    assert narrow(1) == 3 and running(fewer_than=team - 1) == team - 2
+    narrow(1)
+    assert running(fewer_than=team - 1) == team - 2
     assert spread() == total
     torch.set_num_threads(3)
     assert spread() == total and len(list(TASKS.iterdir())) == team     # a new team
@@ -50,12 +52,24 @@ def test_beside_one_thread_none_is_left_to_spin(three):
 
 def test_where_openmp_cannot_pause_threads_are_only_fewer(three, monkeypatch):
     monkeypatch.setattr(threads, "PAUSE", 0)
-    assert narrow(1) == 3 and torch.get_num_threads() == 1
-    assert narrow(3) == 1 and torch.get_num_threads() == 3
+    narrow(1)
+    assert torch.get_num_threads() == 1
+    narrow(3)
+    assert torch.get_num_threads() == 3
 
 
 def test_an_error_inside_gives_the_threads_back(three):
     with pytest.raises(KeyError), threads.threads(1):
         assert torch.get_num_threads() == 1
         raise KeyError
+    assert torch.get_num_threads() == 3
+
+
+def test_an_interrupt_while_they_become_fewer_gives_the_threads_back(three, monkeypatch):
+    def interrupted(n):
+        torch.set_num_threads(n)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(threads, "narrow", interrupted)
+    with pytest.raises(KeyboardInterrupt), threads.threads(1):
+        pass
     assert torch.get_num_threads() == 3
