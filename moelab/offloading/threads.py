@@ -20,8 +20,8 @@ SOFT = 1                                        # omp_pause_soft: what the progr
 
 
 def narrow(n: int) -> None:
-    """Let torch compute with `n` threads. Beside one, none is left to spin: the next team begins with new threads, which
-    takes tens of microseconds. Who shall have them back knows their number before: Ctrl-C may come at any line."""
+    """Let torch compute with `n` threads. Beside one, none is left to spin: the next team begins with new threads,
+    which takes tens of microseconds. Callers keep the number that it had before: Ctrl-C may come at any line."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     if n == 1 < before and PAUSE:
