@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -78,10 +79,11 @@ class EngineBenchmark:
             write_unstacked(model, hub)
 
     def warm(self, forms: Iterable[str] = FORMS) -> None:
-        """Run each form once: kernels that are not compiled yet would take experts' memory within a limit."""
-        for name in forms:
+        """Run each form once, from disk and resident: kernels that are not compiled yet would take experts' memory
+        within a limit, and a first token's time."""
+        for name, budget in product(forms, (0.5, 1.0)):
             dense = {"dense": name} if name in fewbit.FORMATS else {}
-            self.report(self.moelab(name, 0.5, executor="fast", **dense), decode=1)
+            self.report(self.moelab(name, budget, executor="fast", **dense), decode=1)
 
     def _imports(self, engine: str, modules: str) -> bool:
         """Whether an engine's interpreter has its modules; if not, its process will say so."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from moelab.offloading.decoders import decoder
 from moelab.offloading.slots import Slots
+from moelab.offloading.threads import alone
 from moelab.progress import progress
 from moelab.specs import ExpertKey
 from moelab.store.reader import Reader
@@ -55,7 +56,8 @@ def filling(slots: Slots, reader: Reader) -> Iterator[Callable[[], dict[ExpertKe
         finally:
             places.put(place)
 
-    pool = ThreadPoolExecutor(max(1, min(most, (os.cpu_count() or 1) + WAITING)), "moelab filling")
+    pool = ThreadPoolExecutor(max(1, min(most, (os.cpu_count() or 1) + WAITING)), "moelab filling",
+                              initializer=alone)
     try:
         loaded = pool.map(load, keys)                                           # begins at once
 

@@ -56,7 +56,7 @@ class Microbenchmarks:
     def __init__(self, store: ExpertStore, model: Any, reader: Reader, pool: ThreadPoolExecutor, workers: int,
                  rng: np.random.Generator, executor: Callable[..., torch.Tensor] | None = None, compact: bool = False
                  ) -> None:
-        self.store, self.model, self.reader, self.pool = store, model, reader, pool
+        self.store, self.model, self.reader = store, model, reader
         self.workers, self.rng, self.executor = workers, rng, executor
         self.seconds: dict[str, list[float]] = {}
         self.timed = partial(_timed, self.seconds)
@@ -95,7 +95,9 @@ class Microbenchmarks:
         for buffer in (*self.pages, *(buffer for parts in self.spare for buffer in parts.values())):
             buffer[:] = 0                                       # pre-faulted
         self.work = {"decode": self._decoding, "read": self._reading, "expert": lambda: self._computing(1)}
-        self.disk = ThreadPoolExecutor(DEPTH + 1)           # one asks the others; as in the engine, none steps back
+        # one asks those that read, one checks what is read in place; as in the engine, none steps back
+        self.disk = ThreadPoolExecutor(DEPTH + 2)
+        self.pools = {"read": self.disk, "decode": self.disk if sizes.in_place else pool}
         self.residency = Residency(len(store.layers), max(len(layer.experts) for layer in store.layers),
                                    Pools(F=experts // 4))
 
@@ -168,8 +170,8 @@ class Microbenchmarks:
             whole += self._read_parts("read both", key, {"both": self.slots.bytes("full", slot)})
             self.full[slot], self.whole[slot] = key, whole[-1]
             self.seconds.setdefault("read E", []).append(self.seconds["read both"][-1])
-        list(self.pool.map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None, chunks, chunks,
-                                                     {}), whole))
+        list(self.pools["decode"].map(lambda chunks: self.timed("decode", self._checked, "decode", lambda *_: None,
+                                                                chunks, chunks, {}), whole))
         self.seconds["decompress"] = self.seconds["decode"]
         for name in ("read SM", "recover"):
             self.seconds.setdefault(name, []).extend([0.0] * self.workers)
@@ -188,7 +190,7 @@ class Microbenchmarks:
         for name, stage in (("decode", decode), ("decompress", _decompress), ("recover", _recover)):
             for (e, *_), buffers in zip(work, self.buffers):
                 self.reader.read_parts(e.layer, e.expert, buffers)
-            list(self.pool.map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
+            list(self.pools["decode"].map(lambda given: self.timed(name, self._checked, name, stage, *given), work))
 
     def _checked(self, name: str, stage: Callable[..., Any], e: Chunks, sm: Chunks, out: dict) -> None:
         """As the engine's workers do: check, then use."""
@@ -211,7 +213,7 @@ class Microbenchmarks:
     def _alone(self, kind: str) -> None:
         spans: list[tuple[float, float]] = []
         again = partial(self._again, kind, spans, lambda: len(spans) == 3, Event())
-        again() if kind == "expert" else (self.disk if kind == "read" else self.pool).submit(again).result()
+        again() if kind == "expert" else self.pools[kind].submit(again).result()
         self.seconds.setdefault(f"{kind} alone", []).append(statistics.median(end - start for start, end in spans))
 
     def _side_by_side(self, *kinds: str) -> None:
@@ -220,8 +222,7 @@ class Microbenchmarks:
         spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         (*behind, here), over = kinds, Event()
         begun = {kind: Event() for kind in kinds}
-        others = [(self.disk if kind == "read" else self.pool).submit(self._again, kind, spans[kind], over.is_set,
-                                                                      begun[kind]) for kind in behind]
+        others = [self.pools[kind].submit(self._again, kind, spans[kind], over.is_set, begun[kind]) for kind in behind]
         for kind in behind:
             begun[kind].wait()
         first = time.perf_counter()

@@ -14,12 +14,11 @@ it is busy.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 from moelab.offloading.decoders import decoder
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
+from moelab.offloading.threads import step_back
 from moelab.schedule import load_queue
 from moelab.schedule.load_queue import USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
 from moelab.specs import Event, ExpertKey
@@ -35,7 +35,6 @@ from moelab.store.reader import Chunks, Piece, Reader
 from moelab.store.stages import separable, shards
 
 clock = time.perf_counter
-NICE = 5                    # of the workers' threads
 DEPTH = 3                   # pieces at the same time: while a thread takes its next one, the disk still has two
 _PART = {"e": "E", "sm": "SM", "full": "both"}
 #: what a layer waits for: experts that can be computed, an error, or None: "look again whether to go on"
@@ -69,12 +68,6 @@ class Bell:
     def ring(self) -> None:
         while self._tokens.qsize() < self._n:
             self._tokens.put(None)
-
-
-def step_back() -> None:
-    """Give this thread a lower priority: an OpenMP team that lost a core to it would make all its threads wait."""
-    with contextlib.suppress(AttributeError, OSError):          # only on Linux has a thread a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Pipeline:
@@ -166,7 +159,7 @@ class Pipeline:
         """End the threads; what they are doing is finished first."""
         self.halt()
         while self._living:                                     # `join` alone may, interrupted once, no longer wait
-            with contextlib.suppress(Empty):
+            with suppress(Empty):
                 self._ended.get(timeout=0.05)                   # what an interrupted `stop` has taken does not come
         for thread in self.threads:
             if thread.ident is not None:                        # else it was not started, or ends at once

@@ -33,7 +33,7 @@ from moelab.files import read_json, write_json
 from moelab.models import opening, plugged
 from moelab.models.fast_decode import FastDecode
 from moelab.offloading.microbenchmarks import COPY, MATMUL, Microbenchmarks, experts_bytes, shards_of
-from moelab.offloading.pipeline import step_back
+from moelab.offloading.threads import step_back
 from moelab.progress import progress
 from moelab.registry import make
 from moelab.schedule.requests import Delays

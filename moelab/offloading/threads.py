@@ -1,22 +1,27 @@
-"""How many threads torch computes with: one for a while, where other threads need the cores.
+"""How many threads compute: torch's one for a while, where others need the cores, and each of those by itself.
 
 A thread of an OpenMP team that has nothing to do spins for milliseconds before it sleeps. Where computing is left to
-one thread so that experts can be decoded beside it, the rest of the team would spin on the cores that it was to leave.
+one thread so that experts can be decoded beside it, the rest of the team would spin on the cores that it was to leave,
+and so would a team of the decoding thread's own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 from moelab.kernels.compile import c_library
 
-#: address of the function of torch's OpenMP (5.0) that ends a team's idle threads; 0 where there is none
-PAUSE = c_library("omp_pause_resource_all")
+#: addresses of functions of torch's OpenMP (5.0): to end a team's idle threads, to say how large the teams of the
+#: calling thread are; 0 where there is none
+PAUSE, SET = c_library("omp_pause_resource_all"), c_library("omp_set_num_threads")
 SOFT = 1                                        # omp_pause_soft: what the program has set stays as it is
+NICE = 5                                        # of threads that step back
 
 
 def narrow(n: int) -> None:
@@ -26,6 +31,21 @@ def narrow(n: int) -> None:
     torch.set_num_threads(n)
     if n == 1 < before and PAUSE:
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(PAUSE)(SOFT)
+
+
+def alone() -> None:
+    """Let the calling thread, which is one of several, compute without a team; how many threads torch has stays."""
+    torch.get_num_threads()                     # which gives a new thread torch's number, once
+    if SET:
+        ctypes.CFUNCTYPE(None, ctypes.c_int)(SET)(1)
+
+
+def step_back() -> None:
+    """Let the calling thread decode beside a computing one: by itself, and with a lower priority, as an OpenMP team
+    that lost a core to it would make all its threads wait."""
+    alone()
+    with suppress(AttributeError, OSError):     # only on Linux has a thread a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 @contextmanager

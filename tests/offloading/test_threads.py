@@ -2,6 +2,7 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,26 @@ def test_beside_one_thread_none_is_left_to_spin(three):
     assert spread() == total
     torch.set_num_threads(3)
     assert spread() == total and len(list(TASKS.iterdir())) == team     # a new team
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not threads.SET, reason="no threads to count, or none that are fewer")
+@pytest.mark.parametrize("prepare", [threads.alone, threads.step_back])
+def test_a_thread_alone_computes_without_a_team(prepare, three):
+    def work():
+        prepare()
+        return torch.get_num_threads(), spread(), len(list(TASKS.iterdir()))
+    total, team = spread(), len(list(TASKS.iterdir()))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == (1, total, team + 1)
+    assert torch.get_num_threads() == 3
+    with ThreadPoolExecutor(1) as pool:                                 # nor is it so for threads that come later
+        assert pool.submit(torch.get_num_threads).result() == 3
+
+
+def test_where_openmp_cannot_be_told_a_thread_computes_as_before(three, monkeypatch):
+    monkeypatch.setattr(threads, "SET", 0)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: (threads.alone(), torch.get_num_threads())[1]).result() == 3
 
 
 def test_where_openmp_cannot_pause_threads_are_only_fewer(three, monkeypatch):
