@@ -133,7 +133,7 @@ def test_pairs_run_side_by_side():
         return lambda: sleep
     with ThreadPoolExecutor(1) as pool:
         rounds = object.__new__(Microbenchmarks)
-        rounds.pool, rounds.seconds = pool, {}
+        rounds.pools, rounds.seconds = {"decode": pool}, {}
         rounds.work = {"decode": sleeping("decode", 0.004), "read": sleeping("read", 0.001)}
         start = time.perf_counter()
         rounds._side_by_side("decode", "read")
@@ -144,8 +144,8 @@ def test_pairs_run_side_by_side():
         assert 0.001 <= rounds.seconds["read beside decode"][0] < whole
         assert len(spans["read"]) >= 3 <= len(spans["decode"]) and spans["decode"][0][0] < spans["read"][0][1]
         assert spans["decode"][-1][1] > spans["read"][-1][0]
-        rounds.disk, rounds.work = ThreadPoolExecutor(1), rounds.work | {"expert": sleeping("read", 0.002)}
-        with rounds.disk:
+        rounds.work = rounds.work | {"expert": sleeping("read", 0.002)}
+        with ThreadPoolExecutor(1) as rounds.pools["read"]:
             rounds._side_by_side(*rounds.work)
         assert 0.004 <= rounds.seconds["decode beside expert and read"][0]
         assert 0.001 <= rounds.seconds["read beside decode and expert"][0]
@@ -169,8 +169,8 @@ def test_work_that_ran_before_the_other_began_counts_for_nothing(monkeypatch):
     monkeypatch.setattr(microbenchmarks, "time", SimpleNamespace(perf_counter=perf_counter))
     rounds = object.__new__(Microbenchmarks)
     rounds.work = {"decode": lambda: partial(time.sleep, 0.002), "read": lambda: lambda: None}
-    rounds.seconds = {}
-    with ThreadPoolExecutor(1) as rounds.pool:
+    rounds.seconds, rounds.pools = {}, {}
+    with ThreadPoolExecutor(1) as rounds.pools["decode"]:
         rounds._side_by_side("decode", "read")
     assert rounds.seconds["decode beside read"][0] >= 0.002
 
