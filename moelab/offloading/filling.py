@@ -56,8 +56,7 @@ def filling(slots: Slots, reader: Reader) -> Iterator[Callable[[], dict[ExpertKe
         finally:
             places.put(place)
 
-    pool = ThreadPoolExecutor(max(1, min(most, (os.cpu_count() or 1) + WAITING)), "moelab filling",
-                              initializer=alone)
+    pool = ThreadPoolExecutor(max(1, min(most, (os.cpu_count() or 1) + WAITING)), "moelab filling", alone)
     try:
         loaded = pool.map(load, keys)                                           # begins at once
 

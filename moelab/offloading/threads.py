@@ -1,4 +1,4 @@
-"""How many threads compute: torch's one for a while, where others need the cores, and each of those by itself.
+"""How many threads compute: one of torch's for a while, where others need the cores, and each of those by itself.
 
 A thread of an OpenMP team that has nothing to do spins for milliseconds before it sleeps. Where computing is left to
 one thread so that experts can be decoded beside it, the rest of the team would spin on the cores that it was to leave,
@@ -17,7 +17,7 @@ import torch
 
 from moelab.kernels.compile import c_library
 
-#: addresses of functions of torch's OpenMP (5.0): to end a team's idle threads, to say how large the teams of the
+#: addresses of functions of torch's OpenMP: to end a team's idle threads (5.0), to say how large the teams of the
 #: calling thread are; 0 where there is none
 PAUSE, SET = c_library("omp_pause_resource_all"), c_library("omp_set_num_threads")
 SOFT = 1                                        # omp_pause_soft: what the program has set stays as it is
