@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -280,7 +281,8 @@ def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: Any, quantizer
     """The parameters that a plan makes, by full name, from its sources by pattern: a tensor or a list of them each."""
     if plan.converter is None:
         return {plan.target: next(iter(tensors.values()))}
-    converter = deepcopy(plan.converter)
+    converter = copy(plan.converter)
+    converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)      # all of its state
     for pattern, found in tensors.items():
         for tensor in found if isinstance(found, list) else [found]:
             converter.add_tensor(plan.target, pattern, pattern, tensor)

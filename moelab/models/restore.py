@@ -92,8 +92,9 @@ def _views(t: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
         if t.numel() == n == 0:
             yield t
         return
-    parts = [t] if k == 1 else [part for dim in range(t.dim()) if t.shape[dim] % k == 0 for i in range(k)
-                                for part in (t.chunk(k, dim)[i], t[(slice(None),) * dim + (slice(i, None, k),)])]
+    parts = [t] if k == 1 else (part for dim in range(t.dim()) if t.shape[dim] % k == 0
+                                for i, chunk in enumerate(t.chunk(k, dim))
+                                for part in (chunk, t[(slice(None),) * dim + (slice(i, None, k),)]))
     for part in parts:
         yield part
         if part.dim() > 1:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moelab.advice import accuracy, sample, simulated, verify
+from moelab.advice import accuracy, simulated
 from moelab.advice.accuracy import aims, contenders, run, summary
 from moelab.advice.model import AS_IS
 from moelab.advice.ways import Way
@@ -12,18 +12,12 @@ SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 64, vocab=1024, heads=2
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """No process of its own for the look, two forms, a sample of 1 MB."""
-    monkeypatch.setattr(verify, "fresh", lambda source, options, memory, **how: verify.run(source, options, **how) | {
-        "limit": "none"})
-    monkeypatch.setattr(sample, "SECONDS", 0.01)
-    monkeypatch.setattr(verify, "LOOKED", 0.0)
-    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+def two_forms(monkeypatch):
     for module in (simulated, accuracy):
         monkeypatch.setattr(module, "forms_of", lambda model: [AS_IS, "bf12"])
 
 
-def test_settings_are_advised_and_run(small, tmp_path):
+def test_settings_are_advised_and_run(in_this_process, two_forms, tmp_path):
     found = run((0.4,), (50, 100), folder=tmp_path, quick=True, specs=(SPEC, SPEC))
     assert set(found["settings"]) == {f"tiny, 40% of experts, 50 MB/s, {loss}" for loss in accuracy.LOSSES}
     for row in found["settings"].values():
@@ -33,7 +27,7 @@ def test_settings_are_advised_and_run(small, tmp_path):
     assert found["summary"]["settings"] == 2 and "stopped in" not in found["conditions"]
 
 
-def test_what_is_finished_stays_when_it_is_stopped(small, tmp_path, monkeypatch):
+def test_what_is_finished_stays_when_it_is_stopped(in_this_process, two_forms, tmp_path, monkeypatch):
     def stopped(model, seen, costs_of, device, budget, rate, rounds):
         if rate == 100e6:
             raise KeyboardInterrupt

@@ -104,9 +104,7 @@ def test_no_run_begins_when_time_is_over(monkeypatch):
     assert [one for one in told if "goes on" in one] == told != []
 
 
-def test_forms_that_time_does_not_suffice_for_are_left_out_and_measured_later(monkeypatch):
-    monkeypatch.setattr(sample, "SECONDS", 0.01)
-    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+def test_forms_that_time_does_not_suffice_for_are_left_out_and_measured_later(small_samples):
     forms = ["raw", "bf12", "int4"]
     assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[:sample.LEAST]
     assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[:sample.LEAST]        # all that is kept is enough
@@ -133,15 +131,9 @@ def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
     assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
 
 
-def test_a_model_that_is_here_is_advised_verified_and_remembered(tmp_path, monkeypatch):
+def test_a_model_that_is_here_is_advised_verified_and_remembered(in_this_process, tmp_path, monkeypatch):
     import torch
     folder = tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
-    # a process of its own takes seconds
-    monkeypatch.setattr(verify, "fresh", lambda source, options, memory, **how: run(source, options, **how) | {
-        "limit": "none"})
-    monkeypatch.setattr(sample, "SECONDS", 0.01)
-    monkeypatch.setattr(verify, "LOOKED", 0.0)
-    monkeypatch.setattr(sample, "SIZE", 1 << 20)
     monkeypatch.setattr(simulated, "forms_of", lambda model: [AS_IS, "bf12"])
     model = find_model(folder)
     memory = model.others + 600_000_000
@@ -208,9 +200,7 @@ def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave
     assert sample.before_experts(found, spec, delays) == pytest.approx(2.0)
 
 
-def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(monkeypatch):
-    monkeypatch.setattr(sample, "SECONDS", 0.01)
-    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(small_samples, monkeypatch):
     # seconds of others, before and after, twice each time: the busier counts
     busy = iter([0.0, 1e6, 0.0, 0.0] + [0.0, 0.0, 0.0, 2e6] + [0.0] * 4)
     monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))

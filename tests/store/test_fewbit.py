@@ -102,15 +102,16 @@ def test_no_other_code_is_nearer(name, data):
     w = torch.tensor((few * n)[:R * n]).view(R, n)
     blob = pack(name, w)
     found, scales = back(name, blob, (R, n)).double(), split(name, blob, (R, n))["scales"]
-    grid = {"int8": range(-127, 128), "int4": range(-8, 8), "fp8": [e4m3(c) for c in range(256) if e4m3(c) == e4m3(c)],
-            "mxfp4": [*E2M1, *(-v for v in E2M1)]}[name]
+    codes = {"int8": range(-127, 128), "int4": range(-8, 8), "fp8": [e4m3(c) for c in range(256) if e4m3(c) == e4m3(c)],
+             "mxfp4": [*E2M1, *(-v for v in E2M1)]}[name]
+    grid, wide = np.array(codes, dtype=np.float64), w.double()
     for r in range(R):
         for i in range(n):
             scale = scales[r // 128, i // 128] if name == "fp8" else scales[r, i // 32]
             scale = 2.0**(int(scale) - 127) if name == "mxfp4" else scale.double().item()
-            nearest = min(abs(code * scale - w[r, i].double().item()) for code in grid)
-            error = abs(found[r, i].item() - w[r, i].double().item())
-            assert error <= nearest + 1e-6 * abs(w[r, i].item()) + 1e-44
+            nearest = np.abs(grid * scale - wide[r, i].item()).min()
+            error = abs(found[r, i].item() - wide[r, i].item())
+            assert error <= nearest + 1e-6 * abs(wide[r, i].item()) + 1e-44
 
 
 def in_torch(name, w):

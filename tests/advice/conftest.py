@@ -1,0 +1,24 @@
+"""Advice without waiting: samples of a megabyte, a round of each; runs in the test's own process."""
+
+import math
+
+import pytest
+
+from moelab.advice import sample, verify
+from moelab.offloading import profile
+
+
+@pytest.fixture
+def small_samples(monkeypatch):
+    monkeypatch.setattr(sample, "SECONDS", 0.01)
+    monkeypatch.setattr(sample, "SIZE", 1 << 20)
+    monkeypatch.setattr(profile, "MINIMUM", 1)
+
+
+@pytest.fixture
+def in_this_process(small_samples, monkeypatch):
+    """What is measured while other tests keep the machine busy is not measured again."""
+    monkeypatch.setattr(sample, "DISTURBED", math.inf)
+    monkeypatch.setattr(verify, "LOOKED", 0.0)
+    monkeypatch.setattr(verify, "fresh", lambda source, options, memory, **how: verify.run(source, options, **how) | {
+        "limit": "none"})
