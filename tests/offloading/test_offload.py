@@ -40,13 +40,14 @@ DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 1e-5, N=2)
 
 
 def threads():
-    gc.collect()                                    # models that another test has dropped
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("moelab")}
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
+    if threads():                                   # of a model that a test has dropped
+        gc.collect()
     assert not threads()
 
 
