@@ -22,8 +22,9 @@ help:
 reproduce: $(INSTALLED)
 	@$(PYTHON) -m moelab reproduce
 
+# bytecode is kept: tests start a hundred processes
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS)
 
 stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200

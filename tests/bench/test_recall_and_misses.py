@@ -7,6 +7,7 @@ from moelab.bench import recall_and_misses as bench
 from moelab.cache.policies import POLICIES
 from moelab.files import small_model
 from moelab.specs import MoESpec
+from moelab.speculate.next_token import fit
 from moelab.speculate.scoring import Score
 from moelab.trace import DECODE, RoutingTrace
 
@@ -71,9 +72,15 @@ def test_every_other_prompt_is_compared():
     some = trace.select(trace.sequence % 2 == 0)
     assert found["LRU"].tolist() == [n for n in bench.misses(some, "lru", "model", 0.5).tolist() if n]
     assert len(found["LRU"]) == len(found["ours"]) == 3
+    compared = bench.compare(fit(trace), some, 0.5)
+    assert compared.keys() == {*((name, "model") for name in POLICIES), *((name, "layer") for name in bench.BY_LAYER)}
+    assert compared["lru", "model"][::2].tolist() == found["LRU"].tolist()
 
 
-def test_the_bench_runs_on_every_model_that_is_given(tmp_path):
+def test_the_bench_runs_on_every_model_that_is_given(tmp_path, monkeypatch):
+    """With three of the policies, as most of the time is theirs; `compare` plays all of them in the test above."""
+    monkeypatch.setattr(bench, "POLICIES", few := ("lru", "next-token", "belady"))
+    monkeypatch.setattr(bench, "BY_LAYER", ("lru",))
     (tmp_path / "same").symlink_to(small_model())
     sections = bench.run(model=[str(small_model()), str(tmp_path / "same")], tokens=[100], seeds=2, train_prompts=2,
                          test_prompts=2, prompt_tokens=64, new_tokens=2, budgets=[0.5], windows=2, untrained=True)
@@ -85,7 +92,7 @@ def test_the_bench_runs_on_every_model_that_is_given(tmp_path):
     router, recalls, leads, evictions = one
     assert router["experts never used"] >= 0 and 0 < router["language loss, nats a token"] < 7
     assert recalls["residual, 100 tokens"]["trainings"] == 2 and len(leads) == 2
-    assert len(evictions) == len(POLICIES) + 3 and next(iter(evictions)) == "belady"
+    assert len(evictions) == len(few) + 1 and next(iter(evictions)) == "belady"
     assert evictions["lru"]["misses ÷ lru"] == 1 == evictions["next-token"]["next-token ÷ its misses"]
 
 

@@ -22,6 +22,7 @@ def test_finished_seeds_are_kept_and_not_run_again(tmp_path, monkeypatch):
         ran.append(seed)
         return {name: float(seed) for name in bench.BARS if name[:2] in notebooks}
     monkeypatch.setattr(bench, "one", one)
+    monkeypatch.setattr(bench, "open_model", lambda: None)
     journal = str(tmp_path / "seeds.journal")
     rows, = bench.run(seeds=4, journal=journal).values()
     assert ran == [0, 1, 2] and all(row["seeds"] == 2 for row in rows.values())

@@ -1,5 +1,6 @@
 """Every notebook of the repository runs with smoke=True."""
 
+import gc
 import json
 import os
 from multiprocessing import get_context
@@ -25,6 +26,7 @@ def run_cells(path, environment, parameters):
     """Run a notebook's cells in IPython, with parameters of its own."""
     os.environ.update(environment)
     os.chdir(CHECKOUT)
+    gc.freeze()                     # what was imported, which is most there is, is looked through by no collection
     shell = InteractiveShell.instance()
     for cell in nbformat.read(path, 4).cells:
         if cell.cell_type == "code":
