@@ -55,7 +55,7 @@ class Engine:
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit is promised.
     scheduler : orders reads and decoding, see `moelab.schedule.affinity`.
     held : slots of the experts that are in memory already, as residency has them.
-    one_thread : whether one token's experts may be computed by one thread while others are decoded.
+    one_thread : whether one token's experts may be computed by one thread while others are loaded.
     cancelled : asked before every expert whether to end this thread's forward pass with `Cancelled`.
     serial : whether to compute a layer's experts only when all are there (if there is memory for them at once): the
         on-demand engine of Speculating Experts, to compare with.
@@ -156,8 +156,8 @@ class Engine:
                           step: Step, ready: Ready) -> Tensor:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
         parts, contributions = _parts(ids, experts.num_experts), []
-        # One core less for computing while others decode: two threads of a team of which one has lost its core wait
-        # for each other. Only where that changes no bit.
+        # One core less for computing while others read or decode: two threads of a team of which one has lost its core
+        # wait for each other. Only where that changes no bit.
         if self.one_thread and len(x) == 1 and self.pipeline.queue.busy:
             self._threads = torch.get_num_threads()
             narrow(1)

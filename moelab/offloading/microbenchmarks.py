@@ -89,8 +89,7 @@ class Microbenchmarks:
         self.copied = torch.zeros(COPY // 4), torch.zeros(COPY // 4)
         self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
         self.experts = [layer.experts for layer in discover(model)]
-        # as the engine does it: only decoding takes a core away from computing
-        self.one_thread = executor is None and not self.slots.sizes.in_place and same_bits_on_one_thread(store, model)
+        self.one_thread = executor is None and one_thread_pays(store, sizes) and same_bits_on_one_thread(store, model)
         self.spare = [{part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
                       for _ in range(DEPTH)]
         for buffer in (*self.pages, *(buffer for parts in self.spare for buffer in parts.values())):
@@ -342,6 +341,14 @@ def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
 
 def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def one_thread_pays(store: ExpertStore, sizes: Sizes) -> bool:
+    """Whether a token's expert is computed by one thread while others are loaded: beside decoding; and of two cores,
+    of which those that read take one now and then, and the other has to wait for it. Not if it is unpacked at each use,
+    which takes one thread twice as long; how it is with more cores is not measured."""
+    packed = any(entry.planes[0][0] != "raw" for entry in store.entries(0, 0).values())
+    return not sizes.in_place or torch.get_num_threads() == 2 and not packed
 
 
 def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:

@@ -128,23 +128,25 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
         assert check(offloading.timeline) == []
 
 
-@pytest.mark.parametrize("codec", ["raw", "bf12", "huffman"])
-def test_a_core_is_left_to_workers_only_where_they_decode(monkeypatch, tmp_path, codec):
-    """Threads of torch while an expert is computed and another loaded; what is read in place is not decoded."""
+@pytest.mark.parametrize("cores, codec, left", [(2, "raw", True), (2, "bf12", False), (2, "huffman", True),
+                                                (3, "raw", False), (3, "huffman", True)])
+def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, left):
+    """Threads of torch while an expert is computed and another loaded."""
     monkeypatch.setattr("moelab.offloading.offload.same_bits_on_one_thread", lambda *_: True)
     tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64)
-    offloaded, used = offload(convert(tmp_path / "model", tmp_path / "store", codec), 0.25, delays=DELAYS), set()
-    weights = offloaded.moelab.engine.weights
-    monkeypatch.setattr(offloaded.moelab.engine, "weights",
-                        lambda *args, **how: used.add(torch.get_num_threads()) or weights(*args, **how))
+    store, used = convert(tmp_path / "model", tmp_path / "store", codec), set()
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(cores)
     try:
+        offloaded = offload(store, 0.25, delays=DELAYS)
+        weights = offloaded.moelab.engine.weights
+        monkeypatch.setattr(offloaded.moelab.engine, "weights",
+                            lambda *args, **how: used.add(torch.get_num_threads()) or weights(*args, **how))
         with offloaded.moelab:
             generate(offloaded, batch=1, prompt=3)
     finally:
         torch.set_num_threads(before)
-    assert 2 in used and (1 in used) == (codec == "huffman")
+    assert cores in used and (1 in used) == left
 
 
 @pytest.mark.stress
