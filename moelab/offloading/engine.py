@@ -28,7 +28,7 @@ from moelab.offloading.threads import narrow
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, ExpertKey, State
-from moelab.store.reader import Reader
+from moelab.store.reader import Reader, cast
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need no guessing (§5.2)
 PREFILL = 2
@@ -184,7 +184,7 @@ class Engine:
         tensors = self.pipeline.tensors((layer, expert), reuse)
         if dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
             return tensors
-        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        return cast(tensors, dtype)
 
     @property
     def opens(self) -> bool:

@@ -32,14 +32,14 @@ from torch.nn.functional import linear
 from moelab.cache.residency import Pools, Residency
 from moelab.models.seam import SeamExperts, assignments, discover, execute
 from moelab.offloading.pipeline import DEPTH
-from moelab.offloading.slots import Sizes, Slots, has_few_bits
-from moelab.offloading.threads import threads
+from moelab.offloading.slots import Sizes, Slots, has_few_bits, has_packed
+from moelab.offloading.threads import one_thread_pays, threads
 from moelab.schedule.affinity import default_order
 from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.store.headers import NAMES
 from moelab.store.layout import ALIGN, Chunk, ExpertStore, TensorEntry
-from moelab.store.reader import Chunks, Reader, aligned_buffer, decode, decode_tensor, empty_tensors
+from moelab.store.reader import Chunks, Reader, aligned_buffer, cast, decode, decode_tensor, empty_tensors
 from moelab.store.stages import decompress, recover, separable
 
 READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))       # bytes
@@ -89,7 +89,7 @@ class Microbenchmarks:
         self.copied = torch.zeros(COPY // 4), torch.zeros(COPY // 4)
         self.products = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}]
         self.experts = [layer.experts for layer in discover(model)]
-        self.one_thread = executor is None and one_thread_pays(store, sizes) and same_bits_on_one_thread(store, model)
+        self.one_thread = executor is None and one_thread_pays(store, model, sizes.in_place)    # as the engine has it
         self.spare = [{part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
                       for _ in range(DEPTH)]
         for buffer in (*self.pages, *(buffer for parts in self.spare for buffer in parts.values())):
@@ -270,7 +270,7 @@ class Microbenchmarks:
                        torch.ones(1, len(self.at), dtype=dtype), self.experts[layer])
 
     def __call__(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
-        return _cast(self.slots.tensors(self.at[expert], layer, expert, reuse=True), self.model.dtype)
+        return cast(self.slots.tensors(self.at[expert], layer, expert, reuse=True), self.model.dtype)
 
     def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]] | None:
         """As `EngineSource.matrices`."""
@@ -339,34 +339,6 @@ def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
             decode_tensor(e, sm, name, out[name])
 
 
-def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-
-
-def one_thread_pays(store: ExpertStore, sizes: Sizes) -> bool:
-    """Whether a token's expert is computed by one thread while others are loaded: beside decoding; and of two cores,
-    of which those that read take one now and then, and the other has to wait for it. Not if it is unpacked at each use,
-    which takes one thread twice as long; how it is with more cores is not measured."""
-    packed = any(entry.planes[0][0] != "raw" for entry in store.entries(0, 0).values())
-    return not sizes.in_place or torch.get_num_threads() == 2 and not packed
-
-
-def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
-    """Whether one thread computes a token's expert to the same bits as all threads do: no library promises it, so it is
-    tried on 8 tokens."""
-    many, experts = torch.get_num_threads(), discover(model)[0].experts
-    if many == 1 or model.device.type != "cpu":
-        return False                                            # nothing to gain
-    with Reader(store) as reader, torch.inference_mode():
-        chunks = reader.read(0, 0)
-        weights = _cast(decode(chunks, chunks), model.dtype)
-        x, results = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)), []
-        for n in (1, many):
-            with threads(n):
-                results.append(torch.stack([experts.ffn(row.to(model.dtype), weights) for row in x]))
-    return torch.equal(*results)
-
-
 def experts_bytes(store: ExpertStore) -> list[list[list[int]]]:
     """[L][E] of the bytes of each expert's two reads, [E-chunks, SM-chunks]: exact; experts compress differently."""
     return [[[store.stored_bytes(i, expert, part) for part in ("E", "SM")] for expert in range(len(layer.experts))]
@@ -385,8 +357,7 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
         unless `compact`, packed ones are unpacked for it.
     """
     experts, tried = discover(model)[0].experts, range(min(5, len(store.layers[0].experts)))
-    packed = any(entry.planes[0][0] != "raw" for entry in store.entries(0, 0).values())
-    out, took, unpack = None, {}, in_place and packed and not compact
+    out, took, unpack = None, {}, in_place and not compact and has_packed(store)
     timed = partial(_timed, took)
     with Reader(store) as reader, torch.inference_mode():
         buffers, last = {part: reader.buffer(part) for part in ("E", "SM", "both")}, len(store.layers) - 1
@@ -398,7 +369,7 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
             timed("decompress", _decompress, e, sm, out)
             timed("recover", _recover, e, sm, {name: tensor for name, tensor in out.items() if separable(e, name)})
             timed("decode", *((reader.check, e) if in_place else (decode, e, sm, out)))
-            weights = {name: t.to(model.device) for name, t in _cast(out, model.dtype).items()}
+            weights = {name: t.to(model.device) for name, t in cast(out, model.dtype).items()}
             for tokens in (1, 16):
                 x = torch.zeros(tokens, store.spec.H, dtype=model.dtype, device=model.device)
                 timed(str(tokens), lambda: (unpack and decode(e, sm, out), experts.ffn(x, weights)))

@@ -25,12 +25,13 @@ from moelab.models.direct import CheckpointStore
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.filling import filling
-from moelab.offloading.microbenchmarks import one_thread_pays, quick_delays, same_bits_on_one_thread
+from moelab.offloading.microbenchmarks import quick_delays
 from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.planner import TIMED, WARM, best_pools, drawn, shares_of
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots, divide, every_one_is_multiplied, has_few_bits, slot_counts
+from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.store.headers import NAMES
@@ -138,7 +139,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         run = EngineRun(settings, residency)
         engine = Engine(residency, slots, reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,
-                        one_thread_pays(store, sizes) and same_bits_on_one_thread(store, model), order, held)
+                        one_thread_pays(store, model, sizes.in_place), order, held)
         unless_open.callback(engine.close)
         stored = {entry.dtype for layer in store.layers for entries in layer.experts for entry in entries.values()}
         source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})

@@ -65,6 +65,12 @@ def has_few_bits(store: ExpertStore) -> bool:
                for layer in store.layers for entries in layer.experts for entry in entries.values())
 
 
+def has_packed(store: ExpertStore) -> bool:
+    """Whether some expert's tensor is stored otherwise than eager computes with it."""
+    return any(entry.planes[0][0] != "raw"
+               for layer in store.layers for entries in layer.experts for entry in entries.values())
+
+
 def every_one_is_multiplied(store: ExpertStore) -> bool:
     """Whether kernels multiply each of these blobs as it lies."""
     return all(fewbit.kernel(codec, entry.shape, entry.dtype) for layer in store.layers for entries in layer.experts
@@ -84,8 +90,7 @@ class Slots:
         else:
             self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
         self._store, self._views, self._scratch, kinds = store, {}, {}, {}
-        self._packed = self.sizes.in_place and any(entry.planes[0][0] != "raw" for layer in store.layers
-                                                   for entries in layer.experts for entry in entries.values())
+        self._packed = self.sizes.in_place and has_packed(store)
         self._matrices: dict[int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]] = {}
         # layer → a number that layers share whose experts have tensors of the same shapes
         self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]

@@ -1,7 +1,7 @@
 """How many threads compute: one of torch's for a while, where others need the cores, and each of those by itself.
 
 A thread of an OpenMP team that has nothing to do spins for milliseconds before it sleeps. Where computing is left to
-one thread so that experts can be decoded beside it, the rest of the team would spin on the cores that it was to leave,
+one thread so that experts can be loaded beside it, the rest of the team would spin on the cores that it was to leave,
 and so would a team of the decoding thread's own.
 """
 
@@ -12,10 +12,15 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 from moelab.kernels.compile import c_library
+from moelab.models.seam import discover
+from moelab.offloading.slots import has_packed
+from moelab.store.layout import ExpertStore
+from moelab.store.reader import StoreExperts
 
 #: addresses of functions of torch's OpenMP: to end a team's idle threads (5.0), to say how large the teams of the
 #: calling thread are; 0 where there is none
@@ -57,3 +62,27 @@ def threads(n: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def one_thread_pays(store: ExpertStore, model: Any, in_place: bool) -> bool:
+    """Whether a token's experts are computed by one thread while others are loaded: beside decoding, which needs a
+    core; and by one of two where experts are read in place, as those that read now and then take a core from the team,
+    all of which waits. Not if they are unpacked at each use, which takes one thread twice as long; with more threads it
+    is not measured."""
+    many = torch.get_num_threads()
+    if many == 1 or model.device.type != "cpu" or in_place and (many > 2 or has_packed(store)):
+        return False
+    return same_bits_on_one_thread(store, model)
+
+
+def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
+    """Whether one thread computes a token's expert to the same bits as all threads do: no library promises it, so it is
+    tried on 8 tokens."""
+    experts, results = discover(model)[0].experts, []
+    x = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    with StoreExperts(store, model.dtype) as source, torch.inference_mode():
+        weights = source(0, 0)
+        for n in (1, torch.get_num_threads()):
+            with threads(n):
+                results.append(torch.stack([experts.ffn(row, weights) for row in x]))
+    return torch.equal(*results)

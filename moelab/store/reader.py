@@ -337,6 +337,11 @@ def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor, scratch: 
         raise damaged(e, name, error) from error
 
 
+def cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """An expert's tensors, those of floating-point numbers in `dtype`."""
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
 def damaged(chunks: Chunks, name: str, error: ValueError) -> StoreError:
     """The error for a chunk that cannot be decoded."""
     return StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: {error}")
@@ -358,9 +363,7 @@ class StoreExperts:
             self._local.buffer = self.reader.buffer()
         chunks = self.reader.read(layer, expert, "both", self._local.buffer)
         tensors = decode(chunks, chunks)
-        if self.dtype is not None:
-            tensors = {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        return tensors
+        return tensors if self.dtype is None else cast(tensors, self.dtype)
 
     def close(self) -> None:
         """Close the files."""

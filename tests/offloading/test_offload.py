@@ -132,7 +132,7 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
                                                 (3, "raw", False), (3, "huffman", True)])
 def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, left):
     """Threads of torch while an expert is computed and another loaded."""
-    monkeypatch.setattr("moelab.offloading.offload.same_bits_on_one_thread", lambda *_: True)
+    monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
     tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64)
     store, used = convert(tmp_path / "model", tmp_path / "store", codec), set()
     before = torch.get_num_threads()
