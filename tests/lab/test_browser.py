@@ -334,10 +334,9 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
 
 
 @pytest.mark.stress
+@pytest.mark.skipif(not STRESS, reason="how fast a busy machine draws says nothing: `make stress`")
 @pytest.mark.timeout(300)
 def test_the_scrubber_plays_thirty_frames_a_second_without_the_kernel(page, lab, tmp_path):
-    if not STRESS:
-        pytest.skip("how fast a busy machine draws says nothing: `make stress`")
     run_all(page, lab(write(tmp_path / "player.ipynb", [
         *OPENING, "views.scrubber(lm, tokens=100)", "lm.moelab.close()"]), page.dark))
     player = page.locator(".moelab-scrubber")
@@ -355,10 +354,9 @@ one_page = pytest.mark.parametrize("page", [(1280, False)], indirect=True, ids=s
 
 
 @pytest.mark.stress
+@pytest.mark.skipif(not STRESS, reason="the other tests, too, wait for pictures before they scroll: `make stress`")
 @one_page
 def test_a_view_that_nobody_scrolls_to_is_in_the_saved_notebook(page, lab, results, tmp_path):
-    if not STRESS:
-        pytest.skip("pictures are waited for before anything is scrolled to in the other tests, too: `make stress`")
     tall = "print(*range(400), sep='\\n')"
     run_all(page, lab(write(tmp_path / "far.ipynb", [OPENING[0], tall, "views.model_map()", tall])))
     page.wait_for_function("() => window.finished", timeout=60_000)
@@ -390,12 +388,10 @@ def clone(tmp_path_factory):
 @pytest.mark.stress
 @pytest.mark.timeout(1200)
 @one_page
-@pytest.mark.parametrize("name", [path.name for path in notebooks()])
+@pytest.mark.parametrize("name", depth(["00_start.ipynb"], [path.name for path in notebooks()]))
 def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     """All cells run and are a run, controls change the picture, nothing is told as an error, the saved notebook is
     below 1 MB and has a picture of every view, also of one that nobody has scrolled to, and `git status` is clean."""
-    if not STRESS and name != "00_start.ipynb":
-        pytest.skip("make stress runs all of them")
     folder, git = clone
     shutil.copytree(CHECKOUT / "results" / "baseline", results / "baseline")    # the ledger shows what was found
     path = folder / "notebooks" / name

@@ -77,8 +77,7 @@ def foreign(tmp_path_factory):
 
 
 @pytest.mark.stress
-@every_notebook
+@pytest.mark.parametrize("path", [path for path in notebooks() if STRESS or path.stem == "03_cache_planning"],
+                         ids=lambda path: path.stem)
 def test_smoke_run_of_another_model(path, foreign, tmp_path):
-    if not STRESS and path.stem != "03_cache_planning":
-        pytest.skip("make stress runs all of them")
     assert smoke_run(path, tmp_path, model=str(foreign))["metrics"]
