@@ -13,6 +13,8 @@ from statistics import fmean
 
 import numpy as np
 
+MEMORY = 20         # values that a `Mean` remembers
+LONG = 3            # means: what takes longer than so many was disturbed, and counts as so long
 #: mean and the ends of its 95 % interval
 Interval = tuple[float, float, float]
 
@@ -88,3 +90,17 @@ def typical(seconds: Iterable[float]) -> float:
     ordered = sorted(seconds)
     quarter = len(ordered) // 4
     return fmean(ordered[quarter:len(ordered) - quarter])
+
+
+class Mean:
+    """Plain of the first values, exponential from `MEMORY` on."""
+
+    def __init__(self, value: float = 0.0, count: int = 0) -> None:
+        self.value, self.count = value, count
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        self.value += (value - self.value) / self.count
+
+    def took(self, seconds: float) -> None:
+        self.add(min(seconds, LONG * self.value) if self.value else seconds)

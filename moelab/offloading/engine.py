@@ -19,9 +19,10 @@ from torch import Tensor
 
 from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.residency import Request, Residency, Step
+from moelab.intervals import Mean
 from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
-from moelab.offloading.prefetch_gate import Mean, PrefetchGate
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import narrow
@@ -157,8 +158,8 @@ class Engine:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
         parts, contributions = _parts(ids, experts.num_experts), []
         # One core less for computing while others read or decode: two threads of a team of which one has lost its core
-        # wait for each other. Only where that changes no bit.
-        if self.one_thread and len(x) == 1 and self.pipeline.queue.busy:
+        # wait for each other. Not where they wait for a slow disk, and only where that changes no bit.
+        if self.one_thread and len(x) == 1 and self.pipeline.queue.keeps_up:
             self._threads = torch.get_num_threads()
             narrow(1)
         for request in self._as_ready(ready, step):

@@ -137,7 +137,8 @@ class Pipeline:
             found = ready.get()
         if isinstance(found, BaseException):
             raise found
-        if (waited := clock() - start) > 2e-6:
+        self.queue.waits.took(waited := clock() - start)
+        if waited > 2e-6:
             self.timeline.add(Event("compute", "wait", *found, start, start + waited))
         return found
 

@@ -34,31 +34,15 @@ from statistics import median
 from typing import Any
 
 from moelab.cache.residency import Request, Residency, Step
-from moelab.intervals import typical
+from moelab.intervals import MEMORY, Mean, typical
 from moelab.schedule.load_queue import PIECE, Reads
 from moelab.specs import ExpertKey, State
 
-MEMORY = 20         # values that a mean remembers
-LONG = 3            # means: what takes longer than so many was disturbed, and counts as so long
 FIRST = 0.5         # the precision assumed before any was seen
 RECENT = 16         # tokens, and trials, that are compared
 FEW = 4             # tokens of the best way, that the first trial is compared with
 RISK = 0.1          # of a token's time: what a trial is taken to lose before any was made; at most twice that counts
 COST = 0.005        # of all time, for tokens that a trial makes slower
-
-
-class Mean:
-    """Plain of the first values, exponential from `MEMORY` on."""
-
-    def __init__(self, value: float = 0.0, count: int = 0) -> None:
-        self.value, self.count = value, count
-
-    def add(self, value: float) -> None:
-        self.count = min(self.count + 1, MEMORY)
-        self.value += (value - self.value) / self.count
-
-    def took(self, seconds: float) -> None:
-        self.add(min(seconds, LONG * self.value) if self.value else seconds)
 
 
 class Layer:

@@ -31,7 +31,9 @@ NICE = 5                                        # of threads that step back
 
 def narrow(n: int) -> None:
     """Let torch compute with `n` threads. Beside one, none is left to spin: the next team begins with new threads,
-    which takes tens of microseconds. Callers keep the number that it had before: Ctrl-C may come at any line."""
+    which takes tens of microseconds; but ten milliseconds where the caller has slept for two before (Linux 6.18): they
+    begin on its core, where it spins until they do. Callers keep the number that it had before: Ctrl-C may come at any
+    line."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     if n == 1 < before and PAUSE:
@@ -65,10 +67,10 @@ def threads(n: int) -> Iterator[None]:
 
 
 def one_thread_pays(store: ExpertStore, model: Any, in_place: bool) -> bool:
-    """Whether a token's experts are computed by one thread while others are loaded: beside decoding, which needs a
-    core; and by one of two where experts are read in place, as those that read now and then take a core from the team,
-    all of which waits. Not if they are unpacked at each use, which takes one thread twice as long; with more threads it
-    is not measured."""
+    """Whether a token's experts are computed by one thread while others are loaded as fast: beside decoding, which
+    needs a core; and by one of two where experts are read in place, as those that read now and then take a core from
+    the team, all of which waits. Not if they are unpacked at each use, which takes one thread twice as long; with more
+    threads it is not measured."""
     many = torch.get_num_threads()
     if many == 1 or model.device.type != "cpu" or in_place and (many > 2 or has_packed(store)):
         return False

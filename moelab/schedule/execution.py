@@ -160,7 +160,7 @@ class SimulatedMachine:
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
-        self._one_thread = (self.delays.one_thread is not None and self.queue.busy      # decided once a layer
+        self._one_thread = (self.delays.one_thread is not None and self.queue.keeps_up  # decided once a layer
                             and all(request.tokens == 1 for request in self._requests.values()))
         while self._left:
             self._start()
@@ -206,6 +206,8 @@ class SimulatedMachine:
             if self.now > self._computed_until:
                 begin += self.delays.handover
                 self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, begin))
+            if self._requests[keys[0]].state is not State.FULL:
+                self.queue.waits.took(begin - self._computed_until)
             seconds = self.delays.one_thread if self._one_thread \
                 else self.delays.at_once([self._requests[key] for key in keys])
             only = keys[0].expert if len(keys) == 1 else -1

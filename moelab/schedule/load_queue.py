@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from moelab.intervals import Mean
 from moelab.schedule.affinity import Order
 from moelab.specs import ExpertKey, State
 
@@ -33,6 +34,8 @@ FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
 #: bytes at most of a piece of a read; between two of a prefetch, what is demanded may overtake it
 PIECE = 2 << 20
+#: seconds that an expert is waited for, from which on cores rest often enough for whatever loads
+REST = 2e-3
 
 
 def piece(nbytes: int) -> int:
@@ -145,6 +148,7 @@ class LoadQueue:
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     admitted : how many loads have got their slots so far: when it grows, there may be something new to do.
     reads : what has been read so far; replaced as a whole, so it may be asked without the lock.
+    waits : mean seconds that an expert was waited for, told by who computes.
     """
 
     def __init__(self, count: Mapping[str, int], ahead: int = 0, *, held: dict[ExpertKey, dict[str, int]] | None = None,
@@ -161,13 +165,19 @@ class LoadQueue:
         self.free = {kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS}
         self.running = Batch()
         self.prefetched: dict[int, Batch] = {}                  # by layer
-        self.reads = Reads()
+        self.reads, self.waits = Reads(), Mean()
         self.admitted = self._ahead = 0                         # _ahead: prefetched loads that hold slots
 
     @property
     def busy(self) -> bool:
         """Whether anything is being loaded; may be asked without the lock."""
         return any(batch.loads for batch in self._batches())
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether anything is being loaded, and about as fast as it is computed, so that both want all cores; may be
+        asked without the lock."""
+        return self.busy and self.waits.value < REST
 
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey],
               ready: Callable[[Any], object]) -> list[Any]:

@@ -90,8 +90,8 @@ class Delays:
     e_bytes, sm_bytes : what the two reads transfer, for the timeline.
     experts_bytes : [L][E] of the same two numbers for each expert; the seconds above are the mean expert's.
     decode : decompressing and joining in one go, which may be faster than one after the other; None for their sum.
-    one_thread : one token's expert on one thread, which the engine leaves computing while others are loaded; None if
-        it does not.
+    one_thread : one token's expert on one thread, which the engine leaves computing while `LoadQueue.keeps_up`; None
+        if it does not.
     read_both : reading all chunks of an expert in one request; None for the sum of the two.
     together : measured (n, seconds) of one token's n experts in one call, which an executor makes for those in memory,
         ascending, n above 1; none if each is computed by itself.

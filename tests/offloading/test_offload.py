@@ -149,6 +149,23 @@ def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, 
     assert cores in used and (1 in used) == left
 
 
+def test_cores_that_wait_for_a_slow_disk_compute(monkeypatch, tmp_path):
+    monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
+    tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64)
+    store, before, used = convert(tmp_path / "model", tmp_path / "store", "raw"), torch.get_num_threads(), {}
+    torch.set_num_threads(2)
+    try:
+        for slow in (False, True):
+            with offload(store, 0.25, delays=DELAYS, bandwidth=4e6 if slow else None) as offloaded:
+                engine, seen = offloaded.moelab.engine, used.setdefault(slow, set())
+                monkeypatch.setattr(engine, "weights", lambda *args, of=engine.weights, seen=seen, **how: seen.add(
+                    torch.get_num_threads()) or of(*args, **how))
+                generate(offloaded, batch=1, prompt=3)
+    finally:
+        torch.set_num_threads(before)
+    assert used == {False: {1, 2}, True: {2}}
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("policy, scope", in_turn(sorted(set(POLICIES) - set(NEEDS)), ["model", "layer"]))
 def test_every_policy(qwen, eager, policy, scope):

@@ -12,7 +12,8 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.models import discover, plug
 from moelab.offloading.offload import offload
-from moelab.offloading.prefetch_gate import COST, FEW, MEMORY, RISK, Mean, PrefetchGate, gained
+from moelab.intervals import MEMORY, Mean
+from moelab.offloading.prefetch_gate import COST, FEW, RISK, PrefetchGate, gained
 from moelab.schedule.load_queue import PIECE, Reads
 from tests.offloading.test_offload import DELAYS
 

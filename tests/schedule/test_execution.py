@@ -20,8 +20,8 @@ machines = delays.map(lambda machine: replace(machine, N=1, K=1))
 TINY = 1e-9
 
 
-def request(expert, state, keep="M", tokens=1):
-    return Request(ExpertKey(0, expert), tokens, State(state), State(keep))
+def request(expert, state, keep="M", tokens=1, layer=0):
+    return Request(ExpertKey(layer, expert), tokens, State(state), State(keep))
 
 
 def at_most(spans, limit):
@@ -312,6 +312,17 @@ def test_one_tokens_experts_are_computed_by_one_thread_while_others_are_loaded()
         asked = [request(0, states[0]), request(1, states[1], tokens=tokens)]
         events, _ = execute(asked, order(asked, machine, 1), machine, 1)
         assert [(e.expert, e.start, e.end) for e in events if e.kind == "expert"] == expected
+
+
+def test_beside_a_disk_that_is_waited_for_all_threads_compute():
+    machine = replace(UNIT, one_thread=7.0)
+    simulated = SimulatedMachine(machine, 1, dict.fromkeys(KINDS, 8))
+    for layer in range(3):
+        asked = [request(expert, "M", layer=layer) for expert in range(2)]
+        simulated.queue.demand(simulated.begin(layer, asked), order(asked, machine, 1))
+        simulated.run()
+    took = [e.end - e.start for e in simulated.timeline() if e.kind == "expert"]
+    assert took == [7.0, 7.0, 6.0, 6.0, 6.0, 6.0]           # nothing has been waited for before the first layer
 
 
 def test_experts_in_memory_are_computed_in_one_call_where_the_executor_does():
