@@ -1,7 +1,8 @@
 """95 % intervals of means of few samples, by Student's t, whose tails n − 1 degrees of freedom decide, and of medians.
 
 With six windows an interval of ± 1.96 standard errors holds the truth in 89 % of cases; 95 % take ± 2.57. Samples are
-taken as independent and their mean as normal; of a median nothing is assumed about how they are distributed.
+taken as independent and their mean as normal; of a median nothing is assumed about how they are distributed. At the
+end, means without intervals of what comes one by one and is disturbed now and then.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def typical(seconds: Iterable[float]) -> float:
 
 
 class Mean:
-    """Plain of the first values, exponential from `MEMORY` on."""
+    """A running mean: plain of the first values, exponential from `MEMORY` on."""
 
     def __init__(self, value: float = 0.0, count: int = 0) -> None:
         self.value, self.count = value, count

@@ -34,7 +34,7 @@ from statistics import median
 from typing import Any
 
 from moelab.cache.residency import Request, Residency, Step
-from moelab.intervals import MEMORY, Mean, typical
+from moelab.intervals import Mean, typical
 from moelab.schedule.load_queue import PIECE, Reads
 from moelab.specs import ExpertKey, State
 

@@ -34,7 +34,7 @@ FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
 #: bytes at most of a piece of a read; between two of a prefetch, what is demanded may overtake it
 PIECE = 2 << 20
-#: seconds that an expert is waited for, from which on cores rest often enough for whatever loads
+#: seconds that an expert is waited for on average, from which on computing leaves the cores to loading by itself
 REST = 2e-3
 
 
@@ -175,8 +175,8 @@ class LoadQueue:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether anything is being loaded, and about as fast as it is computed, so that both want all cores; may be
-        asked without the lock."""
+        """Whether anything is being loaded, about as fast as it is computed, so that both want all cores; may be asked
+        without the lock."""
         return self.busy and self.waits.value < REST
 
     def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey],
