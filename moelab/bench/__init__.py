@@ -18,7 +18,7 @@ from moelab.table import format_value, head_and_rows, text_table
 BENCHES = {name: f"moelab.bench.{name}" for name in (
     "store", "conversion", "engine", "prefetch", "quantization", "ane", "ane_accuracy", "parallel", "experts",
     "dataset_free", "seeds", "recall_and_misses", "popularity", "plans", "cache_aware", "zipmoe", "scale",
-    "end_to_end")} | {"advise": "moelab.advice.accuracy"}
+    "end_to_end", "gpu")} | {"advise": "moelab.advice.accuracy"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

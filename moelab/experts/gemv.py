@@ -21,8 +21,8 @@ from moelab.kernels import feed_forward as around, products
 
 
 class GEMV(Sorted):
-    """numba products with weights as they lie; `Sorted` for experts that are not plain, weights that are not
-    contiguous, mixed types, other devices and gradients."""
+    """numba products with weights as they lie, or Triton's for a single token on a GPU (`gemv_triton`); `Sorted` for
+    experts that are not plain, weights that are not contiguous, mixed types, other devices and gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,8 @@ class GEMV(Sorted):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if not _computable(x, weights, experts):
-            return super().run(x, ids, weights, experts)
+            found = self._on_gpu(x, ids, weights, experts) if x.is_cuda and len(x) == 1 else None
+            return super().run(x, ids, weights, experts) if found is None else found
         hit, bounds, tokens, rows = around.arrange(ids.numpy(), experts.num_experts)
         matrices = self._matrices(experts, hit, x.dtype) if len(hit) else None
         if matrices is None:
@@ -44,6 +45,25 @@ class GEMV(Sorted):
         y = products.multiply(down[0], down[1], bounds, activate(experts, h), None, down[2], transposed)
         del alive                                       # the weights' owners may go only now
         return around.combine(y, rows, weights, x.dtype)
+
+    def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
+        """A token's experts in a few launches; None where the kernels are not for them."""
+        if x.dtype != torch.bfloat16 or wants_grad(x, weights) or not (plain(experts) and silu_gated(experts)) \
+                or experts.has_bias or experts.is_transposed:
+            return None
+        try:
+            from moelab.experts import gemv_triton
+        except ImportError:                             # no Triton: torch's own products do
+            return None
+        chosen = ids[0].tolist()
+        hit = [(expert, k) for k, expert in enumerate(chosen) if expert < experts.num_experts]
+        found = self._matrices(experts, np.array([expert for expert, _ in hit], np.int64), x.dtype) if hit else None
+        if found is None or found[2] or not {kind for kind, _, _ in found[0]} <= GPU_KINDS.keys():
+            return None
+        self.count(len(hit), len(hit), len(hit))
+        up, down = ((GPU_KINDS[kind], table) for kind, table, _ in found[0])
+        w = weights[0] if len(hit) == len(chosen) else weights[0, [k for _, k in hit]]
+        return gemv_triton.feed_forward(up, down, x, w, found[0][0][2] // 2)
 
     def token(self, modules: list[Any], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
         """A token's layers in one call (`moelab.models.decode.layers`), of experts modules that hold their weights."""
@@ -115,6 +135,9 @@ class GEMV(Sorted):
         return [(kind, table.take(hit, 0), R) for kind, table, R in found[0]], *found[1:]
 
 
+#: what `gemv_triton` multiplies
+GPU_KINDS = {products.KINDS[torch.bfloat16]: "raw", products.PACKED["bf12"]: "bf12"}
+
 #: experts modules that hold their weights → (where these lie, `_tables` of all experts)
 _BANKS: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
@@ -126,7 +149,8 @@ def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype) ->
         table = np.zeros((len(given), 4), np.int64)
         for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
             tensors = [tensors[part] for tensors in given]
-            if any(w.dtype != dtype or not w.is_cpu or not w.is_contiguous() or wants_grad(w) for w in tensors):
+            if any(w.dtype != dtype or w.device.type not in ("cpu", "cuda") or not w.is_contiguous() or wants_grad(w)
+                   for w in tensors):
                 return None
             table[:, column] = [w.data_ptr() for w in tensors]
         R = given[0][name].shape[-1 if experts.is_transposed else -2]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20
@@ -20,12 +22,14 @@ _CGROUPS = (("memory.max", "memory.current", "memory.stat"),
             ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"))
 
 
-def parse_budget(budget: str | float | int, everything: int, others: int) -> int:
+def parse_budget(budget: str | float | int, everything: int, others: int,
+                 free: Callable[[], int] | None = None) -> int:
     """A budget in bytes, 0 included, for which the caller says what the least is; ValueError for what is none.
 
     budget : bytes (a number above 1), a fraction of `everything` (0 ≤ f ≤ 1), "2GB", "800 MiB", "50%", or "auto":
         what is available now less the other weights and `RESERVE`.
     everything, others : bytes that keeping all experts takes, and bytes of the model's other weights.
+    free : what is available, `available` of this machine if not given.
     """
     if isinstance(budget, str):
         budget = budget.strip().lower()
@@ -39,10 +43,18 @@ def parse_budget(budget: str | float | int, everything: int, others: int) -> int
         if unit or not budget:
             return int(budget / 100 * everything if unit == "%" else budget * _UNITS[match[3] or ""])
     if budget == "auto":
-        return max(0, available() - others - RESERVE)
+        return max(0, (free or available)() - others - RESERVE)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget < math.inf:
         raise ValueError(f"the budget is {budget!r}; {_ALLOWED}")
     return int(budget * everything) if budget <= 1 else int(budget)
+
+
+def available_on(device: Any) -> int:
+    """Bytes that this process may still take of the memory that a `torch.device` computes from."""
+    if device.type == "cpu":
+        return available()
+    import torch
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def available(root: str | Path = "/sys/fs/cgroup") -> int:

@@ -1,8 +1,7 @@
 """What a worker does to a tensor: on the CPU in one or two stages, or on a GPU with ZipMoE's recovery kernel.
 
 Source: ZipMoE §3.3 and §4 (E-chunks are decompressed by the CPU, recovery is a kernel of the GPU; SM-chunks are read
-into pinned memory). A decoder belongs to one worker and returns when the tensor is in its place. The CUDA path has not
-been run on a GPU.
+into pinned memory). A decoder belongs to one worker and returns when the tensor is in its place.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from moelab.offloading.link import Link, host_memory
+from moelab.offloading.slots import Slots
 from moelab.store import bits
 from moelab.store.codecs import plane_bytes
 from moelab.store.reader import Chunks, decode_tensor
@@ -24,8 +25,8 @@ class CpuDecoder:
     def __init__(self) -> None:
         self._scratch = np.empty(0, np.uint8)
 
-    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, shard: int | None = None
-                 ) -> None:
+    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int,
+                 shard: int | None = None) -> None:
         """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged chunk."""
         if kind == "decompress":
             decompress(chunks["e"], name, out)
@@ -38,22 +39,21 @@ class CpuDecoder:
 
 
 class CudaDecoder:
-    """Exponents are decompressed into pinned memory; both planes are copied on a stream of its own and joined there."""
+    """Exponents are decompressed into pinned memory; both planes are copied, and joined on the GPU."""
 
     two_stages = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream, self._host, self._there = torch.cuda.Stream(device), None, None
+    def __init__(self, link: Link) -> None:
+        self._link, self._host, self._there = link, None, None
 
-    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, shard: None = None) -> None:
+    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int,
+                 shard: None = None) -> None:
         e, sm, size = chunks["e"], chunks["sm"], out.nbytes
         if self._host is None or self._host.numel() < size:
-            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._host = torch.from_numpy(host_memory(size, out.device, self))
             self._there = torch.empty(size, dtype=torch.uint8, device=out.device)
         planes = e.entries[name].planes
-        with torch.cuda.stream(self._stream):
-            # What was computed with this slot before must have been: the compute stream runs behind its thread.
-            self._stream.wait_stream(torch.cuda.default_stream(out.device))
+        with self._link.into(slot):
             if len(planes) == 2 and planes[1][0] == "raw" and len(planes[1][1]) == 1:
                 n = size // 2
                 exponents_of(e, name, self._host[:n].numpy())
@@ -63,8 +63,7 @@ class CudaDecoder:
             else:
                 decode_tensor(e, sm, name, self._host[:size].view(out.dtype).view(out.shape))
                 out.copy_(self._host[:size].view(out.dtype).view(out.shape), non_blocking=True)
-        self._stream.synchronize()              # this worker waits, nobody else; then the buffers can be used again
 
 
-def decoder(device: torch.device) -> CpuDecoder | CudaDecoder:
-    return CudaDecoder(device) if device.type == "cuda" else CpuDecoder()
+def decoder(slots: Slots) -> CpuDecoder | CudaDecoder:
+    return CpuDecoder() if slots.link is None else CudaDecoder(slots.link)

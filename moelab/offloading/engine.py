@@ -92,6 +92,8 @@ class Engine:
             self._recover()
         self._sound = False
         tokens = counts(ids, experts.num_experts)
+        if (link := self.pipeline.slots.link) is not None:
+            link.mark()
         if self._announced is None and ids.numel() >= PREFILL * experts.num_experts:
             self.prefetch(experts.layer + 1, torch.arange(experts.num_experts)[:, None])
         if self.residency.sees:
@@ -218,7 +220,7 @@ class Engine:
         self.gate.begin(phase)
         self.across.begin(phase)
         self.decoding = phase == "decode"
-        if self.decoding and self.executor is not None:
+        if self.decoding and self.executor is not None and self.pipeline.slots.link is None:
             self._narrow()
         self._computed = sum(self.pipeline.computed.values())
         self._began = self._mark = clock()
@@ -235,6 +237,7 @@ class Engine:
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
         now = clock()
+        self.pipeline.settle()
         self._drop_prefetched()
         self._other(now, -1)
         self._mark = None
@@ -277,13 +280,17 @@ class Engine:
             self._check()
             start, chosen = clock(), ids
             if loads:
-                kept = torch.zeros(E + 1, dtype=torch.bool, device=ids.device)
-                kept[[request.key.expert for request in there]] = True
-                chosen = torch.where(kept[ids], ids, E)
+                chosen = _only(there, ids, E)
             out = execute(self.executor, x, chosen, weights, experts)
             self._executed(there, start)
         else:
             out = torch.zeros_like(x)
+        while loads and self.pipeline.slots.link is not None:   # a call takes longer to launch than to compute there
+            late, start = [loads.pop(self.pipeline.next_ready(ready, self._check))], clock()
+            while loads and not ready.empty():
+                late.append(loads.pop(self.pipeline.next_ready(ready, self._check)))
+            out += execute(self.executor, x, _only(late, ids, E), weights, experts)
+            self._executed(late, start)
         parts = _parts(ids, E) if loads else {}
         while loads:
             request, start = loads.pop(self.pipeline.next_ready(ready, self._check)), clock()
@@ -297,6 +304,8 @@ class Engine:
     def _executed(self, requests: list[Request], start: float) -> None:
         """Release experts that have been computed since `start`, and report it; several at once are one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
+            if (link := self.pipeline.slots.link) is not None:
+                link.leave(self.pipeline.queue.held[request.key]["full"] for request in leaving)
             self.pipeline.change(self.pipeline.queue.computed, leaving)
         self._report(requests, start, clock())
 
@@ -380,9 +389,9 @@ class EngineSource:
                              f"so it has not been loaded: use this executor on a model in memory") from None
 
     def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]] | None:
-        """As `Slots.matrices`, of loaded experts; None if they are not of this dtype, or not in the CPU's memory."""
+        """As `Slots.matrices`, of loaded experts; None if they are not of this dtype."""
         slots, held = self.engine.pipeline.slots, self.engine.pipeline.queue.held
-        if self.cast or dtype != self.dtype or slots.device.type != "cpu":
+        if self.cast or dtype != self.dtype:
             return None
         return slots.matrices([held[layer, expert]["full"] for expert in experts], layer, experts)
 
@@ -395,6 +404,13 @@ def counts(ids: Tensor, E: int) -> dict[int, int]:
         return once
     counts = torch.bincount(ids.flatten(), minlength=E).tolist()
     return {expert: n for expert, n in enumerate(counts[:E]) if n}
+
+
+def _only(requests: list[Request], ids: Tensor, E: int) -> Tensor:
+    """The ids [T, K], with E in place of experts that are not requested."""
+    kept = torch.zeros(E + 1, dtype=torch.bool)
+    kept[[request.key.expert for request in requests]] = True
+    return torch.where(kept.to(ids.device)[ids], ids, E)
 
 
 def _parts(ids: Tensor, E: int) -> dict[int, tuple[Tensor, Tensor]]:

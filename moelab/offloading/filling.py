@@ -40,19 +40,22 @@ def filling(slots: Slots, reader: Reader) -> Iterator[Callable[[], dict[ExpertKe
     most = (spare * sizes.in_flight + store.scratch) // own if own else len(keys)
     places: SimpleQueue[tuple[int, Any]] = SimpleQueue()                        # to read compressed experts into
     for slot in range(spare):
-        places.put((slot, decoder(slots.device)))
+        places.put((slot, decoder(slots)))
 
     def load(key: ExpertKey) -> None:
+        whole = held[key]["full"]
         if sizes.in_place:
-            reader.read(*key, "both", slots.bytes("full", held[key]["full"]))
+            chunks = reader.read(*key, "both", slots.bytes("full", whole))
+            if slots.link is not None:
+                slots.land(whole, chunks)
             return
         slot, decode = place = places.get()
         try:
             parts = reader.read_parts(*key, {"E": slots.bytes("e", slot), "SM": slots.bytes("sm", slot)})
             for chunks in parts if reader.verify else ():
                 reader.check(chunks)
-            for name, out in slots.tensors(held[key]["full"], key.layer).items():
-                decode("decode", dict(zip(("e", "sm"), parts)), name, out)
+            for name, out in slots.tensors(whole, key.layer).items():
+                decode("decode", dict(zip(("e", "sm"), parts)), name, out, whole)
         finally:
             places.put(place)
 

@@ -372,7 +372,7 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
             weights = {name: t.to(model.device) for name, t in cast(out, model.dtype).items()}
             for tokens in (1, 16):
                 x = torch.zeros(tokens, store.spec.H, dtype=model.dtype, device=model.device)
-                timed(str(tokens), lambda: (unpack and decode(e, sm, out), experts.ffn(x, weights)))
+                timed(str(tokens), lambda: (unpack and decode(e, sm, out), experts.ffn(x, weights).cpu()))
     seconds = {name: statistics.median(values) for name, values in took.items()}
     token = max(0.0, (seconds["16"] - seconds["1"]) / 15)
     every = experts_bytes(store)

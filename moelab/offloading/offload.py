@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
 from moelab.models import identity, opening, plug
 from moelab.models.direct import CheckpointStore
-from moelab.offloading.budget import parse_budget
+from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.filling import filling
+from moelab.offloading.link import PinnedReader
 from moelab.offloading.microbenchmarks import quick_delays
 from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.planner import TIMED, WARM, best_pools, drawn, shares_of
@@ -55,13 +57,15 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     plan : how the budget is divided into pools; None keeps whole experts only, "auto" chooses by simulation where
         experts are compressed (`moelab.offloading.planner`), and keeps whole ones where they are not.
     workers : threads that decompress.
-    staging : loads in flight beyond the experts that are kept; by default workers + 2, fewer if the budget is small.
+    staging : loads in flight beyond the experts that are kept; by default workers + 2, on a GPU 2K, fewer if the budget
+        is small.
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's, in decode those that
         are announced (`moelab.speculate.Speculation`), and the first layer's for the token after (`CrossToken`). They
         are staged; None for up to K, as many as the staging has room for beside one that is demanded, so that the
         cache is none the smaller. None are prefetched where all are in memory.
     delays : of an expert's parts on this machine; measured within a second if not given (`quick_delays`).
-    device : "cpu", or a GPU: its memory then holds the experts, and chunks pass through pinned memory (not yet run).
+    device : "cpu", or a CUDA GPU, whose memory the budget then is for. Experts pass through pinned memory; with
+        mode="pinned" all of them stay there, as they are stored, and nothing is read from the disk any more.
     dtype : to compute in; "auto" takes what config.json says. Experts stored in another are cast when they are used.
     executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None: bit for bit.
     compact : keep experts of few bits as they are, for kernels that multiply them so; other executors unpack them at
@@ -89,12 +93,16 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
     whole_only = pools is None or not (pools.C or pools.S or pools.E)
     compact = every_one_is_multiplied(store) if compact == "kernels" else compact
-    in_place = whole_only and torch.device(device).type == "cpu" and (compact or not has_few_bits(store))
+    device, pinned = torch.device(device), reading.get("mode") == "pinned"
+    if device.type not in ("cpu", "cuda") or pinned and device.type == "cpu":
+        raise ValueError(f"the device is {str(device)!r}; experts can be offloaded for the CPU and for CUDA GPUs, and "
+                         f"kept with mode='pinned' for the latter only")
+    in_place = whole_only and (compact and device.type == "cpu" or not has_few_bits(store))
     sizes = Sizes.of(store, None if in_place else False)
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
     at_least, scratch = (ahead or 0) + 1, DEPTH * store.scratch                 # staging; of each thread that reads
     everything = L * E * sizes.full + max(staging or workers + 2, at_least) * sizes.in_flight + scratch
-    room = parse_budget(budget, everything, store.weights_bytes)
+    room = parse_budget(budget, everything, store.weights_bytes, partial(available_on, device))
     least = max(staging or 1, at_least) * sizes.in_flight + scratch
     if room < least:
         raise ValueError(f"the budget is {room:,} bytes; {least:,} bytes are the least "
@@ -104,6 +112,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
         raise ValueError("plan='auto' divides the memory by how popular experts are: give calibration=, which "
                          "`python -m moelab calibrate MODEL FILE` makes")
     kept = room - scratch
+    if staging is None and device.type != "cpu":            # a load takes less than a call that computes some of them
+        staging = max(1, min(2 * store.spec.K, kept // (4 * sizes.in_flight)))
     pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging, ahead or 0)
     residency = Residency(L, E, pools, policy, scope, margin)
     ahead = 0 if residency.holds_all else min(store.spec.K, staging - 1) if ahead is None else ahead
@@ -118,7 +128,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     for cache, shapes in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"), ("LRU_CACHE_CAPACITY", "8")):
         os.environ.setdefault(cache, shapes)
     with contextlib.ExitStack() as unless_open:         # whatever fails, no thread, file or memory is left
-        reader = Reader(store, **reading)
+        reader = PinnedReader(store, device, **reading | {"mode": "auto"}) if pinned else Reader(store, **reading)
         unless_open.callback(reader.close)
         with filling(slots := memory(), reader) if residency.holds_all else contextlib.nullcontext(dict) as loaded:
             model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from moelab.offloading.decoders import decoder
+from moelab.offloading.link import PinnedReader
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import step_back
@@ -88,19 +89,21 @@ class Pipeline:
         self.slots, self.reader, self.timeline, self.closed, self.needed = slots, reader, timeline, False, clock()
         self.computed: dict[str, float] = {}
         self.chunks: dict[tuple[str, int], Chunks] = before.chunks if before else {}        # of (kind, slot)
-        two_stages = decoder(slots.device).two_stages
+        two_stages = decoder(slots).two_stages
         self.queue = LoadQueue(
             slots.count, ahead, held=held, counts=counts, tensors=lambda key: reader.store.layers[key.layer].tensors,
             separable=lambda load, name: two_stages and separable(self.chunks["e", load.slots["e"]], name),
             in_place=slots.sizes.in_place, workers=workers,
             shards=lambda load, name: shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1)
         self._lock, self._io, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
+        self._lands = slots.link is not None and slots.sizes.in_place       # what is read is copied to a GPU
+        self._sends = self._lands and isinstance(reader, PinnedReader)
         self._served = 0.0                                      # when the disk has last ended a read
         self._reading: list[Read] = []                          # as they began
         self._ready: Ready = SimpleQueue()                      # the running layer's
         self._living: set[int] = set()                          # threads that run, whatever `threading` says
         self._ended: SimpleQueue[None] = SimpleQueue()
-        loops = {f"disk {i}": (self._read_loop, f"disk {i}") for i in range(DEPTH)} | {
+        loops = {f"disk {i}": (self._read_loop, f"disk {i}") for i in range(0 if self._sends else DEPTH)} | {
             f"worker {i}": (self._work_loop, f"worker {i}") for i in range(0 if slots.sizes.in_place else workers)}
         self.threads = [threading.Thread(target=self._run, args=loop, name=f"moelab {name}", daemon=True)
                         for name, loop in loops.items()]
@@ -113,10 +116,26 @@ class Pipeline:
         """Call `how`, a method of the queue, under the lock, and wake the threads if loads were admitted."""
         before = self.queue.admitted
         result = self._locked(self._changed, how, *args)
-        if self.queue.admitted != before:
+        if self.queue.admitted != before and self._sends:
+            self._locked(self._send)
+        elif self.queue.admitted != before:
             self._io.ring()
             self._work.ring()
         return result
+
+    def _send(self) -> None:
+        """All that can be read is sent from pinned memory: it may be computed as soon as the GPU has been told so."""
+        while (found := self.queue.next_read()) is not None:
+            load, kinds = found
+            chunks = self.reader.held(*load.key)
+            self.slots.send(load.key, load.slots["full"], chunks)
+            self.queue.read_done(load, kinds, chunks.nbytes)
+
+    def settle(self) -> None:
+        """Let the timeline and the queue know how long the GPU took for what was sent."""
+        for key, begin, end, nbytes in self.slots.link.landed() if self._sends else ():
+            self.timeline.add(Event("disk", "read", *key, begin, end, nbytes))
+            self.queue.reads = self.queue.reads._replace(seconds=self.queue.reads.seconds + end - begin)
 
     def _locked(self, how: Callable[..., Any], *args: Any) -> Any:
         """In one line: an interruption comes before the lock is taken, or within `how`, but never between the last
@@ -215,7 +234,7 @@ class Pipeline:
             self._read(me, *found)
             self.computed[me] = time.thread_time()
 
-    def _next_piece(self) -> tuple[Read, Piece | None] | None:
+    def _next_piece(self) -> tuple[Read, list[Piece]] | None:
         """Of what the running layer demands, or else, if nothing else is being read, of a prefetch."""
         found = next((read for read in self._reading if read.pieces and read.load.keep is not None), None)
         if found is None and (new := self.queue.next_read(bool(self._reading))) is not None:
@@ -225,25 +244,30 @@ class Pipeline:
         if found is None:
             return None
         found.busy, found.since = found.busy + 1, found.since or clock()
-        return found, found.pieces.popleft() if found.pieces else None
+        return found, found.pieces.popleft() if found.pieces else []
 
     def _plan(self, load: Load, kinds: tuple[str, ...]) -> Read:
         """What there is to read; an error belongs to the caller of the model."""
         read = Read(load, kinds)
         try:
             parts = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
-            read.chunks, pieces = self.reader.plan(*load.key, parts, load_queue.PIECE)
-            read.pieces.extend(pieces)
-            read.left = len(pieces)
+            # To a GPU an expert is copied at once, so it is one piece.
+            whole = self._lands
+            read.chunks, pieces = self.reader.plan(*load.key, parts, None if whole else load_queue.PIECE)
+            read.pieces.extend([pieces] if whole else ([piece] for piece in pieces))
+            read.left = len(read.pieces)
         except BaseException as error:
             read.error = error
         return read
 
-    def _read(self, me: str, read: Read, piece: Piece | None) -> None:
+    def _read(self, me: str, read: Read, pieces: list[Piece]) -> None:
         error = None
         try:
-            nbytes = self.reader.fill(piece) if piece is not None else 0
-            if self._locked(self._landed, read, nbytes) and self.slots.sizes.in_place and self.reader.verify:
+            nbytes = sum(map(self.reader.fill, pieces))
+            if self._lands:
+                self._check(me, read)
+                self.slots.land(read.load.slots["full"], *read.chunks)
+            if self._locked(self._landed, read, nbytes) and self.slots.sizes.in_place and not self._lands:
                 self._check(me, read)
         except BaseException as caught:                 # whatever it is belongs to the caller of the model
             error = caught
@@ -267,6 +291,8 @@ class Pipeline:
     def _check(self, me: str, read: Read) -> None:
         """What was read in place can be computed once its checksums are compared: by the thread that has just read it,
         as another would have to wake up. The others go on reading, so the disk is not its own meanwhile."""
+        if not self.reader.verify:
+            return
         start = clock()
         for chunks in read.chunks:
             self.reader.check(chunks)
@@ -290,7 +316,7 @@ class Pipeline:
 
     def _work_loop(self, me: str) -> None:
         step_back()
-        decode = decoder(self.slots.device)
+        decode = decoder(self.slots)
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, tensor, operation, chunks = found
             start, error = clock(), None
@@ -301,7 +327,7 @@ class Pipeline:
                     if kind in load.lacks:
                         self.reader.check(chunks[kind], name, shard)
                 out = self.slots.tensors(load.slots["full"], load.key.layer)[name]
-                decode(operation, chunks, name, out, shard)
+                decode(operation, chunks, name, out, load.slots["full"], shard)
             except BaseException as caught:
                 error = caught
             else:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
+from moelab.offloading.link import host_memory, link_to
 from moelab.store import bf12, fewbit
 from moelab.store.codecs import IN_PLACE, PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
-from moelab.store.reader import aligned_buffer
+from moelab.store.reader import Chunks
 
 
 TOUCHED = 64 << 20          # bytes whose pages a thread touches at a time
@@ -83,8 +85,12 @@ class Slots:
     def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None,
                  device: torch.device | str = "cpu") -> None:
         self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
-        on_host = ("e", "sm", "full") if self.device.type == "cpu" else ("e", "sm")
-        self._chunks = {kind: _host_memory(count[kind] * getattr(self.sizes, kind), self.device) for kind in on_host}
+        self.link = link_to(self.device)
+        on_host = ("e", "sm", "full") if self.link is None else ("e", "sm")
+        self._chunks = {kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
+                        for kind in on_host}
+        self._landing: dict[int, np.ndarray] = {}               # slot of a GPU → what is read for it, and spare ones
+        self._spare: list[np.ndarray] = []
         if "full" in self._chunks:
             self._full = torch.from_numpy(self._chunks["full"])
         else:
@@ -100,9 +106,29 @@ class Slots:
         return self._full.nbytes + sum(self._chunks[kind].nbytes for kind in ("e", "sm"))
 
     def bytes(self, kind: str, slot: int) -> np.ndarray:
-        """The memory of a slot that the CPU reaches: uint8, pinned if there is a GPU."""
+        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU, which `land` copies it to."""
         size = getattr(self.sizes, kind)
+        if kind not in self._chunks:
+            if slot not in self._landing:
+                try:
+                    self._landing[slot] = self._spare.pop()
+                except IndexError:                              # more are read at a time than ever before
+                    self._landing[slot] = host_memory(size, self.device, self)
+            return self._landing[slot]
         return self._chunks[kind][slot * size:(slot + 1) * size]
+
+    def land(self, slot: int, chunks: Chunks) -> None:
+        """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's memory."""
+        with self.link.into(slot):
+            begin = slot * self.sizes.full
+            self._full[begin:begin + len(chunks.data)].copy_(torch.from_numpy(chunks.data), non_blocking=True)
+        if (memory := self._landing.pop(slot, None)) is not None:
+            self._spare.append(memory)
+
+    def send(self, what: Any, slot: int, chunks: Chunks) -> None:
+        """As `land` from pinned memory, but only the GPU waits."""
+        begin = slot * self.sizes.full
+        self.link.send(what, torch.from_numpy(chunks.data), slot, self._full[begin:begin + len(chunks.data)])
 
     def touch(self) -> None:
         """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find there are none."""
@@ -114,6 +140,8 @@ class Slots:
     def tensors(self, slot: int, layer: int, expert: int = 0, reuse: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of an expert in a slot of joined tensors; packed ones are unpacked into new memory or, with
         `reuse`, into that of the call before."""
+        if self.link is not None:
+            self.link.arrive(slot)
         entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
@@ -132,9 +160,12 @@ class Slots:
     def _unpacked(self, name: str, entry: TensorEntry, codec: str, blob: torch.Tensor, reuse: bool) -> torch.Tensor:
         out = self._scratch.get((name, entry.shape)) if reuse else None
         if out is None:
-            out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
         if reuse:
             self._scratch[name, entry.shape] = out
+        if blob.is_cuda:
+            from moelab.store import bf12_triton                # the one codec that is read there in place
+            return bf12_triton.unpack(blob, out)
         decompress_tensor(PackedTensor(entry.nbytes, (Plane(codec, (blob.numpy(),)),)), out)
         return out
 
@@ -142,6 +173,8 @@ class Slots:
         """How kernels find the tensors of experts of this layer in slots of joined tensors: name → (codec or format,
         int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None if some are packed otherwise than
         others, or as kernels do not read them."""
+        for slot in slots if self.link is not None else ():
+            self.link.arrive(slot)
         if layer not in self._matrices:
             of = [_matrices(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
             rows = np.array([[one[name][1] for one in of] for name in of[0]])               # [names, experts, 4]
@@ -162,15 +195,6 @@ def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
     """How many slots of each kind hold `copies` of what the pools keep, and `in_flight` experts more."""
     return {"full": copies * pools.F + in_flight, "e": copies * (pools.C + pools.E) + in_flight,
             "sm": copies * (pools.C + pools.S) + in_flight}
-
-
-def _host_memory(n: int, device: torch.device) -> np.ndarray:
-    """`n` bytes of the CPU's memory from a multiple of 4096 on, pinned for a GPU."""
-    if device.type != "cuda":
-        return aligned_buffer(n)
-    pinned = torch.empty(n + ALIGN, dtype=torch.uint8, pin_memory=True).numpy()
-    skip = -pinned.ctypes.data % ALIGN
-    return pinned[skip:skip + n]
 
 
 def _offsets(entries: dict[str, TensorEntry]) -> tuple[dict[str, int], int]:

@@ -1,0 +1,310 @@
+"""A CUDA GPU: recovery beside a copy, experts over the link beside computing, and tokens beside other engines.
+
+Qwen3-30B-A3B's geometry with a few of its layers, synthetic, bf16, batch size 1. Source: ZipMoE §3.1 (recovery on the
+GPU); Speculating Experts §5.1 (experts in pinned memory, copied while others are computed). All arms of a section take
+turns, in one process; llama.cpp's figures are those of its own `llama-bench`, with as many layers' experts on the CPU
+as do not fit into the same memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from moelab import open_model, using
+from moelab.arguments import number, one_of, several, whole
+from moelab.bench.external_engines import write_gguf
+from moelab.bench.measure import aim, share, turns
+from moelab.models.convert import convert
+from moelab.models.synthesize import scaled, synthesize
+from moelab.cards import load_model
+from moelab.offloading.link import Link, host_memory
+from moelab.offloading.pipeline import DEPTH
+from moelab.specs import MoESpec
+from moelab.store import bf12
+from moelab.store.bits import join
+
+EXPERT = 3 * 2048 * 768             # weights of one of Qwen3-30B-A3B's experts
+WEIGHTS = 1 << 28                   # that recovery is measured on: 512 MB, beyond any cache
+ARMS = {"exact": {}, "fast": {"executor": "fast"}, "fast, prefetching": {"executor": "fast", "prefetch": "router"}}
+SECTIONS = ("recovery", "link", "tokens", "peers")
+
+
+def timed(told: Callable[[], Any], rounds: int) -> float:
+    """Median seconds of what the GPU is told, by its own clock; once before, uncounted."""
+    taken = []
+    for _ in range(rounds + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        told()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return median(taken[1:])
+
+
+def recovery(device: torch.device, rounds: int) -> dict[str, Any]:
+    """Bytes read and written a second of joining planes and unpacking bf12, beside those of a copy of as many."""
+    from moelab.store import bf12_triton
+    weights = (0.02 * torch.randn(WEIGHTS // 16, device=device)).bfloat16().repeat(16)
+    copy = timed(lambda to=torch.empty_like(weights): to.copy_(weights), rounds)
+    rate = 4 * WEIGHTS / copy
+    low, high = torch.empty(2, WEIGHTS, dtype=torch.uint8, device=device)
+    words, out = weights.view(torch.int16), torch.empty_like(weights)
+    high.copy_(words >> 7)
+    low.copy_(words << 1 | words >> 15 & 1)
+    joined = 4 * WEIGHTS / timed(lambda: join(high, low, out), rounds)
+    if not torch.equal(out.view(torch.int16), words):
+        raise RuntimeError("joined weights differ from the weights that were split")
+    part = weights[:WEIGHTS // 4].view(-1, 2048)
+    blob = torch.frombuffer(bytearray(bf12.pack_tensor(part.cpu())), dtype=torch.uint8).to(device)
+    blobs, outs = [blob.clone() for _ in range(4)], [torch.empty_like(part) for _ in range(4)]
+
+    def unpack() -> None:
+        for packed, into in zip(blobs, outs):
+            bf12_triton.unpack(packed, into)
+    unpacked = 4 * (len(blob) + 2 * part.numel()) / timed(unpack, rounds)
+    if not torch.equal(outs[-1].view(torch.int16), part.view(torch.int16)):
+        raise RuntimeError("unpacked weights differ from the weights that were packed")
+    return {"copy": {"GB/s": rate / 1e9}, "joining planes": {"GB/s": joined / 1e9, "÷ copy": joined / rate},
+            "unpacking bf12": {"GB/s": unpacked / 1e9, "÷ copy": unpacked / rate}}
+
+
+def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any]:
+    """Experts from pinned memory, as the engine copies them, alone and beside computing that takes as long."""
+    class Owner: pass                                           # noqa: E701  what pinned memory lives as long as
+    owner, rows, to = Owner(), {}, Link(device)
+    size = 2 * EXPERT
+    host = [torch.from_numpy(host_memory(size, device, owner)) for _ in range(16)]
+    for memory in host:
+        memory.random_(0, 256)
+    slots, free = torch.empty(32, size, dtype=torch.uint8, device=device), threading.Lock()
+
+    def copying() -> float:
+        """Seconds of copying all by as many threads as the engine has."""
+        left = iter(range(experts))
+
+        def copies() -> None:
+            while True:
+                with free:
+                    if (i := next(left, None)) is None:
+                        return
+                with to.into(i % 32):
+                    slots[i % 32].copy_(host[i % 16], non_blocking=True)
+        threads = [threading.Thread(target=copies) for _ in range(DEPTH)]
+        start = perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return perf_counter() - start
+    a = torch.randn(4096, 4096, device=device).bfloat16()
+
+    def computing(n: int) -> float:
+        start = perf_counter()
+        for _ in range(n):
+            torch.mm(a, a)
+        torch.cuda.synchronize(device)
+        return perf_counter() - start
+
+    def both(n: int) -> float:
+        start, done = perf_counter(), threading.Thread(target=copying)
+        done.start()
+        computing(n)
+        done.join()
+        return perf_counter() - start
+    big = host_memory(1 << 30, device, owner)
+    whole_block, there = torch.from_numpy(big), torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    block = (1 << 30) / timed(lambda: there.copy_(whole_block, non_blocking=True), rounds)
+    copying(), computing(8)
+    n = max(1, round(copying() / (computing(64) / 64)))
+    samples = [(copying(), computing(n), both(n)) for _ in range(rounds)]
+    alone, compute, together = (median(of) for of in zip(*samples))
+    rate, size_all = experts * size / alone, experts * size
+    hidden = median(max(a, c) / b for a, c, b in samples)
+    rows["1 GB at once"] = {"GB/s": block / 1e9}
+    rows[f"experts of {size / 1e6:.1f} MB"] = {"GB/s": rate / 1e9, "÷ 1 GB at once": rate / block, "ms": 1e3 * alone}
+    rows["computing alone"] = {"ms": 1e3 * compute}
+    rows["both"] = {"GB/s": size_all / together / 1e9, "ms": 1e3 * together, "longer of both ÷ both": hidden}
+    return rows
+
+
+class Run:
+    """An opened model's tokens: the prompt, then given ones."""
+
+    def __init__(self, model: Any, ids: torch.Tensor) -> None:
+        self.model, self.ids, self.cache = model, ids, None
+
+    def prompt(self, n: int) -> float:
+        from transformers import DynamicCache
+        self.cache, self.at = DynamicCache(config=self.model.config), 0
+        return self.feed(n)
+
+    def feed(self, n: int = 1) -> float:
+        start = perf_counter()
+        with torch.inference_mode():
+            logits = self.model(input_ids=self.ids[:, self.at:self.at + n], past_key_values=self.cache, use_cache=True,
+                                logits_to_keep=1).logits
+        logits.argmax(-1).tolist()                              # as sampling does, it waits for the GPU
+        self.at += n
+        return perf_counter() - start
+
+
+def tokens_of(run: Run, prompt: int, decode: int) -> tuple[float, list[float]]:
+    """TTFT and seconds of each token after."""
+    return run.prompt(prompt), [run.feed() for _ in range(decode)]
+
+
+def row(taken: Iterable[tuple[float, list[float]]], **more: Any) -> dict[str, Any]:
+    taken = list(taken)
+    return {"TTFT ms": 1e3 * median(first for first, _ in taken),
+            "TPOT ms": 1e3 * median(median(each) for _, each in taken)} | more
+
+
+@contextmanager
+def opened(folder: Path, device: torch.device, ids: torch.Tensor, **options: Any) -> Iterator[Run]:
+    with open_model(folder, device=device, **options) as model:
+        yield Run(model, ids)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def tokens(folder: Path, device: torch.device, ids: torch.Tensor, rate: float, rounds: int, prompt: int, decode: int,
+           shares: Iterable[float], room: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Everything in the GPU's memory; then shares of it, all experts in pinned memory."""
+    with opened(folder / "model", device, ids) as eager, \
+            opened(folder / "model", device, ids, executor="fast") as fast:
+        arms = {"eager": eager, "fast": fast}
+        taken: dict[str, list[Any]] = {name: [] for name in arms}
+        for _, name in turns(list(arms), rounds + 1, "everything on the GPU"):
+            taken[name].append(tokens_of(arms[name], prompt, decode))
+        for name, found in taken.items():
+            yield f"{name}, everything on the GPU", row(found[1:])
+        del eager, fast, arms
+    gc.collect()
+    torch.cuda.empty_cache()
+    for of in shares:
+        memory = int(of * room)
+        with ExitStack() as stack:
+            runs = {form: stack.enter_context(opened(folder / form, device, ids, memory=memory, mode="pinned",
+                                                     ahead=None)) for form in ("model", "bf12")}
+            taken, said = {}, {}
+            names = list(product(runs, ARMS))
+            for i, (form, arm) in turns(names, rounds + 1, f"{of:.0%} on the GPU"):
+                with using(runs[form].model, **ARMS[arm]):
+                    runs[form].model.moelab.reset()
+                    found = tokens_of(runs[form], prompt, decode)
+                    metrics = runs[form].model.moelab.metrics()
+                taken.setdefault((form, arm), []).append(found)
+                said[form, arm] = metrics
+            for (form, arm), found in taken.items():
+                of_last = said[form, arm]
+                yield f"{'raw' if form == 'model' else form}, {arm}, {of:.0%} on the GPU", row(
+                    found[1:], **{"waiting ms": 1e3 * of_last.stall_per_step, "hit rate": of_last.hit_rate,
+                                  "MB copied": of_last.read_bytes_per_token / 1e6,
+                                  "copying alone ms": 1e3 * of_last.read_bytes_per_token / rate})
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def accelerate(folder: Path, ids: torch.Tensor, layers: int, of: int, prompt: int, decode: int) -> dict[str, Any]:
+    """transformers with accelerate: so many layers on the GPU, the others' weights in the CPU's memory."""
+    import accelerate  # noqa: F401
+    import transformers
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), 0)
+    places |= {f"model.layers.{i}": 0 if i < layers else "cpu" for i in range(of)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "model", trust_remote_code=False, dtype=torch.bfloat16, experts_implementation="eager",
+        device_map=places).eval()
+    run = Run(model, ids)
+    run.prompt(prompt)
+    found = row([tokens_of(run, prompt, decode)])
+    del model, run
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def llama(program: str, gguf: Path, layers: int, prompt: int, decode: int, rounds: int) -> dict[str, Any]:
+    """llama-bench with the experts of so many layers on the CPU."""
+    done = subprocess.run([program, "-m", str(gguf), "-ngl", "99", "-ncmoe", str(layers), "-p", str(prompt), "-n",
+                           str(decode), "-r", str(rounds), "-t", str(os.cpu_count()), "-o", "json"],
+                          capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        return {"result": f"failed: {(done.stderr.strip() or 'no word').splitlines()[-1]}"}
+    speeds = {bool(test["n_gen"]): test["avg_ts"] for test in json.loads(done.stdout)}
+    return {"TTFT ms": 1e3 * prompt / speeds[False], "TPOT ms": 1e3 / speeds[True]}
+
+
+def run(only: Iterable[str] = SECTIONS, folder: str | None = None, scale: float = 0.125, rounds: int = 3,
+        prompt: int = 128, decode: int = 32, shares: Iterable[float] = (0.25, 0.5), llama_bench: str | None = None,
+        model: str | MoESpec = "Qwen3-30B-A3B") -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        raise ValueError("this bench needs a CUDA GPU, and torch finds none here (python -m moelab doctor)")
+    device, only, shares = torch.device("cuda", 0), list(only), list(shares)
+    spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
+    found: dict[str, Any] = {"conditions": {
+        "GPU": torch.cuda.get_device_name(device), "torch": torch.__version__, "CUDA": torch.version.cuda,
+        "cores": os.cpu_count(), "model": f"{spec.name}, {spec.num_layers} layers, synthetic",
+        "experts GB": spec.experts_bytes / 1e9, "tokens": f"random; prompts of {prompt}, then {decode}, batch 1",
+        "rounds": rounds}}
+    aims: dict[str, Any] = {}
+    if "recovery" in only:
+        rows = found["recovery"] = recovery(device, 5 * rounds)
+        for name in ("joining planes", "unpacking bf12"):
+            aims[f"{name}: rate ÷ that of a copy"] = aim(share(rows[name]["÷ copy"]), 0.8)
+    rows = found["link"] = link(device, rounds)
+    aims["copying beside computing: the longer alone ÷ both"] = aim(
+        share(rows["both"]["longer of both ÷ both"]), 0.9)
+    rate = 1e9 * rows["1 GB at once"]["GB/s"]
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(folder or temporary).expanduser().resolve()
+        if {"tokens", "peers"} & set(only):
+            if not (place / "model").exists():
+                synthesize(place / "model", spec)
+            if not (place / "bf12").exists():
+                convert(place / "model", place / "bf12", codec="bf12")
+        ids = torch.randint(3, spec.vocab, (1, prompt + decode), generator=torch.Generator().manual_seed(0)).to(device)
+        if "tokens" in only:
+            found["tokens"] = rows = {}
+            for name, figures in tokens(place, device, ids, rate, rounds, prompt, decode, shares,
+                                        spec.experts_bytes):
+                rows[name] = figures
+        if "peers" in only:
+            rows = found["peers"] = {}
+            for of in shares:
+                layers = int(of * spec.num_layers)
+                rows[f"accelerate, {layers} of {spec.num_layers} layers on the GPU"] = accelerate(
+                    place, ids, layers, spec.num_layers, prompt, min(decode, 8))
+            if llama_bench:
+                gguf = place / "model.gguf"
+                if not gguf.exists():
+                    write_gguf(place / "model", gguf)
+                for of in (*shares, 1.0):
+                    layers = int(of * spec.num_layers)
+                    rows[f"llama.cpp, experts of {layers} of {spec.num_layers} layers on the GPU"] = llama(
+                        llama_bench, gguf, spec.num_layers - layers, prompt, decode, rounds)
+    return found | {"aims": aims}
+
+
+OPTIONS = {
+    "only": (several(one_of(SECTIONS)), "sections"),
+    "folder": (None, "where the model is kept, 25 GB, for the next time; else it is temporary"),
+    "scale": (number(above=0, most=1), "part of the layers"), "rounds": (whole(1), "of every arm"),
+    "prompt": (whole(1), "tokens of a prompt"), "decode": (whole(1), "tokens after it"),
+    "shares": (several(number(above=0, most=1)), "of the experts, in the GPU's memory"),
+    "llama_bench": (None, "llama.cpp's llama-bench, built for CUDA")}

@@ -1,0 +1,85 @@
+"""Decode by GEMV on a GPU, in Triton: one token's experts in a few launches, from where they lie, bf16 or bf12.
+
+Source: as of `moelab.experts.gemv`, whose sums these are: in fp32, and what is between up and down is not rounded. The
+weights of bf12 are read as they lie; escapes are added afterwards, in no order, so the last bit of a sum may vary.
+
+    up, down : int64 [K, 4] addresses as `moelab.kernels.products.multiply` has them    x [1, H]    w [K]    →  [1, H]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.store.bits_triton import tl, triton
+
+ROWS, COLUMNS, ESCAPES = 4, 512, 256        # of a matrix, that a program takes at a time
+
+
+@triton.jit
+def _input(x, k, h, there, C: tl.constexpr, GATED: tl.constexpr):
+    """fp32 inputs of expert k: the token's or, gated, silu(gate) · up of [K, 2C]."""
+    if GATED:
+        gate = tl.load(x + k * 2 * C + h, mask=there, other=0.0)
+        up = tl.load(x + k * 2 * C + C + h, mask=there, other=0.0)
+        return gate * tl.sigmoid(gate) * up
+    return tl.load(x + h, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _multiply_kernel(x, table, y, R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k."""
+    k, r = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    address = tl.load(table + 4 * k)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if PACKED:
+        low = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+        codes = tl.multiple_of(tl.load(table + 4 * k + 1).to(tl.pointer_type(tl.uint8)), 16)
+    else:
+        weights = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
+    for begin in range(0, C, COLUMNS):
+        c = begin + tl.arange(0, COLUMNS)
+        there = (r[:, None] < R) & (c[None, :] < C)
+        i = r[:, None].to(tl.int64) * C + c[None, :]
+        if PACKED:
+            code = tl.load(codes + i // 64 * 32 + i % 32, mask=there, other=0).to(tl.uint32)
+            code = code >> (4 * (i // 32 % 2)).to(tl.uint32) & 15
+            word = (tl.load(low - 16 + code).to(tl.uint32) << 8) | tl.load(low + i, mask=there, other=0).to(tl.uint32)
+            w = (word << 16).to(tl.float32, bitcast=True)
+        else:
+            w = tl.load(weights + i, mask=there, other=0.0).to(tl.float32)
+        total += tl.where(there, w, 0.0) * _input(x, k, c, c < C, C, GATED)[None, :]
+    tl.store(y + k * R + r, tl.sum(total, 1), mask=r < R)
+
+
+@triton.jit
+def _escapes_kernel(x, table, y, R: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, ESCAPES: tl.constexpr):
+    """What an escape's weight is more than that of code 0 and low byte 0, which was multiplied in its place."""
+    k, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
+    low, codes, count = tl.load(table + 4 * k), tl.load(table + 4 * k + 1), tl.load(table + 4 * k + 3)
+    indices = (codes + (codes - low) // 2).to(tl.pointer_type(tl.uint32))
+    values = (indices + count).to(tl.pointer_type(tl.bfloat16))
+    at = tl.load(indices + i, mask=i < count, other=0).to(tl.int64)
+    there = (i < count) & (at < codes - low)
+    instead = (tl.load((low - 16).to(tl.pointer_type(tl.uint8))).to(tl.uint32) << 24).to(tl.float32, bitcast=True)
+    more = tl.load(values + i, mask=there, other=0.0).to(tl.float32) - instead
+    tl.atomic_add(y + k * R + at // C, more * _input(x, k, at % C, there, C, GATED), mask=there)
+
+
+def feed_forward(up: tuple[str, np.ndarray], down: tuple[str, np.ndarray], x: Tensor, w: Tensor, width: int) -> Tensor:
+    """Σ_k w_k · down_k(silu(gate_k(x)) · up_k(x)) as x, of K experts of `width` I, each "raw" or "bf12"."""
+    K, H = len(w), x.shape[1]
+    tables = torch.from_numpy(np.stack([up[1], down[1]])).to(x.device, non_blocking=True)
+    between = _multiply(up, tables[0], x, K, 2 * width, H, gated=False)
+    y = _multiply(down, tables[1], between, K, H, width, gated=True)
+    return (w.float()[None, :] @ y).to(x.dtype)
+
+
+def _multiply(of: tuple[str, np.ndarray], table: Tensor, x: Tensor, K: int, R: int, C: int, gated: bool) -> Tensor:
+    y, packed = torch.empty(K, R, dtype=torch.float32, device=x.device), of[0] == "bf12"
+    _multiply_kernel[(triton.cdiv(R, ROWS), K)](x, table, y, R, C, packed, gated, ROWS, COLUMNS, num_warps=4)
+    if packed and (most := int(of[1][:, 3].max())):
+        _escapes_kernel[(triton.cdiv(most, ESCAPES), K)](x, table, y, R, C, gated, ESCAPES)
+    return y

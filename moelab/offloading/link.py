@@ -1,0 +1,145 @@
+"""The link to a GPU: experts are copied from pinned memory into slots of its memory while it computes.
+
+Source: Speculating Experts §5.1 (all experts in pinned memory, copied beside the compute stream); ZipMoE §3.3, §4. A
+copy waits for one thing only: that what was computed with the expert that has left its slot is done. Threads that read
+or decode copy on streams of their own and wait for it. From pinned memory the thread that computes sends experts by
+itself, as that takes less than to wake another, and only the GPU waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.progress import progress
+from moelab.store.layout import ExpertStore, run
+from moelab.store.reader import Chunks, Piece, Reader, aligned_buffer
+
+
+class Link:
+    """Copies to one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._mine, self._stream = threading.local(), torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._left: dict[int, Any] = {}         # slot → what the compute stream does last with an expert that leaves it
+        self._coming: dict[int, Any] = {}       # slot → the end of what was sent there and has not been used
+        self._sent: list[tuple[Any, Any, Any, int]] = []        # (what, begin, end, bytes) of what may be under way
+        self._mark: tuple[Any, float] = ()
+
+    @contextmanager
+    def into(self, slot: int) -> Iterator[None]:
+        """What a thread tells the GPU within the block, to fill a slot, runs beside what is computed; waits for it."""
+        if not hasattr(self._mine, "stream"):
+            self._mine.stream = torch.cuda.Stream(self.device)
+        stream, left = self._mine.stream, self._left.get(slot)
+        with torch.cuda.stream(stream):
+            if left is not None:
+                stream.wait_event(left)
+            yield
+        stream.synchronize()
+
+    def send(self, what: Any, source: torch.Tensor, slot: int, out: torch.Tensor) -> None:
+        """Copy pinned memory to `out`, in a slot, behind what was sent before; returns at once, see `arrive`."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            if (left := self._left.get(slot)) is not None:
+                self._stream.wait_event(left)
+            begin.record()
+            out.copy_(source, non_blocking=True)
+            end.record()
+        self._coming[slot] = end
+        self._sent.append((what, begin, end, source.numel()))
+
+    def arrive(self, slot: int) -> None:
+        """What this thread tells the GPU from now on is done when what was sent to a slot is there."""
+        if (end := self._coming.pop(slot, None)) is not None:
+            torch.cuda.current_stream(self.device).wait_event(end)
+
+    def mark(self) -> None:
+        """The compute stream has just been waited for: now is when it is there."""
+        self._mark = torch.cuda.Event(enable_timing=True), time.perf_counter()
+        self._mark[0].record()
+
+    def landed(self) -> Iterator[tuple[Any, float, float, int]]:
+        """(what, begin, end, bytes) of what was sent and is there, in order; begin and end by the host's clock."""
+        while self._mark and self._mark[0].query() and self._sent and self._sent[0][2].query():
+            what, *events, nbytes = self._sent.pop(0)
+            begin, end = (self._mark[1] + self._mark[0].elapsed_time(event) / 1e3 for event in events)
+            yield what, begin, end, nbytes
+
+    def leave(self, slots: Iterable[int]) -> None:
+        """The experts in these slots leave them when what this thread has told the GPU to compute is done."""
+        done = torch.cuda.current_stream(self.device).record_event()
+        self._left |= dict.fromkeys(slots, done)
+
+
+def link_to(device: torch.device) -> Link | None:
+    """None to the CPU, which computes where is read."""
+    return None if device.type == "cpu" else Link(device)
+
+
+def host_memory(n: int, device: torch.device, owner: Any) -> np.ndarray:
+    """`n` bytes of the CPU's memory from a multiple of 4096 on; for a GPU pinned as long as the owner lives. torch's
+    own pinned memory would take up to twice as much, the next power of two. MemoryError if they cannot be had."""
+    memory = aligned_buffer(n)
+    if device.type == "cuda" and n:
+        status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, n, 0)
+        if int(status):
+            raise MemoryError(f"{n:,} bytes of memory cannot be pinned for the GPU ({status})")
+        weakref.finalize(owner, _unpin, memory)
+    return memory
+
+
+def _unpin(memory: np.ndarray) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+
+class PinnedReader(Reader):
+    """All experts of a store as they are stored, in pinned memory: read and checked once, when this is made.
+
+    device : the GPU that they will be copied to. options : of `Reader`; `bandwidth` then stands for a slower link.
+    """
+
+    def __init__(self, store: ExpertStore, device: torch.device, **options: Any) -> None:
+        super().__init__(store, **options)
+        keys = [(layer, expert) for layer, of in enumerate(store.layers) for expert in range(len(of.experts))]
+        ends = np.cumsum([run(store.entries(*key), "both")[1] for key in keys]).tolist()
+        memory = host_memory(ends[-1], device, self)
+        self._held: dict[tuple[int, int], Chunks] = {}
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            found = pool.map(lambda key, begin, end: self.read(*key, "both", memory[begin:end]), keys, [0, *ends], ends)
+            self._held = dict(zip(keys, progress(found, "reading experts", total=len(keys), unit="experts")))
+        self.verify = False                     # nobody else can write there
+
+    def plan(self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
+             ) -> tuple[list[Chunks], list[Piece]]:
+        """As of `Reader`, where nothing is left to read: the buffers stay as they are."""
+        if (whole := self._held.get((layer, expert))) is None:
+            return super().plan(layer, expert, parts, piece)
+        found = []
+        for part in parts:
+            offset, length = run(whole.entries, part)
+            begin = offset - whole.offset if length else 0
+            found.append(Chunks(layer, expert, part, whole.entries, whole.data[begin:begin + length], offset,
+                                self.store.stored_bytes(layer, expert, part)))
+        return found, [Piece((), chunks) for chunks in found if len(chunks.data)]
+
+    def held(self, layer: int, expert: int) -> Chunks:
+        """An expert, whole."""
+        return self._held[layer, expert]
+
+    def fill(self, piece: Piece) -> int:
+        if (piece.of.layer, piece.of.expert) not in self._held:
+            return super().fill(piece)
+        self._count(piece.of.nbytes, 0, time.perf_counter())
+        return piece.of.nbytes

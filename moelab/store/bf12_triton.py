@@ -1,0 +1,50 @@
+"""bf12 on a GPU, in Triton: a blob in its memory becomes bf16 there, so the link carries twelve bits a weight.
+
+The table of 16 high bytes stays in the nearest cache. The tests run the kernels in Triton's interpreter, on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moelab.kernels.vectors import BLOCK
+from moelab.store.bf12 import HEAD, escapes
+from moelab.store.bits_triton import tl, triton
+
+ROWS, LANES = 64, BLOCK // 2        # blocks of 64 weights that a program unpacks; weights in half a block
+ESCAPES = 256                       # that a program writes
+
+
+@triton.jit
+def _unpack_kernel(blob, words, n, HEAD: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    lane, there = tl.arange(0, LANES)[None, :], block < n // (2 * LANES)
+    codes = tl.load(blob + HEAD + n + block * LANES + lane, mask=there, other=0).to(tl.uint32)
+    for half in tl.static_range(2):
+        at = block * (2 * LANES) + half * LANES + lane
+        low = tl.load(blob + HEAD + at, mask=there, other=0).to(tl.uint32)
+        high = tl.load(blob + HEAD - 16 + (codes >> (4 * half) & 15)).to(tl.uint32)
+        tl.store(words + at, ((high << 8) | low).to(tl.uint16), mask=there)
+
+
+@triton.jit
+def _escapes_kernel(indices, words, n, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(indices + i, mask=i < count, other=0).to(tl.int64)
+    values = (indices + count).to(tl.pointer_type(tl.uint16))
+    tl.store(words + at, tl.load(values + i, mask=i < count, other=0), mask=(i < count) & (at < n))
+
+
+def unpack(blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The weights of a blob, uint8 [length], in `out`, which is returned: contiguous, of two bytes, on the same GPU.
+    ValueError if the sizes do not fit; whether the blob is damaged, its checksum says."""
+    n = out.numel()
+    if n % BLOCK or out.element_size() != 2 or blob.device != out.device or not out.is_contiguous():
+        raise ValueError(f"weights must be whole blocks of {BLOCK} of two bytes, contiguous, on {blob.device}; these "
+                         f"are {out.dtype} {list(out.shape)} on {out.device}")
+    words, count = out.view(-1).view(torch.uint16), escapes(blob.numel(), 2 * n)
+    _unpack_kernel[(triton.cdiv(n // BLOCK, ROWS),)](blob, words, n, HEAD, ROWS, LANES, num_warps=4)
+    if count:
+        indices = blob[HEAD + n // 2 * 3:][:4 * count].view(torch.int32)        # below 2³¹, as weights of a matrix are
+        _escapes_kernel[(triton.cdiv(count, ESCAPES),)](indices, words, n, count, BLOCK=ESCAPES)
+    return out

@@ -1,0 +1,165 @@
+"""Experts on a GPU: with a GPU's own streams where there is one, and everywhere with a link that only keeps their order.
+
+`Ordered` does what streams do as far as order goes: what is sent is in its slot only once that was waited for.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from moelab import convert, open_model
+from moelab.models.seam import discover
+from moelab.offloading.link import Link, PinnedReader, host_memory
+from moelab.store.layout import PARTS, ExpertStore, StoreError
+from moelab.store.reader import Reader
+from tests.models import tiny
+from tests.offloading.test_offload import assert_equal, generate, of_eager
+
+CPU = torch.device("cpu")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+class Ordered(Link):
+    """`log` : what happened to slots: "copy", "send" or "leave". What is sent is there only when it is waited for."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.log, self.sent, self.told = [], {}, []
+
+    @contextmanager
+    def into(self, slot):
+        self.log.append(("copy", slot))
+        yield
+
+    def send(self, what, source, slot, out):
+        self.log.append(("send", slot))
+        self.sent[slot] = out, source
+        self.told.append((what, 0.0, 1e-3, source.numel()))
+
+    def arrive(self, slot):
+        if slot in self.sent:
+            out, source = self.sent.pop(slot)
+            out.copy_(source)
+
+    def mark(self):
+        pass
+
+    def landed(self):
+        while self.told:
+            yield self.told.pop(0)
+
+    def leave(self, slots):
+        self.log += [("leave", slot) for slot in slots]
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """form → folder, of one bf16 model whose weights bf12 can pack."""
+    folder = tmp_path_factory.mktemp("forms")
+    tiny.save("qwen3_moe", folder / "model", torch.bfloat16, max_position_embeddings=1024, hidden_size=64,
+              moe_intermediate_size=64)
+    for codec in ("raw", "bf12", "huffman"):
+        convert(folder / "model", folder / codec, codec=codec)
+    convert(folder / "model", folder / "int4", quantize="int4")
+    return {form: folder / form for form in ("model", "raw", "bf12", "huffman", "int4")}
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Opens a model for a device, "cpu" as if it were a GPU."""
+    def opens(folder, memory, device, **options):
+        if device == "cpu":
+            monkeypatch.setattr("moelab.offloading.slots.link_to", Ordered)
+            if options.pop("mode", None) == "pinned":
+                monkeypatch.setattr("moelab.offloading.offload.Reader",
+                                    lambda store, **given: PinnedReader(store, CPU, **given))
+        return open_model(folder, memory=memory, device=device, **options)
+    yield opens
+
+
+def on(model, device, **options):
+    """`generate` of a model on a device."""
+    if device == "cpu":
+        return generate(model, **options)
+    ids = torch.randint(3, 96, (1, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    out = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, output_logits=True,
+                         return_dict_in_generate=True)
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
+@pytest.mark.parametrize("options", [{}, {"mode": "pinned"}, {"mode": "pinned", "prefetch": "router"}, {"workers": 2}],
+                         ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("memory", [0.3, 1.0])
+def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms, opened):
+    reference = open_model(forms["model"], device=device)
+    with opened(forms[form], memory, device, **options) as lm:
+        for got, wanted in zip(on(lm, device), on(reference, device)):
+            assert torch.equal(got, wanted)
+        link = lm.moelab.engine.pipeline.slots.link
+        assert lm.moelab.metrics().misses or memory == 1.0
+        if device == "cpu" and memory < 1:
+            sends = options.get("mode") == "pinned" and form != "huffman"
+            assert {what for what, _ in link.log} == {"send" if sends else "copy", "leave"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["raw", "bf12", "int4"])
+def test_fast_behind_a_link_is_close_to_exact(device, form, forms, opened):
+    found = {}
+    for executor in ("exact", "fast"):
+        with opened(forms[form], 0.4, device, executor=executor, prefetch="router") as lm:
+            ids = torch.arange(3, 40)[None].to(lm.device)
+            with torch.inference_mode():
+                cache = lm(ids[:, :9], use_cache=True).past_key_values
+                found[executor] = torch.cat([lm(ids[:, i:i + 1], past_key_values=cache).logits for i in range(9, 37)])
+            assert lm.moelab.metrics().misses
+    off = (found["fast"] - found["exact"]).abs()
+    assert 0 < off.mean() < 0.02 and off.max() < 0.2
+
+
+@pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
+def test_pinned_chunks_are_those_that_are_read(form, forms):
+    from moelab.models.direct import CheckpointStore
+    from moelab.models.opening import examine
+    store = ExpertStore(forms[form]) if form != "model" else CheckpointStore(examine(forms[form]), torch.bfloat16)
+    with Reader(store) as reader, PinnedReader(store, CPU) as pinned:
+        for layer, of in enumerate(store.layers):
+            for expert in range(len(of.experts)):
+                for part in PARTS:
+                    wanted, got = reader.read(layer, expert, part), pinned.read(layer, expert, part)
+                    assert (got.offset, got.nbytes, got.part) == (wanted.offset, wanted.nbytes, part)
+                    assert np.array_equal(got.data, wanted.data)
+
+
+def test_a_damaged_store_is_not_pinned(forms, tmp_path):
+    from shutil import copytree
+    store = ExpertStore(copytree(forms["raw"], tmp_path / "store"))
+    entry = next(iter(store.layers[0].experts[3].values()))
+    with open(store.folder / store.layers[0].file, "r+b") as f:
+        f.seek(entry.planes[0][1][0].offset)
+        f.write(b"moelab")
+    with pytest.raises(StoreError, match="expert 3 of MoE layer 0"):
+        PinnedReader(store, CPU)
+
+
+def test_only_a_gpu_can_be_pinned_for(forms):
+    with pytest.raises(ValueError, match="CUDA"):
+        open_model(forms["raw"], memory=0.5, mode="pinned")
+    with pytest.raises(ValueError, match="meta"):
+        open_model(forms["raw"], memory=0.5, device="meta")
+
+
+def test_host_memory_is_aligned():
+    for n in (1, 4097, 1 << 20):
+        memory = host_memory(n, CPU, None)
+        assert len(memory) == n and not memory.ctypes.data % 4096
+
+
+def test_discovered_layers_are_those_of_the_engine(forms, opened):
+    with opened(forms["bf12"], 0.5, "cpu", mode="pinned") as lm:
+        of = lm.moelab.engine.pipeline.slots.matrices([1, 2], 0, [3, 4])
+        assert {codec for codec, _ in of.values()} == {"bf12"} and len(discover(lm)) == 2
