@@ -42,7 +42,7 @@ from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, route_i
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: options of `moelab.open_model` that several ranks do not take
-ALONE = ("memory", "cache", "plan", "prefetch", "cache_aware", "workers", "dense", "quantize")
+ALONE = ("memory", "cache", "plan", "prefetch", "cache_aware", "workers", "dense", "quantize", "device", "mode")
 CACHES = [name for name in registry.names("cache") if name not in ("belady", "next-token")]    # which need more
 
 
@@ -96,6 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare", type=whole(), default=0, metavar="N", help="with --calibration, on several ranks: "
                         "so many places more in each layer, where the busiest experts are held again")
     parser.add_argument("--tp", type=whole(1), metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")
+    parser.add_argument("--device", metavar="NAME", help="where to compute: cpu, or cuda, a GPU, whose memory --memory "
+                        "then is for (default: cpu)")
+    parser.add_argument("--mode", metavar="NAME", help="with --memory, how experts are read: auto, direct, buffered; "
+                        "pinned: for a GPU, all of them once, into the CPU's memory (default: auto)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)")
     parser.add_argument("--timeout", type=number(above=0), default=600, metavar="SECONDS",
                         help="how long a rank waits for another that is silent (default: %(default)s)")
@@ -144,7 +148,8 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     parallel, tp, spare : as of `open_parallel`; of `opening`, it takes the calibration.
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
-    opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize, cache_aware of `moelab.open_model`.
+    opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize, cache_aware, mode of
+        `moelab.open_model`.
 
     Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or an executor that does
     not fit; and what `moelab.open_model` raises. PeerLost: another rank died.

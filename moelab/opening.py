@@ -58,6 +58,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         to be faster, see `moelab.offloading.prefetch_gate`.
     calibration : counts of this very model, for executors with static capacities and for plan="auto".
     dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's); where to, or the CPU.
+        On a GPU, `memory` is for its own, and mode="pinned" keeps all experts in the CPU's.
     workers : with `memory`, threads that decompress.
     dense : with the executor "fast", multiplies all other linear layers and the head by copies of fewer bits a weight,
         made when the model is opened and kept beside them: "bf12" is lossless, a quarter fewer bytes a token, 75 % more
@@ -85,6 +86,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         raise ValueError(f'dense is {dense!r}; it must be one of {", ".join(DENSE)}, and only the executor "fast" '
                          f'computes with it')
     _check_executor(executor)
+    _check_device(device)
     if cache_aware is not None and require_margin(cache_aware) and executor in ("exact", None):
         raise ValueError('cache_aware changes the output, and the executor "exact" promises every bit of it: use '
                          'executor="fast"')
@@ -141,6 +143,15 @@ def _check(kind: str, given: Any, fits: bool, wanted: str) -> None:
 def _check_executor(executor: Any) -> None:
     _check("executor", executor, executor is None or callable(executor) and not isinstance(executor, type),
            "a function of (x, ids, weights, experts), or an object that is called like one")
+
+
+def _check_device(device: Any) -> None:
+    """ValueError for one that torch does not know, or that is not here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device is {str(device)!r}, where torch cannot compute here "
+                         f"({str(error).splitlines()[0]}); `python -m moelab doctor` says what there is") from error
 
 
 @contextmanager

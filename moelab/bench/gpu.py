@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -32,7 +31,6 @@ from moelab.models.convert import convert
 from moelab.models.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.offloading.link import Link, host_memory
-from moelab.offloading.pipeline import DEPTH
 from moelab.specs import MoESpec
 from moelab.store import bf12
 from moelab.store.bits import join
@@ -84,62 +82,36 @@ def recovery(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any]:
-    """Experts from pinned memory, as the engine copies them, alone and beside computing that takes as long."""
-    class Owner: pass                                           # noqa: E701  what pinned memory lives as long as
-    owner, rows, to = Owner(), {}, Link(device)
-    size = 2 * EXPERT
-    host = [torch.from_numpy(host_memory(size, device, owner)) for _ in range(16)]
-    for memory in host:
-        memory.random_(0, 256)
-    slots, free = torch.empty(32, size, dtype=torch.uint8, device=device), threading.Lock()
-
-    def copying() -> float:
-        """Seconds of copying all by as many threads as the engine has."""
-        left = iter(range(experts))
-
-        def copies() -> None:
-            while True:
-                with free:
-                    if (i := next(left, None)) is None:
-                        return
-                with to.into(i % 32):
-                    slots[i % 32].copy_(host[i % 16], non_blocking=True)
-        threads = [threading.Thread(target=copies) for _ in range(DEPTH)]
-        start = perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return perf_counter() - start
+    """Experts sent from pinned memory, as the engine sends them, alone and beside computing that takes as long."""
+    to, size, memory = Link(device), 2 * EXPERT, host_memory(1 << 30, device, owner := Link(device))
+    whole = torch.from_numpy(memory).random_(0, 256)
+    host = whole[:size * (len(whole) // size)].view(-1, size)
+    slots, there = torch.empty(32, size, dtype=torch.uint8, device=device), torch.empty_like(whole, device=device)
     a = torch.randn(4096, 4096, device=device).bfloat16()
 
-    def computing(n: int) -> float:
-        start = perf_counter()
-        for _ in range(n):
-            torch.mm(a, a)
+    def seconds(copies: int, products: int) -> float:
+        torch.cuda.synchronize(device)
+        start, done = perf_counter(), 0
+        for i in range(experts):
+            if i < copies:
+                to.leave([i % 32])                              # of the expert before
+                to.send(i, host[i % len(host)], i % 32, slots[i % 32])
+            for done in range(done + 1, products * (i + 1) // experts + 1):
+                torch.mm(a, a)
         torch.cuda.synchronize(device)
         return perf_counter() - start
-
-    def both(n: int) -> float:
-        start, done = perf_counter(), threading.Thread(target=copying)
-        done.start()
-        computing(n)
-        done.join()
-        return perf_counter() - start
-    big = host_memory(1 << 30, device, owner)
-    whole_block, there = torch.from_numpy(big), torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    block = (1 << 30) / timed(lambda: there.copy_(whole_block, non_blocking=True), rounds)
-    copying(), computing(8)
-    n = max(1, round(copying() / (computing(64) / 64)))
-    samples = [(copying(), computing(n), both(n)) for _ in range(rounds)]
+    block = len(whole) / timed(lambda: there.copy_(whole, non_blocking=True), rounds)
+    seconds(experts, 64)
+    n = max(1, round(64 * seconds(experts, 0) / seconds(0, 64)))
+    samples = [(seconds(experts, 0), seconds(0, n), seconds(experts, n)) for _ in range(3 * rounds)]
     alone, compute, together = (median(of) for of in zip(*samples))
-    rate, size_all = experts * size / alone, experts * size
-    hidden = median(max(a, c) / b for a, c, b in samples)
-    rows["1 GB at once"] = {"GB/s": block / 1e9}
-    rows[f"experts of {size / 1e6:.1f} MB"] = {"GB/s": rate / 1e9, "÷ 1 GB at once": rate / block, "ms": 1e3 * alone}
-    rows["computing alone"] = {"ms": 1e3 * compute}
-    rows["both"] = {"GB/s": size_all / together / 1e9, "ms": 1e3 * together, "longer of both ÷ both": hidden}
-    return rows
+    del owner
+    return {"1 GB at once": {"GB/s": block / 1e9},
+            f"experts of {size / 1e6:.1f} MB": {"GB/s": experts * size / alone / 1e9, "ms": 1e3 * alone,
+                                                "÷ 1 GB at once": experts * size / alone / block},
+            "computing alone": {"ms": 1e3 * compute},
+            "both": {"GB/s": experts * size / together / 1e9, "ms": 1e3 * together,
+                     "longer of both ÷ both": median(max(copying, computing) / b for copying, computing, b in samples)}}
 
 
 class Run:
@@ -265,8 +237,7 @@ def run(only: Iterable[str] = SECTIONS, folder: str | None = None, scale: float 
     aims: dict[str, Any] = {}
     if "recovery" in only:
         rows = found["recovery"] = recovery(device, 5 * rounds)
-        for name in ("joining planes", "unpacking bf12"):
-            aims[f"{name}: rate ÷ that of a copy"] = aim(share(rows[name]["÷ copy"]), 0.8)
+        aims["joining planes: rate ÷ that of a copy"] = aim(share(rows["joining planes"]["÷ copy"]), 0.8)
     rows = found["link"] = link(device, rounds)
     aims["copying beside computing: the longer alone ÷ both"] = aim(
         share(rows["both"]["longer of both ÷ both"]), 0.9)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.store.bf12_triton import high_bytes, quarters
 from moelab.store.bits_triton import tl, triton
 
 ROWS, COLUMNS, ESCAPES = 4, 512, 256        # of a matrix, that a program takes at a time
@@ -30,27 +31,32 @@ def _input(x, k, h, there, C: tl.constexpr, GATED: tl.constexpr):
 @triton.jit
 def _multiply_kernel(x, table, y, R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k."""
+    """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k. A byte of codes has those of weights 32 apart."""
     k, r = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     address = tl.load(table + 4 * k)
+    row = r[:, None].to(tl.int64) * C
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     if PACKED:
         low = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
         codes = tl.multiple_of(tl.load(table + 4 * k + 1).to(tl.pointer_type(tl.uint8)), 16)
+        t0, t1, t2, t3 = quarters(address - 16)
+        for begin in range(0, C // 2, COLUMNS):
+            p = begin + tl.arange(0, COLUMNS)
+            there = (r[:, None] < R) & (p[None, :] < C // 2)
+            code = tl.load(codes + row // 2 + p[None, :], mask=there, other=0).to(tl.uint32)
+            for half in tl.static_range(2):
+                c = p // 32 * 64 + half * 32 + p % 32
+                word = tl.load(low + row + c[None, :], mask=there, other=0).to(tl.uint32)
+                word |= high_bytes(code >> (4 * half), t0, t1, t2, t3) << 8
+                w = tl.where(there, (word << 16).to(tl.float32, bitcast=True), 0.0)
+                total += w * _input(x, k, c, p < C // 2, C, GATED)[None, :]
     else:
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
-    for begin in range(0, C, COLUMNS):
-        c = begin + tl.arange(0, COLUMNS)
-        there = (r[:, None] < R) & (c[None, :] < C)
-        i = r[:, None].to(tl.int64) * C + c[None, :]
-        if PACKED:
-            code = tl.load(codes + i // 64 * 32 + i % 32, mask=there, other=0).to(tl.uint32)
-            code = code >> (4 * (i // 32 % 2)).to(tl.uint32) & 15
-            word = (tl.load(low - 16 + code).to(tl.uint32) << 8) | tl.load(low + i, mask=there, other=0).to(tl.uint32)
-            w = (word << 16).to(tl.float32, bitcast=True)
-        else:
-            w = tl.load(weights + i, mask=there, other=0.0).to(tl.float32)
-        total += tl.where(there, w, 0.0) * _input(x, k, c, c < C, C, GATED)[None, :]
+        for begin in range(0, C, COLUMNS):
+            c = begin + tl.arange(0, COLUMNS)
+            there = (r[:, None] < R) & (c[None, :] < C)
+            w = tl.load(weights + row + c[None, :], mask=there, other=0.0).to(tl.float32)
+            total += w * _input(x, k, c, c < C, C, GATED)[None, :]
     tl.store(y + k * R + r, tl.sum(total, 1), mask=r < R)
 
 

@@ -190,6 +190,12 @@ class Engine:
         return cast(tensors, dtype)
 
     @property
+    def _far(self) -> bool:
+        """Whether experts are computed on a GPU: there a call of an executor takes longer to launch than to compute, so
+        what is there is computed together."""
+        return self.pipeline.slots.link is not None
+
+    @property
     def opens(self) -> bool:
         """Whether predictors shall listen in this forward pass: not where nobody would ask them."""
         return bool(self.pipeline.queue.ahead) and self.gate.opens
@@ -220,7 +226,7 @@ class Engine:
         self.gate.begin(phase)
         self.across.begin(phase)
         self.decoding = phase == "decode"
-        if self.decoding and self.executor is not None and self.pipeline.slots.link is None:
+        if self.decoding and self.executor is not None and not self._far:
             self._narrow()
         self._computed = sum(self.pipeline.computed.values())
         self._began = self._mark = clock()
@@ -275,7 +281,7 @@ class Engine:
     def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
                        step: Step, ready: Ready) -> Tensor:
         """The layer by `executor`: experts in memory together, then each as it is loaded; [T, H]."""
-        E, (there, loads) = experts.num_experts, self._split(step, ready)
+        E, (there, loads) = experts.num_experts, self._split(step, ready, self._far and len(x) == 1)
         if there:
             self._check()
             start, chosen = clock(), ids
@@ -285,7 +291,7 @@ class Engine:
             self._executed(there, start)
         else:
             out = torch.zeros_like(x)
-        while loads and self.pipeline.slots.link is not None:   # a call takes longer to launch than to compute there
+        while loads and self._far:
             late, start = [loads.pop(self.pipeline.next_ready(ready, self._check))], clock()
             while loads and not ready.empty():
                 late.append(loads.pop(self.pipeline.next_ready(ready, self._check)))
@@ -353,10 +359,12 @@ class Engine:
         while loads:
             yield loads.pop(self.pipeline.next_ready(ready, self._check))
 
-    def _split(self, step: Step, ready: Ready) -> tuple[list[Request], dict[ExpertKey, Request]]:
-        """The requests for experts that are FULL, and the others by their key; `serial`, they are waited for first."""
+    def _split(self, step: Step, ready: Ready, at_once: bool = False
+               ) -> tuple[list[Request], dict[ExpertKey, Request]]:
+        """The requests for experts that are FULL, and the others by their key; these are waited for first if all are
+        to be computed `at_once`, or `serial`."""
         loads = {request.key: request for request in step.requests if request.state is not State.FULL}
-        if self.serial and not self.pipeline.queue.running.waiting:     # all have slots, so all of them will come
+        if (at_once or self.serial) and not self.pipeline.queue.running.waiting:    # all have slots, so all will come
             while loads:
                 loads.pop(self.pipeline.next_ready(ready, self._check))
             return step.requests, loads

@@ -1,6 +1,6 @@
 """bf12 on a GPU, in Triton: a blob in its memory becomes bf16 there, so the link carries twelve bits a weight.
 
-The table of 16 high bytes stays in the nearest cache. The tests run the kernels in Triton's interpreter, on the CPU.
+The table of 16 high bytes is four registers. The tests run the kernels in Triton's interpreter, on the CPU.
 """
 
 from __future__ import annotations
@@ -16,14 +16,29 @@ ESCAPES = 256                       # that a program writes
 
 
 @triton.jit
+def quarters(table):
+    """The table of 16 bytes at an address, in four registers."""
+    words = table.to(tl.pointer_type(tl.uint32))
+    return tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+
+
+@triton.jit
+def high_bytes(codes, a, b, c, d):
+    """The high bytes that codes, the lowest four bits of uint32, stand for."""
+    quarter = tl.where((codes & 8) != 0, tl.where((codes & 4) != 0, d, c), tl.where((codes & 4) != 0, b, a))
+    return (quarter >> ((codes & 3) * 8)) & 0xFF
+
+
+@triton.jit
 def _unpack_kernel(blob, words, n, HEAD: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane, there = tl.arange(0, LANES)[None, :], block < n // (2 * LANES)
+    a, b, c, d = quarters(blob + HEAD - 16)
     codes = tl.load(blob + HEAD + n + block * LANES + lane, mask=there, other=0).to(tl.uint32)
     for half in tl.static_range(2):
         at = block * (2 * LANES) + half * LANES + lane
         low = tl.load(blob + HEAD + at, mask=there, other=0).to(tl.uint32)
-        high = tl.load(blob + HEAD - 16 + (codes >> (4 * half) & 15)).to(tl.uint32)
+        high = high_bytes(codes >> (4 * half), a, b, c, d)
         tl.store(words + at, ((high << 8) | low).to(tl.uint16), mask=there)
 
 

@@ -149,8 +149,9 @@ def test_a_damaged_store_is_not_pinned(forms, tmp_path):
 def test_only_a_gpu_can_be_pinned_for(forms):
     with pytest.raises(ValueError, match="CUDA"):
         open_model(forms["raw"], memory=0.5, mode="pinned")
-    with pytest.raises(ValueError, match="meta"):
-        open_model(forms["raw"], memory=0.5, device="meta")
+    for device in ("meta", "tpu", "cuda:99"):
+        with pytest.raises(ValueError, match=device):
+            open_model(forms["raw"], memory=0.5, device=device)
 
 
 def test_host_memory_is_aligned():

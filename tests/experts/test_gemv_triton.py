@@ -1,0 +1,42 @@
+"""Triton's GEMV against a naive loop in fp64, in Triton's interpreter; on a GPU `tests.offloading.test_link` runs it."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moelab.store import bf12
+from moelab.store.reader import aligned_buffer
+
+
+@pytest.mark.parametrize("codec", ["raw", "bf12"])
+@pytest.mark.parametrize("K, H, width", [(3, 192, 64), (1, 64, 128), (2, 576, 320)])
+def test_a_tokens_experts_equal_a_naive_loop(codec, K, H, width, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton")
+    from moelab.experts import gemv_triton
+    random, alive = torch.Generator().manual_seed(K), []
+
+    def drawn(*shape):
+        w = (0.05 * torch.randn(shape, generator=random)).bfloat16()
+        w.view(-1)[torch.randperm(w.numel(), generator=random)[:40]] *= 1e4                 # escapes
+        return w
+
+    def row(w):
+        if codec == "raw":
+            return [w.data_ptr(), 0, 0, 0]
+        blob = bf12.pack_tensor(w)
+        memory = aligned_buffer(len(blob), 64)
+        memory[:] = np.frombuffer(blob, np.uint8)
+        alive.append(memory)
+        return bf12.row(memory.ctypes.data, len(blob), w.numel())
+    ups, downs = [drawn(2 * width, H) for _ in range(K)], [drawn(H, width) for _ in range(K)]
+    x, w = torch.randn(1, H, generator=random).bfloat16(), torch.rand(K, generator=random)
+    got = gemv_triton.feed_forward((codec, np.array([row(of) for of in ups])),
+                                   (codec, np.array([row(of) for of in downs])), x, w, width)
+    wanted = torch.zeros(1, H, dtype=torch.float64)
+    for up, down, of in zip(ups, downs, w):
+        gate, value = (x.double() @ up.double().T).chunk(2, -1)
+        wanted += of * (F.silu(gate) * value) @ down.double().T
+    assert got.shape == x.shape and got.dtype == x.dtype
+    assert (got - wanted).norm() < 4e-3 * wanted.norm()
