@@ -28,6 +28,7 @@ from moelab.offloading.offload import offload
 from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.simulator import replay
 from moelab.offloading.slots import Sizes
+from moelab.schedule.load_queue import REST
 from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.store import codecs
@@ -132,6 +133,7 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
                                                 (3, "raw", False), (3, "huffman", True)])
 def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, left):
     """Threads of torch while an expert is computed and another loaded."""
+    monkeypatch.setattr("moelab.schedule.load_queue.REST", 60.0)        # on a busy machine a thread waits for a core
     monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
     tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64)
     store, used = convert(tmp_path / "model", tmp_path / "store", codec), set()
@@ -156,6 +158,8 @@ def test_cores_that_wait_for_a_slow_disk_compute(monkeypatch, tmp_path):
     torch.set_num_threads(2)
     try:
         for slow in (False, True):
+            # How long a busy machine lets a thread wait does not count.
+            monkeypatch.setattr("moelab.schedule.load_queue.REST", REST if slow else 60.0)
             with offload(store, 0.25, delays=DELAYS, bandwidth=4e6 if slow else None) as offloaded:
                 engine, seen = offloaded.moelab.engine, used.setdefault(slow, set())
                 monkeypatch.setattr(engine, "weights", lambda *args, of=engine.weights, seen=seen, **how: seen.add(
