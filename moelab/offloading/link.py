@@ -77,6 +77,11 @@ class Link:
             begin, end = (self._mark[1] + self._mark[0].elapsed_time(event) / 1e3 for event in events)
             yield what, begin, end, nbytes
 
+    def rest(self) -> None:
+        """Wait until nothing is under way: only then may the memory on either side become another's."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def leave(self, slots: Iterable[int]) -> None:
         """The experts in these slots leave them when what this thread has told the GPU to compute is done."""
         done = torch.cuda.current_stream(self.device).record_event()

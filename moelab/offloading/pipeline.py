@@ -184,6 +184,8 @@ class Pipeline:
         for thread in self.threads:
             if thread.ident is not None:                        # else it was not started, or ends at once
                 thread.join()
+        if self._sends and self.slots is not None:
+            self.slots.link.rest()
 
     def free(self) -> None:
         """Let go of files and memory, after `stop`."""

@@ -3,6 +3,7 @@
 `Ordered` does what streams do as far as order goes: what is sent is in its slot only once that was waited for.
 """
 
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -36,7 +37,7 @@ class Ordered(Link):
     def send(self, what, source, slot, out):
         self.log.append(("send", slot))
         self.sent[slot] = out, source
-        self.told.append((what, 0.0, 1e-3, source.numel()))
+        self.told.append((what, now := time.perf_counter(), now + 1e-6, source.numel()))
 
     def arrive(self, slot):
         if slot in self.sent:
@@ -45,6 +46,9 @@ class Ordered(Link):
 
     def mark(self):
         pass
+
+    def rest(self):
+        self.sent.clear()
 
     def landed(self):
         while self.told:
