@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -27,9 +28,10 @@ from moelab import open_model, using
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.external_engines import write_gguf
 from moelab.bench.measure import aim, share, turns
+from moelab.bench.peers import Accelerate, Transformers
+from moelab.cards import load_model
 from moelab.models.convert import convert
 from moelab.models.synthesize import scaled, synthesize
-from moelab.cards import load_model
 from moelab.offloading.link import Link, host_memory
 from moelab.specs import MoESpec
 from moelab.store import bf12
@@ -83,8 +85,8 @@ def recovery(device: torch.device, rounds: int) -> dict[str, Any]:
 
 def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any]:
     """Experts sent from pinned memory, as the engine sends them, alone and beside computing that takes as long."""
-    to, size, memory = Link(device), 2 * EXPERT, host_memory(1 << 30, device, owner := Link(device))
-    whole = torch.from_numpy(memory).random_(0, 256)
+    to, size = Link(device), 2 * EXPERT
+    whole = torch.from_numpy(host_memory(1 << 30, device, to)).random_(0, 256)
     host = whole[:size * (len(whole) // size)].view(-1, size)
     slots, there = torch.empty(32, size, dtype=torch.uint8, device=device), torch.empty_like(whole, device=device)
     a = torch.randn(4096, 4096, device=device).bfloat16()
@@ -105,7 +107,6 @@ def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any
     n = max(1, round(64 * seconds(experts, 0) / seconds(0, 64)))
     samples = [(seconds(experts, 0), seconds(0, n), seconds(experts, n)) for _ in range(3 * rounds)]
     alone, compute, together = (median(of) for of in zip(*samples))
-    del owner
     return {"1 GB at once": {"GB/s": block / 1e9},
             f"experts of {size / 1e6:.1f} MB": {"GB/s": experts * size / alone / 1e9, "ms": 1e3 * alone,
                                                 "÷ 1 GB at once": experts * size / alone / block},
@@ -114,101 +115,65 @@ def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any
                      "longer of both ÷ both": median(max(copying, computing) / b for copying, computing, b in samples)}}
 
 
-class Run:
-    """An opened model's tokens: the prompt, then given ones."""
-
-    def __init__(self, model: Any, ids: torch.Tensor) -> None:
-        self.model, self.ids, self.cache = model, ids, None
-
-    def prompt(self, n: int) -> float:
-        from transformers import DynamicCache
-        self.cache, self.at = DynamicCache(config=self.model.config), 0
-        return self.feed(n)
-
-    def feed(self, n: int = 1) -> float:
-        start = perf_counter()
-        with torch.inference_mode():
-            logits = self.model(input_ids=self.ids[:, self.at:self.at + n], past_key_values=self.cache, use_cache=True,
-                                logits_to_keep=1).logits
-        logits.argmax(-1).tolist()                              # as sampling does, it waits for the GPU
-        self.at += n
-        return perf_counter() - start
-
-
-def tokens_of(run: Run, prompt: int, decode: int) -> tuple[float, list[float]]:
-    """TTFT and seconds of each token after."""
-    return run.prompt(prompt), [run.feed() for _ in range(decode)]
-
-
-def row(taken: Iterable[tuple[float, list[float]]], **more: Any) -> dict[str, Any]:
-    taken = list(taken)
-    return {"TTFT ms": 1e3 * median(first for first, _ in taken),
-            "TPOT ms": 1e3 * median(median(each) for _, each in taken)} | more
+def row(reports: Iterable[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Medians of what `BenchmarkedEngine.measure` reports."""
+    reports = list(reports)
+    return {"TTFT ms": 1e3 * median(report["ttft_s"][0] for report in reports),
+            "TPOT ms": 1e3 * median(median(report["tpot_s"]) for report in reports)} | more
 
 
 @contextmanager
-def opened(folder: Path, device: torch.device, ids: torch.Tensor, **options: Any) -> Iterator[Run]:
+def opened(folder: Path, device: torch.device, **options: Any) -> Iterator[Transformers]:
     with open_model(folder, device=device, **options) as model:
-        yield Run(model, ids)
+        yield Transformers(model)
     del model
+    empty()
+
+
+def empty() -> None:
+    """Give back a GPU's memory of what nobody has any more."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def tokens(folder: Path, device: torch.device, ids: torch.Tensor, rate: float, rounds: int, prompt: int, decode: int,
+def tokens(folder: Path, device: torch.device, ids: list[int], rate: float, rounds: int, prompt: int,
            shares: Iterable[float], room: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Everything in the GPU's memory; then shares of it, all experts in pinned memory."""
-    with opened(folder / "model", device, ids) as eager, \
-            opened(folder / "model", device, ids, executor="fast") as fast:
-        arms = {"eager": eager, "fast": fast}
-        taken: dict[str, list[Any]] = {name: [] for name in arms}
+    """Everything in the GPU's memory; then shares of it, all experts in pinned memory. The first round of each counts
+    nothing: kernels are compiled, and attention is planned for each length."""
+    with opened(folder / "model", device) as eager, opened(folder / "model", device, executor="fast") as fast:
+        arms, taken = {"eager": eager, "fast": fast}, defaultdict(list)
         for _, name in turns(list(arms), rounds + 1, "everything on the GPU"):
-            taken[name].append(tokens_of(arms[name], prompt, decode))
-        for name, found in taken.items():
-            yield f"{name}, everything on the GPU", row(found[1:])
+            taken[name].append(arms[name].measure([ids], [prompt]))
         del eager, fast, arms
-    gc.collect()
-    torch.cuda.empty_cache()
+    for name, found in taken.items():
+        yield f"{name}, everything on the GPU", row(found[1:])
     for of in shares:
-        memory = int(of * room)
         with ExitStack() as stack:
-            runs = {form: stack.enter_context(opened(folder / form, device, ids, memory=memory, mode="pinned",
+            runs = {form: stack.enter_context(opened(folder / form, device, memory=int(of * room), mode="pinned",
                                                      ahead=None)) for form in ("model", "bf12")}
-            taken, said = {}, {}
-            names = list(product(runs, ARMS))
-            for i, (form, arm) in turns(names, rounds + 1, f"{of:.0%} on the GPU"):
-                with using(runs[form].model, **ARMS[arm]):
-                    runs[form].model.moelab.reset()
-                    found = tokens_of(runs[form], prompt, decode)
-                    metrics = runs[form].model.moelab.metrics()
-                taken.setdefault((form, arm), []).append(found)
-                said[form, arm] = metrics
-            for (form, arm), found in taken.items():
-                of_last = said[form, arm]
-                yield f"{'raw' if form == 'model' else form}, {arm}, {of:.0%} on the GPU", row(
-                    found[1:], **{"waiting ms": 1e3 * of_last.stall_per_step, "hit rate": of_last.hit_rate,
-                                  "MB copied": of_last.read_bytes_per_token / 1e6,
-                                  "copying alone ms": 1e3 * of_last.read_bytes_per_token / rate})
-        gc.collect()
-        torch.cuda.empty_cache()
+            taken, last = defaultdict(list), {}
+            for _, (form, arm) in turns(list(product(runs, ARMS)), rounds + 1, f"{of:.0%} on the GPU"):
+                model = runs[form].model
+                with using(model, **ARMS[arm]):
+                    model.moelab.reset()
+                    taken[form, arm].append(runs[form].measure([ids], [prompt]))
+                    last[form, arm] = model.moelab.metrics()
+            del model, runs
+        for (form, arm), found in taken.items():
+            said = last[form, arm]
+            yield f"{'raw' if form == 'model' else form}, {arm}, {of:.0%} on the GPU", row(
+                found[1:], **{"waiting ms": 1e3 * said.stall_per_step, "hit rate": said.hit_rate,
+                              "MB copied": said.read_bytes_per_token / 1e6,
+                              "copying alone ms": 1e3 * said.read_bytes_per_token / rate})
 
 
-def accelerate(folder: Path, ids: torch.Tensor, layers: int, of: int, prompt: int, decode: int) -> dict[str, Any]:
+def accelerate(folder: Path, ids: list[int], layers: int, prompt: int) -> dict[str, Any]:
     """transformers with accelerate: so many layers on the GPU, the others' weights in the CPU's memory."""
-    import accelerate  # noqa: F401
-    import transformers
-    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), 0)
-    places |= {f"model.layers.{i}": 0 if i < layers else "cpu" for i in range(of)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "model", trust_remote_code=False, dtype=torch.bfloat16, experts_implementation="eager",
-        device_map=places).eval()
-    run = Run(model, ids)
-    run.prompt(prompt)
-    found = row([tokens_of(run, prompt, decode)])
-    del model, run
-    gc.collect()
-    torch.cuda.empty_cache()
-    return found
+    peer = Accelerate({"model": str(folder / "model"), "layers": layers, "near": 0, "far": "cpu"})
+    found = [peer.measure([ids], [prompt]) for _ in range(2)]
+    del peer
+    empty()
+    return row(found[1:])
 
 
 def llama(program: str, gguf: Path, layers: int, prompt: int, decode: int, rounds: int) -> dict[str, Any]:
@@ -249,18 +214,15 @@ def run(only: Iterable[str] = SECTIONS, folder: str | None = None, scale: float 
                 synthesize(place / "model", spec)
             if not (place / "bf12").exists():
                 convert(place / "model", place / "bf12", codec="bf12")
-        ids = torch.randint(3, spec.vocab, (1, prompt + decode), generator=torch.Generator().manual_seed(0)).to(device)
+        ids = torch.randint(3, spec.vocab, (prompt + decode,), generator=torch.Generator().manual_seed(0)).tolist()
         if "tokens" in only:
-            found["tokens"] = rows = {}
-            for name, figures in tokens(place, device, ids, rate, rounds, prompt, decode, shares,
-                                        spec.experts_bytes):
-                rows[name] = figures
+            found["tokens"] = dict(tokens(place, device, ids, rate, rounds, prompt, shares, spec.experts_bytes))
         if "peers" in only:
             rows = found["peers"] = {}
             for of in shares:
                 layers = int(of * spec.num_layers)
                 rows[f"accelerate, {layers} of {spec.num_layers} layers on the GPU"] = accelerate(
-                    place, ids, layers, spec.num_layers, prompt, min(decode, 8))
+                    place, ids[:prompt + 8], layers, prompt)
             if llama_bench:
                 gguf = place / "model.gguf"
                 if not gguf.exists():

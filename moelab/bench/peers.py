@@ -165,7 +165,7 @@ class BenchmarkedEngine(ABC):
 
 
 class Transformers(BenchmarkedEngine):
-    """Any model of transformers', on the CPU."""
+    """Any model of transformers', where it is."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -177,8 +177,8 @@ class Transformers(BenchmarkedEngine):
     def feed(self, ids: list[list[int]]) -> Any:
         import torch
         with torch.inference_mode():
-            logits = self.model(input_ids=torch.tensor(ids), past_key_values=self.cache, use_cache=True,
-                                logits_to_keep=1).logits[:, -1]
+            logits = self.model(input_ids=torch.tensor(ids, device=self.model.device), past_key_values=self.cache,
+                                use_cache=True, logits_to_keep=1).logits[:, -1].cpu()
         return logits.view(torch.int16).numpy() if logits.dtype == torch.bfloat16 else logits.float().numpy()
 
 
@@ -311,7 +311,8 @@ class Eager(Mapped):
 
 
 class Accelerate(Transformers):
-    """Disk offload of the last layers; options: "layers" that stay in memory, "offload" folder."""
+    """Offload of the last layers; options: "layers" that stay "near", by default in the CPU's memory; the others are
+    "far", by default on the disk, in the folder "offload"."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import accelerate  # noqa: F401
@@ -319,12 +320,13 @@ class Accelerate(Transformers):
         import transformers
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(options["model"], trust_remote_code=False)
-        places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-        places |= {f"model.layers.{i}": "cpu" if i < options["layers"] else "disk"
+        near, far = options.get("near", "cpu"), options.get("far", "disk")
+        places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), near)
+        places |= {f"model.layers.{i}": near if i < options["layers"] else far
                    for i in range(config.num_hidden_layers)}
         model = transformers.AutoModelForCausalLM.from_pretrained(
             options["model"], trust_remote_code=False, dtype=torch.bfloat16, experts_implementation="eager",
-            device_map=places, offload_folder=options["offload"])
+            device_map=places, offload_folder=options.get("offload"))
         super().__init__(model.eval())
 
 

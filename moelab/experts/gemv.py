@@ -57,7 +57,7 @@ class GEMV(Sorted):
             return None
         chosen = ids[0].tolist()
         hit = [(expert, k) for k, expert in enumerate(chosen) if expert < experts.num_experts]
-        found = self._matrices(experts, np.array([expert for expert, _ in hit], np.int64), x.dtype) if hit else None
+        found = self._matrices(experts, np.array([e for e, _ in hit], np.int64), x.dtype, "cuda") if hit else None
         if found is None or found[2] or not {kind for kind, _, _ in found[0]} <= GPU_KINDS.keys():
             return None
         self.count(len(hit), len(hit), len(hit))
@@ -102,13 +102,16 @@ class GEMV(Sorted):
         *both, transposed = kinds.pop()
         return *[(kind, table, R) for (kind, R), table in zip(both, tables)], transposed
 
-    def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype) -> Any:
+    def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype, on: str = "cpu") -> Any:
         """((kind, matrices [M, 4], R) of up and of down, what must live, whether they are transposed), or None if these
-        weights are not for us.
+        weights are not for us, or not `on` this type of device.
 
-        A source may have `matrices(layer, experts, dtype)`: where its tensors lie, see `moelab.offloading.slots`.
+        A source may have `matrices(layer, experts, dtype)`: where its tensors lie, see `moelab.offloading.slots`; and a
+        `device`, if that is not the CPU.
         """
         find = getattr(experts.source, "matrices", None)
+        if getattr(getattr(experts.source, "device", None), "type", "cpu") != on and find is not None:
+            return None
         if find is not None and (found := find(experts.layer, hit.tolist(), dtype)) is not None:
             tables = []
             for name in names(experts):
@@ -120,17 +123,17 @@ class GEMV(Sorted):
             turned = {found[name][0].endswith(".T") for name in names(experts)}     # few bits lie in the rows layout
             return (tables, found, experts.is_transposed and turned == {False}) if len(turned) == 1 else None
         if banks(experts, "down_proj") is None:
-            return _tables(experts, [experts.weights(e) for e in hit.tolist()], dtype)
+            return _tables(experts, [experts.weights(e) for e in hit.tolist()], dtype, on)
         held = {part: experts._parameters[part] for name in names(experts) for part in (name, name + "_bias")
                 if part == name or experts.has_bias}
         state = wants_grad(*held.values()), *[(w.data_ptr(), w.stride(), w.dtype) for w in held.values()]
         before, found = _BANKS.get(experts, (None, None))
         if before != state:
             each = [dict(zip(held, tensors)) for tensors in zip(*[w.unbind() for w in held.values()])]
-            found = _tables(experts, each, held["down_proj"].dtype)
+            found = _tables(experts, each, held["down_proj"].dtype, held["down_proj"].device.type)
             found = found and (found[0], None, found[2])            # the module keeps what they are of
             _BANKS[experts] = state, found
-        if found is None or held["down_proj"].dtype != dtype:
+        if found is None or held["down_proj"].dtype != dtype or held["down_proj"].device.type != on:
             return None
         return [(kind, table.take(hit, 0), R) for kind, table, R in found[0]], *found[1:]
 
@@ -142,15 +145,14 @@ GPU_KINDS = {products.KINDS[torch.bfloat16]: "raw", products.PACKED["bf12"]: "bf
 _BANKS: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
-def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype) -> Any:
+def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype, on: str) -> Any:
     """`GEMV._matrices` of these experts' tensors."""
     tables = []
     for name in names(experts):
         table = np.zeros((len(given), 4), np.int64)
         for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
             tensors = [tensors[part] for tensors in given]
-            if any(w.dtype != dtype or w.device.type not in ("cpu", "cuda") or not w.is_contiguous() or wants_grad(w)
-                   for w in tensors):
+            if any(w.dtype != dtype or w.device.type != on or not w.is_contiguous() or wants_grad(w) for w in tensors):
                 return None
             table[:, column] = [w.data_ptr() for w in tensors]
         R = given[0][name].shape[-1 if experts.is_transposed else -2]

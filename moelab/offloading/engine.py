@@ -389,6 +389,10 @@ class EngineSource:
     def __init__(self, engine: Engine, dtype: torch.dtype, cast: bool) -> None:
         self.engine, self.dtype, self.cast = engine, dtype, cast
 
+    @property
+    def device(self) -> torch.device:
+        return self.engine.pipeline.slots.device
+
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
         try:
             return self.engine.weights(layer, expert, self.dtype if self.cast else None)
@@ -397,7 +401,7 @@ class EngineSource:
                              f"so it has not been loaded: use this executor on a model in memory") from None
 
     def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]] | None:
-        """As `Slots.matrices`, of loaded experts; None if they are not of this dtype."""
+        """As `Slots.matrices`, of loaded experts, addresses of `device`; None if they are not of this dtype."""
         slots, held = self.engine.pipeline.slots, self.engine.pipeline.queue.held
         if self.cast or dtype != self.dtype:
             return None

@@ -112,10 +112,13 @@ def _unpin(memory: np.ndarray) -> None:
 class PinnedReader(Reader):
     """All experts of a store as they are stored, in pinned memory: read and checked once, when this is made.
 
-    device : the GPU that they will be copied to. options : of `Reader`; `bandwidth` then stands for a slower link.
+    device : the GPU that they will be copied to. options : of `Reader`; a bandwidth is refused, as a link has its own.
     """
 
     def __init__(self, store: ExpertStore, device: torch.device, **options: Any) -> None:
+        if options.get("bandwidth") is not None:
+            raise ValueError("bandwidth throttles a disk, and with mode='pinned' nothing is read from one: leave out "
+                             "one of the two")
         super().__init__(store, **options)
         keys = [(layer, expert) for layer, of in enumerate(store.layers) for expert in range(len(of.experts))]
         ends = np.cumsum([run(store.entries(*key), "both")[1] for key in keys]).tolist()
@@ -144,7 +147,4 @@ class PinnedReader(Reader):
         return self._held[layer, expert]
 
     def fill(self, piece: Piece) -> int:
-        if (piece.of.layer, piece.of.expert) not in self._held:
-            return super().fill(piece)
-        self._count(piece.of.nbytes, 0, time.perf_counter())
-        return piece.of.nbytes
+        return piece.of.nbytes if (piece.of.layer, piece.of.expert) in self._held else super().fill(piece)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moelab import convert, open_model
+from moelab.experts.gemv import GEMV
 from moelab.models.seam import discover
 from moelab.offloading.link import Link, PinnedReader, host_memory
 from moelab.store.layout import PARTS, ExpertStore, StoreError
@@ -156,6 +157,21 @@ def test_only_a_gpu_can_be_pinned_for(forms):
     for device in ("meta", "tpu", "cuda:99"):
         with pytest.raises(ValueError, match=device):
             open_model(forms["raw"], memory=0.5, device=device)
+
+
+def test_a_link_is_not_throttled(forms):
+    with pytest.raises(ValueError, match="bandwidth"):
+        PinnedReader(ExpertStore(forms["raw"]), CPU, bandwidth=1e9)
+
+
+@pytest.mark.parametrize("memory", [None, 0.5])
+def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
+    with open_model(forms["raw"], memory=memory, executor="fast") as lm, torch.no_grad():
+        lm(torch.arange(3, 9)[None])
+        experts = discover(lm)[0].experts
+        hit = np.array([0] if memory is None else sorted(e for l, e in lm.moelab.engine.pipeline.queue.held if l == 0))
+        assert GEMV()._matrices(experts, hit, torch.bfloat16) is not None
+        assert GEMV()._matrices(experts, hit, torch.bfloat16, "cuda") is None
 
 
 def test_host_memory_is_aligned():
