@@ -299,11 +299,12 @@ def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]]
     there = {title.replace(f", {rate}", ""): rows for title, rows in sections.items() if title.split(", ")[1] == rate}
     memory = {f"{name}, {title.replace(' of experts', '')}": row
               for title, rows in there.items() for name, row in rows.items()}
-    found = {}
-    for axis, x, rows in (("memory needed (GB)", "least GB", memory),
-                          ("KL (nats a token)", "KL", next(iter(there.values())))):
+    small = max((row.get("least GB") or 0 for row in memory.values()), default=0) < 0.1
+    unit, scale, found = *(("MB", 1e3) if small else ("GB", 1)), {}
+    for axis, x, scale, rows in ((f"memory needed ({unit})", "least GB", scale, memory),
+                                 ("KL (nats a token)", "KL", 1, next(iter(there.values())))):
         rows = {name: row for name, row in rows.items() if name != RESIDENT}
-        points = {name: (row[x], row["TPOT s"]) for name, row in rows.items()
+        points = {name: (scale * row[x], row["TPOT s"]) for name, row in rows.items()
                   if row.get(x) is not None and "TPOT s" in row}
         found[axis] = points, front(rows, x, "TPOT s")
     return found

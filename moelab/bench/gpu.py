@@ -97,7 +97,7 @@ def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any
         for i in range(experts):
             if i < copies:
                 to.leave([i % 32])                              # of the expert before
-                to.send(i, host[i % len(host)], i % 32, slots[i % 32])
+                to.send([(i, host[i % len(host)], i % 32, slots[i % 32])])
             for done in range(done + 1, products * (i + 1) // experts + 1):
                 torch.mm(a, a)
         torch.cuda.synchronize(device)

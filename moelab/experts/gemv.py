@@ -9,6 +9,7 @@ cached, so weights may lie anywhere. Sums are in fp32; unlike in eager, what is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,12 +59,15 @@ class GEMV(Sorted):
         chosen = ids[0].tolist()
         hit = [(expert, k) for k, expert in enumerate(chosen) if expert < experts.num_experts]
         found = self._matrices(experts, np.array([e for e, _ in hit], np.int64), x.dtype, "cuda") if hit else None
-        if found is None or found[2] or not {kind for kind, _, _ in found[0]} <= GPU_KINDS.keys():
+        if found is None or found[2]:
+            return None
+        tables = torch.from_numpy(np.stack([table for _, table, _ in found[0]])).to(x.device, non_blocking=True)
+        up, down = map(gemv_triton.bank, found[0], tables)
+        if up is None or down is None:
             return None
         self.count(len(hit), len(hit), len(hit))
-        up, down = ((GPU_KINDS[kind], table) for kind, table, _ in found[0])
         w = weights[0] if len(hit) == len(chosen) else weights[0, [k for _, k in hit]]
-        return gemv_triton.feed_forward(up, down, x, w, found[0][0][2] // 2)
+        return gemv_triton.feed_forward(up, down, x, _first(len(hit), x.device), w)
 
     def token(self, modules: list[Any], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
         """A token's layers in one call (`moelab.models.decode.layers`), of experts modules that hold their weights."""
@@ -83,16 +87,19 @@ class GEMV(Sorted):
 
     def banks(self, modules: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None) -> Any:
         """(up, down, transposed) of `moelab.models.decode.layers` for one experts module a layer, with the experts
-        that are resident, or that these modules hold; None if one is not for that."""
+        that are resident, or that these modules hold; None if one is not for that. On a GPU, up and down are banks of
+        each layer, and the third is what multiplies by them."""
+        place = torch.device("cpu") if resident is not None else next(modules[0].parameters()).device
+        on, gpu = place.type, place.type in GPUS
         if not all(plain(of) and silu_gated(of) and (of.source is None) == (resident is None) for of in modules) \
-                or not (around.TEAM or torch.get_num_threads() == 1):
+                or not (gpu or around.TEAM or torch.get_num_threads() == 1):
             return None
         E, kinds = modules[0].num_experts, set()
         tables = np.zeros((2, len(modules), E, 4), np.int64)
         for i, of in enumerate(modules):
             chosen = np.arange(E) if resident is None else np.array(resident[i], np.int64)
             if len(chosen):
-                if (found := self._matrices(of, chosen, dtype)) is None:
+                if (found := self._matrices(of, chosen, dtype, on)) is None:
                     return None
                 for at, (kind, rows, R) in zip(tables, found[0]):
                     at[i, chosen] = rows
@@ -100,7 +107,8 @@ class GEMV(Sorted):
         if len(kinds) != 1:
             return None
         *both, transposed = kinds.pop()
-        return *[(kind, table, R) for (kind, R), table in zip(both, tables)], transposed
+        found = [(kind, table, R) for (kind, R), table in zip(both, tables)]
+        return _on_gpu(found, transposed, place) if gpu else (*found, transposed)
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype, on: str = "cpu") -> Any:
         """((kind, matrices [M, 4], R) of up and of down, what must live, whether they are transposed), or None if these
@@ -138,11 +146,27 @@ class GEMV(Sorted):
         return [(kind, table.take(hit, 0), R) for kind, table, R in found[0]], *found[1:]
 
 
-#: what `gemv_triton` multiplies
-GPU_KINDS = {products.KINDS[torch.bfloat16]: "raw", products.PACKED["bf12"]: "bf12"}
+@lru_cache(maxsize=None)
+def _first(n: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(n, device=device)
+
+
+GPUS = "cuda",
 
 #: experts modules that hold their weights → (where these lie, `_tables` of all experts)
 _BANKS: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
+
+
+def _on_gpu(matrices: list[tuple[type, np.ndarray, int]], transposed: bool, device: torch.device) -> Any:
+    """`GEMV.banks` of matrices [L, E, 4] there; None if there are no kernels for them."""
+    try:
+        from moelab.experts import gemv_triton
+    except ImportError:
+        return None
+    banks = [[gemv_triton.bank((kind, rows, R), to) for rows, to in zip(table, torch.from_numpy(table).to(device))]
+             for kind, table, R in matrices]
+    return None if transposed or None in sum(banks, []) else (*banks, gemv_triton.feed_forward)
 
 
 def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype, on: str) -> Any:

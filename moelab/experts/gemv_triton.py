@@ -3,19 +3,23 @@
 Source: as of `moelab.experts.gemv`, whose sums these are: in fp32, and what is between up and down is not rounded. The
 weights of bf12 are read as they lie; escapes are added afterwards, in no order, so the last bit of a sum may vary.
 
-    up, down : int64 [K, 4] addresses as `moelab.kernels.products.multiply` has them    x [1, H]    w [K]    →  [1, H]
+    up, down : banks of E experts    x [1, H]    ids and w [K]    →  [1, H]
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.kernels import products
 from moelab.store.bf12_triton import high_bytes, quarters
 from moelab.store.bits_triton import tl, triton
 
 ROWS, COLUMNS, ESCAPES = 4, 512, 256        # of a matrix, that a program takes at a time
+CODECS = {products.KINDS[torch.bfloat16]: "raw", products.PACKED["bf12"]: "bf12"}
 
 
 @triton.jit
@@ -29,16 +33,17 @@ def _input(x, k, h, there, C: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _multiply_kernel(x, table, y, R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
+def _multiply_kernel(x, ids, table, y, R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k. A byte of codes has those of weights 32 apart."""
     k, r = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    address = tl.load(table + 4 * k)
+    table += 4 * tl.load(ids + k)
+    address = tl.load(table)
     row = r[:, None].to(tl.int64) * C
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     if PACKED:
         low = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
-        codes = tl.multiple_of(tl.load(table + 4 * k + 1).to(tl.pointer_type(tl.uint8)), 16)
+        codes = tl.multiple_of(tl.load(table + 1).to(tl.pointer_type(tl.uint8)), 16)
         t0, t1, t2, t3 = quarters(address - 16)
         for begin in range(0, C // 2, COLUMNS):
             p = begin + tl.arange(0, COLUMNS)
@@ -61,10 +66,11 @@ def _multiply_kernel(x, table, y, R: tl.constexpr, C: tl.constexpr, PACKED: tl.c
 
 
 @triton.jit
-def _escapes_kernel(x, table, y, R: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, ESCAPES: tl.constexpr):
+def _escapes_kernel(x, ids, table, y, R: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, ESCAPES: tl.constexpr):
     """What an escape's weight is more than that of code 0 and low byte 0, which was multiplied in its place."""
     k, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
-    low, codes, count = tl.load(table + 4 * k), tl.load(table + 4 * k + 1), tl.load(table + 4 * k + 3)
+    table += 4 * tl.load(ids + k)
+    low, codes, count = tl.load(table), tl.load(table + 1), tl.load(table + 3)
     indices = (codes + (codes - low) // 2).to(tl.pointer_type(tl.uint32))
     values = (indices + count).to(tl.pointer_type(tl.bfloat16))
     at = tl.load(indices + i, mask=i < count, other=0).to(tl.int64)
@@ -74,18 +80,33 @@ def _escapes_kernel(x, table, y, R: tl.constexpr, C: tl.constexpr, GATED: tl.con
     tl.atomic_add(y + k * R + at // C, more * _input(x, k, at % C, there, C, GATED), mask=there)
 
 
-def feed_forward(up: tuple[str, np.ndarray], down: tuple[str, np.ndarray], x: Tensor, w: Tensor, width: int) -> Tensor:
-    """Σ_k w_k · down_k(silu(gate_k(x)) · up_k(x)) as x, of K experts of `width` I, each "raw" or "bf12"."""
-    K, H = len(w), x.shape[1]
-    tables = torch.from_numpy(np.stack([up[1], down[1]])).to(x.device, non_blocking=True)
-    between = _multiply(up, tables[0], x, K, 2 * width, H, gated=False)
-    y = _multiply(down, tables[1], between, K, H, width, gated=True)
+class Bank(NamedTuple):
+    """Matrices of E experts: "raw" or "bf12", of R rows, at int64 [E, 4] addresses on the GPU, as
+    `moelab.kernels.products.multiply` has them; `escapes` is the most that one of them has."""
+
+    codec: str
+    table: Tensor
+    R: int
+    escapes: int
+
+
+def bank(matrices: tuple[type, np.ndarray, int], table: Tensor) -> Bank | None:
+    """Of (kind, addresses, R), which `table` has on the GPU; None for what is not multiplied here."""
+    kind, rows, R = matrices
+    return None if kind not in CODECS or rows[:, 2].any() else Bank(CODECS[kind], table, R, int(rows[:, 3].max()))
+
+
+def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """Σ_k w_k · down_k(silu(gate_k(x)) · up_k(x)) as x, of the K experts of these ids."""
+    between = _multiply(up, x, ids, x.shape[1], gated=False)
+    y = _multiply(down, between, ids, up.R // 2, gated=True)
     return (w.float()[None, :] @ y).to(x.dtype)
 
 
-def _multiply(of: tuple[str, np.ndarray], table: Tensor, x: Tensor, K: int, R: int, C: int, gated: bool) -> Tensor:
-    y, packed = torch.empty(K, R, dtype=torch.float32, device=x.device), of[0] == "bf12"
-    _multiply_kernel[(triton.cdiv(R, ROWS), K)](x, table, y, R, C, packed, gated, ROWS, COLUMNS, num_warps=4)
-    if packed and (most := int(of[1][:, 3].max())):
-        _escapes_kernel[(triton.cdiv(most, ESCAPES), K)](x, table, y, R, C, gated, ESCAPES)
+def _multiply(of: Bank, x: Tensor, ids: Tensor, C: int, gated: bool) -> Tensor:
+    R, K, packed = of.R, len(ids), of.codec == "bf12"
+    y = torch.empty(K, R, dtype=torch.float32, device=x.device)
+    _multiply_kernel[(triton.cdiv(R, ROWS), K)](x, ids, of.table, y, R, C, packed, gated, ROWS, COLUMNS, num_warps=4)
+    if packed and of.escapes:
+        _escapes_kernel[(triton.cdiv(of.escapes, ESCAPES), K)](x, ids, of.table, y, R, C, gated, ESCAPES)
     return y

@@ -1,4 +1,4 @@
-"""The fused decode kernels on a model: norms, routers, attention, layers of a single token on the CPU.
+"""The fused decode kernels on a model: norms, routers, attention, layers of a single token; on a GPU, graphs of layers.
 
 Each is used only where a probe shows that it gives what the module gives. Prompts, batches, masks and other devices
 take the modules' own forwards. Results are transformers' within the dtype's tolerance, not bit for bit.
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from moelab.kernels.products import PACKED
 from moelab.models.decode.attention import decode_attention
 from moelab.models.decode.dense import Matrices
+from moelab.models.decode.graphs import graph_layer
 from moelab.models.decode.layers import decode_layer, stretches
 from moelab.models.decode.modules import FastLinears, fast_norm, fast_router
 from moelab.models.patches import Patches, bare
 from moelab.store import bf12, fewbit
 from moelab.store.reader import aligned_buffer
 
-KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer}
+KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer,
+           "graphs": graph_layer}
 #: what linear layers can be multiplied in; the last three round
 DENSE = "bf12", "int8", "int4", "mxfp4"
 ROUTERS = "gate", "router"              # linear layers of these names choose experts
@@ -36,13 +38,13 @@ class FastDecode(Patches):
     dense : one of `DENSE`: linear layers, attention's and the head too, but no routers, multiply by copies of their
         bf16 weights in that format, made now. bf12 is lossless: results differ in the order of sums only. The others
         round, prompts included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are.
-    norms, routers, attentions, layers, linears : count the modules with another forward; one that had another is left
-        alone. stretches : counts those of layers that are one call for a token (`moelab.models.decode.layers`).
+    norms, routers, attentions, layers, graphs, linears : count the modules with another forward; one that had another
+        is left alone. stretches : counts those of layers that are one call for a token (`moelab.models.decode.layers`).
     """
 
     def __init__(self, model: nn.Module, rows: float | None = None, dense: str | None = None) -> None:
         super().__init__()
-        self.norms = self.routers = self.attentions = self.layers = self.linears = 0
+        self.norms = self.routers = self.attentions = self.layers = self.graphs = self.linears = 0
         pack = None if dense is None else as_bf12 if dense == "bf12" else Rounding(dense)
         find_linear, packed = FastLinears(rows), []
 
@@ -59,6 +61,8 @@ class FastDecode(Patches):
                     if bare(module) and (fast := find(module, **how)) is not None:
                         self.wrap(module, "forward", lambda _, fast=fast: fast)
                         setattr(self, what, getattr(self, what) + 1)
+                        if (router := getattr(fast, "router", None)) is not None and bare(router.module):
+                            self.wrap(router.module, "forward", lambda _, router=router: router)
             for weight in model.parameters():
                 on_huge_pages(weight.data_ptr(), weight.nbytes if weight.is_cpu else 0)
             self.stretches = sum(len(stretches(module)) for module in model.modules())

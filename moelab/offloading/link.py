@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,11 @@ class Link:
         self.device = device
         self._mine, self._stream = threading.local(), torch.cuda.Stream(device) if device.type == "cuda" else None
         self._left: dict[int, Any] = {}         # slot → what the compute stream does last with an expert that leaves it
-        self._coming: dict[int, Any] = {}       # slot → the end of what was sent there and has not been used
+        # slot → (number, end) of what was sent there and has not been used
+        self._coming: dict[int, tuple[int, Any]] = {}
         self._sent: list[tuple[Any, Any, Any, int]] = []        # (what, begin, end, bytes) of what may be under way
-        self._mark: tuple[Any, float] = ()
+        self._number = 0
+        self._compute = self._mark = None       # the stream that computes a layer; (its event, the host's clock)
 
     @contextmanager
     def into(self, slot: int) -> Iterator[None]:
@@ -48,27 +51,36 @@ class Link:
             yield
         stream.synchronize()
 
-    def send(self, what: Any, source: torch.Tensor, slot: int, out: torch.Tensor) -> None:
-        """Copy pinned memory to `out`, in a slot, behind what was sent before; returns at once, see `arrive`."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def send(self, copies: Iterable[tuple[Any, torch.Tensor, int, torch.Tensor]]) -> None:
+        """Copy (what, pinned memory, slot, memory in it) one after the other, behind what was sent before; returns at
+        once, see `arrive`."""
         with torch.cuda.stream(self._stream):
-            if (left := self._left.get(slot)) is not None:
-                self._stream.wait_event(left)
-            begin.record()
-            out.copy_(source, non_blocking=True)
-            end.record()
-        self._coming[slot] = end
-        self._sent.append((what, begin, end, source.numel()))
+            waited = None
+            for what, source, slot, out in copies:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if (left := self._left.get(slot)) is not None and left is not waited:
+                    self._stream.wait_event(left)
+                    waited = left
+                begin.record(self._stream)
+                out.copy_(source, non_blocking=True)
+                end.record(self._stream)
+                self._number += 1
+                self._coming[slot] = self._number, end
+                self._sent.append((what, begin, end, source.numel()))
 
-    def arrive(self, slot: int) -> None:
-        """What this thread tells the GPU from now on is done when what was sent to a slot is there."""
-        if (end := self._coming.pop(slot, None)) is not None:
-            torch.cuda.current_stream(self.device).wait_event(end)
+    def arrive(self, slots: Iterable[int]) -> None:
+        """What the layer's thread tells the GPU from now on is done when what was sent to these slots is there."""
+        if coming := [self._coming.pop(slot) for slot in slots if slot in self._coming]:
+            self._computing().wait_event(max(coming, key=itemgetter(0))[1])         # as all before it are, then
 
     def mark(self) -> None:
-        """The compute stream has just been waited for: now is when it is there."""
+        """A layer begins, and the stream that computes it has just been waited for: now is when it is there."""
+        self._compute = torch.cuda.current_stream(self.device)
         self._mark = torch.cuda.Event(enable_timing=True), time.perf_counter()
-        self._mark[0].record()
+        self._mark[0].record(self._compute)
+
+    def _computing(self) -> torch.cuda.Stream:
+        return self._compute or torch.cuda.current_stream(self.device)
 
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
         """(what, begin, end, bytes) of what was sent and is there, in order; begin and end by the host's clock."""
@@ -84,7 +96,7 @@ class Link:
 
     def leave(self, slots: Iterable[int]) -> None:
         """The experts in these slots leave them when what this thread has told the GPU to compute is done."""
-        done = torch.cuda.current_stream(self.device).record_event()
+        done = self._computing().record_event()
         self._left |= dict.fromkeys(slots, done)
 
 

@@ -125,11 +125,12 @@ class Pipeline:
 
     def _send(self) -> None:
         """All that can be read is sent from pinned memory: it may be computed as soon as the GPU has been told so."""
+        copies = []
         while (found := self.queue.next_read()) is not None:
             load, kinds = found
-            chunks = self.reader.held(*load.key)
-            self.slots.send(load.key, load.slots["full"], chunks)
+            copies.append((load.key, load.slots["full"], chunks := self.reader.held(*load.key)))
             self.queue.read_done(load, kinds, chunks.nbytes)
+        self.slots.send(copies)
 
     def settle(self) -> None:
         """Let the timeline and the queue know how long the GPU took for what was sent."""

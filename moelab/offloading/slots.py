@@ -125,10 +125,11 @@ class Slots:
         if (memory := self._landing.pop(slot, None)) is not None:
             self._spare.append(memory)
 
-    def send(self, what: Any, slot: int, chunks: Chunks) -> None:
-        """As `land` from pinned memory, but only the GPU waits."""
-        begin = slot * self.sizes.full
-        self.link.send(what, torch.from_numpy(chunks.data), slot, self._full[begin:begin + len(chunks.data)])
+    def send(self, copies: list[tuple[Any, int, Chunks]]) -> None:
+        """As `land` from pinned memory, of (what, slot, chunks), but only the GPU waits."""
+        size = self.sizes.full
+        self.link.send((what, torch.from_numpy(chunks.data), slot,
+                        self._full[slot * size:slot * size + len(chunks.data)]) for what, slot, chunks in copies)
 
     def touch(self) -> None:
         """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find there are none."""
@@ -141,7 +142,7 @@ class Slots:
         """The tensors of an expert in a slot of joined tensors; packed ones are unpacked into new memory or, with
         `reuse`, into that of the call before."""
         if self.link is not None:
-            self.link.arrive(slot)
+            self.link.arrive([slot])
         entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
@@ -173,8 +174,8 @@ class Slots:
         """How kernels find the tensors of experts of this layer in slots of joined tensors: name → (codec or format,
         int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None if some are packed otherwise than
         others, or as kernels do not read them."""
-        for slot in slots if self.link is not None else ():
-            self.link.arrive(slot)
+        if self.link is not None:
+            self.link.arrive(slots)
         if layer not in self._matrices:
             of = [_matrices(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
             rows = np.array([[one[name][1] for one in of] for name in of[0]])               # [names, experts, 4]

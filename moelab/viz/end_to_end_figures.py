@@ -37,7 +37,7 @@ def against(sections: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
 
 
 def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: str) -> Figure:
-    """Points that a line joins where no other is better in both, a panel a trade.
+    """Points that a line joins where no other is better in both, a panel a trade; these are numbered, and named below.
 
     groups : {title of the horizontal axis: ({name: (x, y)}, names on the front, by x)}. y : the vertical axis.
     """
@@ -47,13 +47,12 @@ def fronts(groups: Mapping[str, tuple[Mapping[str, Point], Sequence[str]]], y: s
         add_points(figure, list(rest.values()), "others are better", 5, "%{customdata}: %{x:.3g}, %{y:.3g}",
                    customdata=list(rest), cliponaxis=False, **at)
         x, y_ = zip(*(points[name] for name in best)) if best else ((), ())
-        middle = max((point[0] for point in points.values()), default=0) / 2
-        sides = ["top left" if value > middle else "top right" for value in x]      # or the panel's edge cuts a name
-        raised = [name + "<br> " * (number % 2) for number, name in enumerate(best)]        # or neighbours overlap
         figure.add_scatter(x=x, y=y_, mode="lines", line=DASHED | {"shape": "hv"}, showlegend=False, name="front",
                            hoverinfo="skip", **at)
         add_points(figure, list(zip(x, y_)), "none is better in both", 0, "%{customdata}: %{x:.3g}, %{y:.3g}",
-                   customdata=list(best), text=raised, mode="markers+text", textposition=sides,
-                   textfont=NOTE, cliponaxis=False, **at)
-        figure.update_xaxes(title=title, rangemode="tozero", **at)
-    return finish(figure, legend="measured", height=420)
+                   customdata=list(best), text=[f"{n}" for n, _ in enumerate(best, 1)], mode="markers+text",
+                   textposition="top right", textfont=NOTE, cliponaxis=False, **at)
+        names = [f'<span style="font-size:{NOTE["size"]}px">{n}: {name}</span>' for n, name in enumerate(best, 1)]
+        figure.update_xaxes(title="<br>".join([title, *names]), rangemode="tozero", **at)
+    below = 18 * max((len(best) for _, best in groups.values()), default=0)
+    return finish(figure, legend="measured", height=420 + below, margin_b=56 + below)

@@ -30,12 +30,18 @@ def test_a_tokens_experts_equal_a_naive_loop(codec, K, H, width, monkeypatch):
         memory[:] = np.frombuffer(blob, np.uint8)
         alive.append(memory)
         return bf12.row(memory.ctypes.data, len(blob), w.numel())
-    ups, downs = [drawn(2 * width, H) for _ in range(K)], [drawn(H, width) for _ in range(K)]
+    ups, downs = [drawn(2 * width, H) for _ in range(K + 1)], [drawn(H, width) for _ in range(K + 1)]
     x, w = torch.randn(1, H, generator=random).bfloat16(), torch.rand(K, generator=random)
-    got = gemv_triton.feed_forward((codec, np.array([row(of) for of in ups])),
-                                   (codec, np.array([row(of) for of in downs])), x, w, width)
+    kind = {name: kind for kind, name in gemv_triton.CODECS.items()}[codec]
+
+    def bank(weights):
+        rows = np.array([row(of) for of in weights])
+        return gemv_triton.bank((kind, rows, len(weights[0])), torch.from_numpy(rows))
+    ids = torch.randperm(K + 1, generator=random)[:K]
+    got = gemv_triton.feed_forward(bank(ups), bank(downs), x, ids, w)
     wanted = torch.zeros(1, H, dtype=torch.float64)
-    for up, down, of in zip(ups, downs, w):
+    for i, of in zip(ids, w):
+        up, down = ups[i], downs[i]
         gate, value = (x.double() @ up.double().T).chunk(2, -1)
         wanted += of * (F.silu(gate) * value) @ down.double().T
     assert got.shape == x.shape and got.dtype == x.dtype

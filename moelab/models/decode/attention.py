@@ -30,18 +30,56 @@ ROOM = 256                      # tokens for which a cache gets memory at once
 GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-class DecodeAttention:
+class SingleToken:
+    """What a forward of one layer's attention asks first: whether it is for a single token, and where its cache is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own, self.D, weight = module, type(module).forward, module.head_dim, module.k_proj.weight
+        self.kv_heads, self.dtype, self.device = len(weight) // self.D, weight.dtype, weight.device
+        self.config, self.parts = module.config, Unchanged([*module.modules()][1:])
+        self.rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()      # of caches' layers
+
+    def call(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
+             attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> tuple | None:
+        """x, its (cos, sin) and the cache; None if this is no single token without a mask."""
+        x, mask, cache, (cos, sin) = hidden_states, attention_mask, past_key_values, position_embeddings or (None, None)
+        if args or x.numel() != x.shape[-1] or cos is None or cache is None or mask is not None \
+                or not x.device == cos.device == sin.device == self.device \
+                or not x.dtype == cos.dtype == sin.dtype == self.dtype or not cos.numel() == sin.numel() == self.D \
+                or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()) \
+                or torch.is_grad_enabled() or self.config._attn_implementation != "sdpa":
+            return None
+        return x, (cos, sin), cache
+
+    def room(self, cache: Any) -> tuple[Any, Room] | None:
+        """The cache's layer and its memory, with room for one token more; None for the cache's `update`."""
+        module = self.module
+        layers, index = () if getattr(cache, "offloading", True) else cache.layers, module.layer_idx
+        if index >= len(layers) or module.training or module.config is not self.config:
+            return None
+        room = self.rooms.get(layer := layers[index])
+        if room is None or not room.holds(layer):
+            if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4 \
+                    or layer.keys.dtype != self.dtype or layer.keys.device != self.device \
+                    or layer.keys.shape[:3] != layer.values.shape[:3]:
+                return None
+            self.rooms[layer] = room = Room(layer)
+        if layer.is_sliding and room.where[2] >= layer.sliding_window:          # from here on it forgets
+            return None
+        return layer, room
+
+
+class DecodeAttention(SingleToken):
     """The forward of one layer's attention; the module's own for everything but a single token.
 
     pack : how its weights are packed, if they are; all of q, k and v or none.
     """
 
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
-        self.module, self.own, D = module, type(module).forward, module.head_dim
-        linears = [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
+        super().__init__(module)
+        D, linears = self.D, [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
         norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(module, name, None)) is not None]
         widths = (*(len(norm.weight) for norm in norms), epsilon(norms[0])) if len(norms) == 2 else (D, D, 0.0)
-        self.D, self.kv_heads, self.dtype = D, linears[1].out_features // D, linears[0].weight.dtype
 
         def matrices(pack: Pack | None) -> list[Matrices]:                      # one for each head
             return [Matrices.of(linear.weight, linear.bias, linear.out_features // D, pack) for linear in linears[:3]]
@@ -55,8 +93,6 @@ class DecodeAttention:
         self.weights = np.concatenate([np.zeros((1, 4), np.int64), *(one.rows for one in before), after.rows])
         if len(norms) == 2:
             self.weights[0, :2] = [norm.weight.data_ptr() for norm in norms]
-        self.config, self.parts = module.config, Unchanged([*module.modules()][1:])
-        self.rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()      # of caches' layers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (call := self.call(*args, **kwargs)) is None or self.parts.listeners() is None \
@@ -68,34 +104,12 @@ class DecodeAttention:
         room.grow(layer)
         return y, None
 
-    def call(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
-             attention_mask: Tensor | None = None, past_key_values: Any = None, **_: Any) -> tuple | None:
+    def call(self, *args: Any, **kwargs: Any) -> tuple | None:
         """x, what `attend` takes of its token and the cache; None if this is no single token without a mask."""
-        x, mask, cache, (cos, sin) = hidden_states, attention_mask, past_key_values, position_embeddings or (None, None)
-        if args or x.numel() != x.shape[-1] or cos is None or cache is None or mask is not None or not x.is_cpu \
-                or not x.dtype == cos.dtype == sin.dtype == self.dtype or not cos.numel() == sin.numel() == self.D \
-                or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()) \
-                or torch.is_grad_enabled() or self.config._attn_implementation != "sdpa":
+        if (found := super().call(*args, **kwargs)) is None:
             return None
-        token = cos.data_ptr(), sin.data_ptr(), self.module.scaling, TEAM, torch.get_num_threads()
-        return x, token, cache
-
-    def room(self, cache: Any) -> tuple[Any, Room] | None:
-        """The cache's layer and its memory, with room for one token more; None for the cache's `update`."""
-        module = self.module
-        layers, index = () if getattr(cache, "offloading", True) else cache.layers, module.layer_idx
-        if index >= len(layers) or module.training or module.config is not self.config:
-            return None
-        room = self.rooms.get(layer := layers[index])
-        if room is None or not room.holds(layer):
-            if type(layer).__name__ not in GROWING or not layer.is_initialized or layer.keys.ndim != 4 \
-                    or layer.keys.dtype != self.dtype or not layer.keys.is_cpu \
-                    or layer.keys.shape[:3] != layer.values.shape[:3]:
-                return None
-            self.rooms[layer] = room = Room(layer)
-        if layer.is_sliding and room.where[2] >= layer.sliding_window:          # from here on it forgets
-            return None
-        return layer, room
+        x, (cos, sin), cache = found
+        return x, (cos.data_ptr(), sin.data_ptr(), self.module.scaling, TEAM, torch.get_num_threads()), cache
 
 
 class Room:
@@ -126,13 +140,18 @@ class Room:
         self.where[2] += 1
 
 
+def linears_of(module: Any) -> list[nn.Linear] | None:
+    """q, k, v and o of an attention that may be that of the kernel."""
+    if type(module).__name__ not in ATTENTIONS or getattr(getattr(module, "config", None), "clip_qkv", None):
+        return None
+    return [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+
+
 @torch.inference_mode()
 def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAttention | None:
     """The forward for this module; None if a probe on a random token and angle shows another attention."""
-    config = getattr(module, "config", None)
-    if type(module).__name__ not in ATTENTIONS or getattr(config, "clip_qkv", None):
+    if (linears := linears_of(module)) is None:
         return None
-    linears = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     dtype = linears[0].weight.dtype
     if any(type(linear) is not nn.Linear or linear.weight.dtype != dtype or not fits(linear.weight, linear.bias)
            for linear in linears):
@@ -144,18 +163,18 @@ def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAtten
 
 
 @torch.inference_mode()
-def agree(theirs: Any, ours: Any, attention: DecodeAttention, H: int) -> bool:
+def agree(theirs: Any, ours: Any, attention: SingleToken, H: int) -> bool:
     """Whether two forwards of this attention, or of a layer with it, give the same, on a random token and angle."""
     from transformers import DynamicCache
     rng, dtype = torch.Generator().manual_seed(0), attention.dtype
     angle = torch.rand(1, 1, attention.D // 2, generator=rng).repeat(1, 1, 2) * 6
-    x, *past = (torch.randn(1, *shape, generator=rng).to(dtype)
+    x, *past = (torch.randn(1, *shape, generator=rng).to(attention.device, dtype)
                 for shape in ((1, H), *2 * [(attention.kv_heads, 3, attention.D)]))
     found = []
     for forward in (theirs, ours):
         cache = DynamicCache()
         cache.update(*past, attention.module.layer_idx)
-        y = forward(x, position_embeddings=(angle.cos().to(dtype), angle.sin().to(dtype)), attention_mask=None,
+        y = forward(x, position_embeddings=(angle.cos().to(x), angle.sin().to(x)), attention_mask=None,
                     past_key_values=cache)
         found.append((y[0] if isinstance(y, tuple) else y).float())
     wanted, got = found

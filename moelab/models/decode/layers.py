@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moelab.kernels.feed_forward import ways
 from moelab.kernels.layers import CLOCK, stretch, to_experts
 from moelab.kernels.products import entry
-from moelab.models.decode.attention import DecodeAttention, agree
+from moelab.models.decode.attention import DecodeAttention, Room, SingleToken, agree
 from moelab.models.decode.modules import Norm, Router
 from moelab.models.decode.unchanged import Unchanged, forward
 
@@ -35,24 +35,32 @@ MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
 
 class Computed(NamedTuple):
     """What a call has done: so many layers, their choices [L, K], and seconds of `time.perf_counter` at which each
-    one's experts began and ended, [L, 2]."""
+    one's experts began and ended, [L, 2], which a GPU does not tell."""
 
     layers: int
-    ids: np.ndarray
-    times: np.ndarray
+    ids: np.ndarray | Tensor
+    times: np.ndarray | None
 
 
 class DecodeLayer:
-    """The forward of one decoder layer, whose parts have these fast forwards; its own for all but a single token."""
+    """The forward of one decoder layer, whose parts have these fast forwards; its own for all but a single token.
+
+    shape : what layers of a stretch have alike.
+    """
 
     def __init__(self, module: nn.Module, fast: list[Any]) -> None:
-        self.module, self.own, (first, self.attention, second) = module, type(module).forward, fast
-        self.children = [(name, one.module) for name, one in zip(PARTS, fast)]
-        self.modules = [first.module, *self.attention.module.modules(), second.module]
-        self.parts = Unchanged(self.modules[:-1], [second.module])
-        self.shape = self.attention.plan, first.H, (first.eps, second.eps)
-        self.weights = self.attention.weights.copy()
+        first, attention, second = fast
+        self._of(module, attention)
+        self.shape = attention.plan, first.H, (first.eps, second.eps)
+        self.weights = attention.weights.copy()
         self.weights[0, 2:] = [norm.module.weight.data_ptr() for norm in (first, second)]
+
+    def _of(self, module: nn.Module, attention: SingleToken) -> None:
+        self.module, self.own, self.attention = module, type(module).forward, attention
+        self.children = [(name, getattr(module, name)) for name in PARTS]
+        (_, first), _, (_, second) = self.children
+        self.modules = [first, *attention.module.modules(), second]
+        self.parts = Unchanged(self.modules[:-1], [second])
         self.stretch: Stretch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,12 +76,21 @@ class DecodeLayer:
                 or (found := self.attention.room(cache)) is None:
             return self.own(self.module, *args, **kwargs)
         kept_by, room = found
-        y, normed = torch.empty_like(x), torch.empty_like(x)
-        to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
+        y, normed = self.to_experts(x, token, room)
         room.grow(kept_by)
         for _, told in heard:
             told(y)
         return y + here["mlp"](normed)
+
+    def to_experts(self, x: Tensor, token: tuple, room: Room) -> tuple[Tensor, Tensor]:
+        """x + attention(norm(x)), and the norm of that."""
+        y, normed = torch.empty_like(x), torch.empty_like(x)
+        to_experts(self.shape, self.weights, token, room.where, x.data_ptr(), y.data_ptr(), normed.data_ptr())
+        return y, normed
+
+    @staticmethod
+    def together(model: nn.Module, layers: list[DecodeLayer]) -> Stretch:
+        return Stretch(model, layers)
 
 
 @torch.inference_mode()
@@ -94,7 +111,8 @@ class Stretch:
 
     An executor of experts that has `token(experts of each layer, dtype, compute) → Computed | None` calls compute(up,
     down, transposed) of SiLU-gated experts, as of `feed_forward`, with matrices [L, E, 4] that are 0 where experts are
-    elsewhere; and takes note of what was computed, or gives None.
+    elsewhere; and takes note of what was computed, or gives None. On a GPU up and down are lists of what lies there,
+    for each layer, and the third is multiply(up, down, x [1, H], ids [K], w [K]) → [1, H].
     """
 
     def __init__(self, model: nn.Module, layers: list[DecodeLayer]) -> None:
@@ -103,40 +121,52 @@ class Stretch:
         self.experts, gates = ([block._modules[name] for block in blocks] for name in ("experts", "gate"))
         parts = [part for layer in layers for part in (layer.module, *layer.modules)]
         self.parts = Unchanged([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
-        self.weights, self.router = np.stack([layer.weights for layer in layers]), forward(gates[0])
-        self.routers = np.array([gate.weight.data_ptr() for gate in gates])
+        self.router, self.gates = forward(gates[0]), gates
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.weights = np.stack([layer.weights for layer in self.layers])
+        self.routers = np.array([gate.weight.data_ptr() for gate in self.gates])
 
     def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
         """x after as many layers as can be computed, which it knows as `computed`; None for none."""
-        layers, router, L, kind = self.layers, self.router, len(self.layers), type(self.layers[0].shape[0][0])
-        executor = getattr(self.experts[0], "executor", None)
+        layers, executor = self.layers, getattr(self.experts[0], "executor", None)
         if (run := getattr(executor, "token", None)) is None or any(of.executor is not executor for of in self.experts):
             return None
-        K, x, heard, rooms = router.module.top_k, x.clone(), [], []
-        w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
+        rooms, heard, made = [], [], []
 
-        def compute(up: tuple, down: tuple, transposed: bool) -> Computed:
-            done, began = 0, 0.0
+        def compute(*experts: Any) -> Computed:
             rooms[:] = [layer.attention.room(cache) for layer in layers]
             ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
-            if ours and None not in rooms and (told := self.parts.listeners()) is not None:
-                heard[:] = told
-                began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind, x=kind))
-                done = stretch(layers[0].shape, routing, ways(up, down, transposed, x.dtype), self.weights,
-                               self.routers, up[1], down[1], token, np.array([room.where for _, room in rooms]),
-                               x.data_ptr(), w.data_ptr(), ids, times, CLOCK)
-            return Computed(done, ids, began + times / 1e9)
+            if not ours or None in rooms or (told := self.parts.listeners()) is None:
+                return Computed(0, np.empty((len(layers), self.router.module.top_k), np.int64),
+                                np.zeros((len(layers), 2)))
+            heard[:] = told
+            *made[:], done = self._compute(x, token, [room for _, room in rooms], *experts)
+            return done
         found = run(self.experts, x.dtype, compute)
         if found is None or not found.layers:
             return None
         for layer, room in rooms[:found.layers]:
             room.grow(layer)
-        each = [*zip(torch.from_numpy(ids).split(1), w.split(1))][:found.layers]
+        (y, w), ids = made, torch.as_tensor(found.ids)
         for i, told in heard:                                           # two modules of each layer
-            if i // 2 < len(each):
-                told(*each[i // 2])
-        x.computed = {*layers[:found.layers]}
-        return x
+            if i // 2 < found.layers:
+                told(ids[i // 2:][:1], w[i // 2:][:1])
+        y.computed = {*layers[:found.layers]}
+        return y
+
+    def _compute(self, x: Tensor, token: tuple, rooms: list[Room], up: tuple, down: tuple, transposed: bool
+                 ) -> tuple[Tensor, Tensor, Computed]:
+        """x after as many layers as can be computed, their weights [L, K], and what was done."""
+        router, (L, K), y = self.router, (len(self.layers), self.router.module.top_k), x.clone()
+        kind = type(self.layers[0].shape[0][0])
+        w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
+        began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind, x=kind))
+        done = stretch(self.layers[0].shape, routing, ways(up, down, transposed, x.dtype), self.weights, self.routers,
+                       up[1], down[1], token, np.array([room.where for room in rooms]), y.data_ptr(), w.data_ptr(), ids,
+                       times, CLOCK)
+        return y, w, Computed(done, ids, began + times / 1e9)
 
 
 @torch.inference_mode()
@@ -146,7 +176,7 @@ def stretches(model: nn.Module) -> list[Stretch]:
     if type(model).__name__ not in MODELS or not CLOCK[0]:
         return []
     runs = groupby([forward(module) for module in model._modules["layers"]], _alike)
-    return [Stretch(model, list(layers)) for alike, layers in runs if alike]
+    return [layers[0].together(model, layers) for alike, run in runs if alike for layers in [list(run)]]
 
 
 def _alike(layer: Any) -> tuple | None:
@@ -154,7 +184,7 @@ def _alike(layer: Any) -> tuple | None:
     if not isinstance(layer, DecodeLayer) or not _only_experts(layer):
         return None
     attention, router = layer.attention.module, forward(layer.module.mlp.gate)
-    return repr(layer.shape), attention.scaling, id(attention.config), router.normalised, router.dtype, \
+    return type(layer), repr(layer.shape), attention.scaling, id(attention.config), router.normalised, router.dtype, \
         router.module.top_k, router.module.weight.shape
 
 
@@ -164,7 +194,7 @@ def _only_experts(layer: DecodeLayer) -> bool:
     if block._modules.keys() != {"gate", "experts"} or not isinstance(router := forward(block.gate), Router) \
             or forward(block) or forward(block.experts) or Unchanged([block]).listeners() is None:
         return False
-    twin, given, x = copy.copy(block), [], x.to(layer.attention.dtype)
+    twin, given, x = copy.copy(block), [], x.to(layer.attention.device, layer.attention.dtype)
     twin._modules = block._modules | {"experts": lambda *what: given.extend(what) or what[0].roll(1, -1)}
     y, (_, weights, ids) = twin(x), router(x[0])
     return isinstance(y, Tensor) and all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(

@@ -1,0 +1,229 @@
+"""Decoder layers of a single token on a GPU, as CUDA graphs: a layer up to its experts, or a stretch with theirs.
+
+transformers tells the GPU a layer in about eighty launches, each of which takes the CPU longer than it takes the GPU. A
+graph is one launch of what was told once, with weights, inputs and results where they were then. Where the cache is,
+which grows and is another one in each generation, attention reads from memory (`attention_triton`), as experts do from
+which of their addresses. Norms are torch's own fused ones, a router its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moelab.kernels.products import KINDS
+from moelab.models.decode.attention import Room, SingleToken, agree, linears_of
+from moelab.models.decode.layers import PARTS, Computed, DecodeLayer, Stretch
+from moelab.models.decode.modules import Router, epsilon
+
+DEVICES = "cuda",
+
+
+class Graph:
+    """What `tell` tells the GPU, again with each call: writes to and returns the same tensors. Elsewhere calls it."""
+
+    def __init__(self, tell: Callable[[], Any], device: torch.device) -> None:
+        self.tell, self.graph = tell, None
+        if device.type != "cuda":
+            return
+        stream, others = _capturing(device)
+        with torch.cuda.device(device):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):              # kernels are compiled, libraries take their memory
+                    tell()
+                self.graph = torch.cuda.CUDAGraph()
+                with _uncollected():
+                    # What is between kernels may lie where other graphs have it, as long as there is one.
+                    self.graph.capture_begin(next((other.graph.pool() for other in others), None), "thread_local")
+                    try:
+                        self.made = tell()
+                    finally:
+                        self.graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
+            others.add(self)
+
+    def __call__(self) -> Any:
+        if self.graph is None:
+            return self.tell()
+        self.graph.replay()
+        return self.made
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected: that might be another graph, and CUDA would give up the one that is captured."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@lru_cache(maxsize=None)
+def _capturing(device: torch.device) -> tuple[torch.cuda.Stream, WeakSet[Graph]]:
+    """The stream on which graphs are captured, and those that there are."""
+    return torch.cuda.Stream(device), WeakSet()
+
+
+class GraphLayer(DecodeLayer):
+    """The forward of one decoder layer; with a router in its block, that is part of the graph."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._of(module, SingleToken(module.self_attn))
+        attention, weight = self.attention, module.input_layernorm.weight
+        norms = [getattr(module, PARTS[0]), getattr(module, PARTS[2])]
+        self.eps, H = [epsilon(norm) for norm in norms], len(weight)
+        self.shape = (attention.dtype, attention.kv_heads, attention.D), H, self.eps
+        self.x, self.cos, self.sin = (weight.new_zeros(1, 1, n) for n in (H, attention.D, attention.D))
+        self.where, self.placed = torch.zeros(4, dtype=torch.int64, device=weight.device), []
+        self._nowhere = weight.new_zeros(2, attention.kv_heads, 8, attention.D)     # of no generation, to be captured
+        gate = getattr(module.mlp, "gate", None)
+        self.router = GraphRouter(gate) if _is_router(gate) else None
+        self.place(None)
+        self.graph = Graph(lambda: self.tell(self.x, self.cos, self.sin), weight.device)
+
+    def place(self, room: Room | None) -> None:
+        """Attend to this cache, which the graph lets grow by a token each time; None for none that anybody uses."""
+        keys, values = self._nowhere
+        where = [keys.data_ptr(), values.data_ptr(), 1, keys.stride(0)] if room is None else room.where.tolist()
+        if room is None or self.placed != where:
+            self.where.copy_(torch.tensor(where))
+        where[2] += 1
+        self.placed = where
+
+    def tell(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """x + attention(norm(x)), the norm of that, and what the router makes of it."""
+        from moelab.models.decode import attention_triton
+        attn, D = self.attention.module, self.attention.D
+        (_, first), _, (_, second) = self.children
+        h = F.rms_norm(x, x.shape[-1:], first.weight, self.eps[0])
+        q, k, v, o = linears_of(attn)
+        q, k, v = (F.linear(h, of.weight, of.bias) for of in (q, k, v))
+        if (norm := getattr(attn, "q_norm", None)) is not None:
+            q = F.rms_norm(q.view(-1, len(norm.weight)), norm.weight.shape, norm.weight, epsilon(norm))
+            k = F.rms_norm(k.view(-1, len(attn.k_norm.weight)), attn.k_norm.weight.shape, attn.k_norm.weight,
+                           epsilon(attn.k_norm))
+        y = attention_triton.attend(q.view(-1, D), k.view(-1, D), v.view(-1, D), cos, sin, self.where, attn.scaling)
+        self.where[2:3].add_(1)
+        y = x + F.linear(y.view(1, 1, -1), o.weight, o.bias)
+        normed = F.rms_norm(y, y.shape[-1:], second.weight, self.eps[1])
+        return y, normed, self.router and self.router.own(self.router.module, normed.view(1, -1))
+
+    def listen(self, x: Tensor, token: tuple) -> None:
+        """The graph's inputs."""
+        torch._foreach_copy_([self.x, self.cos, self.sin], [x, *token])
+
+    def to_experts(self, x: Tensor, token: tuple, room: Room) -> tuple[Tensor, Tensor]:
+        self.listen(x, token)
+        self.place(room)
+        y, normed, routed = self.graph()
+        y, normed = y.clone(), normed.clone()               # whoever hears of them may keep them
+        if self.router:
+            self.router.made = normed, routed
+        return y, normed
+
+    @staticmethod
+    def together(model: nn.Module, layers: list[DecodeLayer]) -> Stretch:
+        return GraphStretch(model, layers)
+
+
+def graph_layer(module: nn.Module) -> GraphLayer | None:
+    """The graph of this layer if it is one on a GPU that gives, with an identity for experts, what its own forward
+    gives for a random token."""
+    linears = linears_of(getattr(module, PARTS[1], None))
+    norms = [getattr(module, name, None) for name in (PARTS[0], PARTS[2])]
+    if not linears or linears[0].weight.device.type not in DEVICES or not _fits(module, linears, norms):
+        return None
+    try:
+        from moelab.models.decode import attention_triton  # noqa: F401
+    except ImportError:                             # no Triton: the layer's own forward does
+        return None
+    twin = copy.copy(module)
+    twin._modules = module._modules | {"mlp": nn.Identity()}
+    with torch.inference_mode(False), torch.no_grad():          # or nobody could write to a graph's inputs elsewhere
+        ours = GraphLayer(twin)
+        return GraphLayer(module) if agree(twin, ours, ours.attention, len(norms[0].weight)) else None
+
+
+def _fits(module: nn.Module, linears: list[nn.Linear], norms: list[Any]) -> bool:
+    attn = module.self_attn
+    extra = [norm for name in ("q_norm", "k_norm") if (norm := getattr(attn, name, None)) is not None]
+    weights = [getattr(norm, "weight", None) for norm in norms + extra] + [of.weight for of in linears]
+    return all(isinstance(w, Tensor) and w.dtype == weights[0].dtype and w.device == weights[0].device
+               and w.is_contiguous() and w.dtype.itemsize < 8 for w in weights) \
+        and all(type(norm).__name__.endswith("RMSNorm") and epsilon(norm) is not None for norm in norms + extra) \
+        and all(type(of) is nn.Linear for of in linears) and attn.head_dim % 8 == 0 and len(extra) in (0, 2) \
+        and isinstance(getattr(module, "mlp", None), nn.Module)
+
+
+def _is_router(gate: Any) -> bool:
+    """Whether a router's own forward makes logits, weights and ids of one token, and its weight alone says which."""
+    return isinstance(gate, nn.Module) and type(gate).__name__.endswith("Router") \
+        and [name for name, _ in gate.named_parameters()] == ["weight"] and gate.weight.device.type in DEVICES \
+        and isinstance(getattr(gate, "top_k", None), int) and gate.weight.dtype in KINDS and not list(gate.buffers())
+
+
+class GraphRouter(Router):
+    """The forward of a router: what its layer's graph has just made of these hidden states, or else its own.
+
+    made : (hidden states, what the graph made of them), for one call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, False, module.weight.dtype)
+        self.made, self.weight = None, module.weight.data_ptr()
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (normed, made), self.made = self.made or (None, None), None
+        if normed is None or hidden_states.data_ptr() != normed.data_ptr() or hidden_states.numel() != normed.numel() \
+                or self.module.weight.data_ptr() != self.weight:
+            return self.own(self.module, hidden_states)
+        return tuple(tensor.clone() for tensor in made)
+
+
+class GraphStretch(Stretch):
+    """Layers alike with their experts, all in memory, in one graph."""
+
+    def _prepare(self) -> None:
+        self.of, self.graph = (None, None), None
+
+    def _compute(self, x: Tensor, token: tuple, rooms: list[Room], up: list, down: list, multiply: Callable[..., Tensor]
+                 ) -> tuple[Tensor, Tensor, Computed]:
+        if self.of[0] is not up or self.of[1] is not down:              # matrices lie elsewhere now
+            self.of, self.graph = (up, down), self._captured(up, down, multiply)
+        self.layers[0].listen(x, token)
+        for layer, room in zip(self.layers, rooms):
+            layer.place(room)
+        y, w, ids = (made.clone() for made in self.graph())
+        return y, w, Computed(len(rooms), ids, None)
+
+    def _captured(self, ups: list, downs: list, multiply: Callable[..., Tensor]) -> Graph:
+        first = self.layers[0]
+
+        def tell() -> tuple[Tensor, Tensor, Tensor]:
+            x, chosen = first.x, []
+            for layer, up, down in zip(self.layers, ups, downs):
+                y, normed, (_, w, ids) = layer.tell(x, first.cos, first.sin)
+                x = y + multiply(up, down, normed.view(1, -1), ids[0], w[0]).view_as(y)
+                chosen.append((w, ids))
+            return x, *(torch.cat(each) for each in zip(*chosen))
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self.layers:
+                layer.place(None)
+            try:
+                return Graph(tell, first.x.device)
+            finally:
+                for layer in self.layers:
+                    layer.place(None)
