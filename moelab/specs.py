@@ -48,7 +48,8 @@ class State(StrEnum):
 class Event(NamedTuple):
     """One thing that one resource did, in seconds of the real clock or of a simulated one.
 
-    resource : "disk", "worker 0" …, "compute".    layer, expert : −1 for none, or for several experts at once.
+    resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute".
+    layer, expert : −1 for none, or for several experts at once.
     kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert", "other"
         (attention, router, norms …), "wait" (compute has nothing that is ready).
     """

@@ -48,8 +48,8 @@ class Metrics:
         those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
     busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the forwards.
-    read_rate : bytes a second over the time that the disk is busy.
-    overlap_efficiency : 1 − stall ÷ busy time of the disk: 1 when all reading hides behind work, 0 when none does,
+    read_rate : bytes a second over the time that the disk, or the link, is busy.
+    overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when none does,
         below 0 when compute waits for more than the disk (decompression).
     by_kind : {kind of event: seconds}, over all resources.
     compute_share : {kind: share of the forwards' time}, of what compute does; "unaccounted" is the rest: gaps
@@ -145,7 +145,7 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
     if forwards and forwards[0].phase == "decode":
         decoding += forwards[0].end - forwards[0].start
     wall = forwards[-1].end - forwards[0].start if forwards else 0.0
-    total = sum(read.values())
+    total, reading = sum(read.values()), busy.get("disk", 0) + busy.get("link", 0)
     low, high = np.quantile(decode, [0.1, 0.9]).tolist() if decode else (None, None)
     counts = {}
     if counters is not None:
@@ -162,8 +162,8 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
         stall=sum(stall.values()), stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
         utilisation={name: _ratio(seconds, inside) for name, seconds in sorted(busy.items())},
-        read_rate=_ratio(total, busy.get("disk", 0)),
-        overlap_efficiency=1 - sum(stall.values()) / busy["disk"] if busy.get("disk") else None,
+        read_rate=_ratio(total, reading),
+        overlap_efficiency=1 - sum(stall.values()) / reading if reading else None,
         by_kind=dict(sorted(kinds.items())),
         compute_share={name: seconds / inside for name, seconds in sorted(compute.items())}
         | {"unaccounted": 1 - sum(compute.values()) / inside} if inside else {},

@@ -145,7 +145,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
             slots = memory()
             slots.touch()
         settings = EngineSettings(store.spec, pools, policy, scope, margin, workers, staging, ahead, delays,
-                                  store.weights_bytes, scheduler)
+                                  store.weights_bytes, scheduler, device.type)
         run = EngineRun(settings, residency)
         engine = Engine(residency, slots, reader, delays, run, workers, ahead,
                         make("executor", executor) if isinstance(executor, str) else executor,

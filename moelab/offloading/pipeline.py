@@ -135,7 +135,7 @@ class Pipeline:
     def settle(self) -> None:
         """Let the timeline and the queue know how long the GPU took for what was sent."""
         for key, begin, end, nbytes in self.slots.link.landed() if self._sends else ():
-            self.timeline.add(Event("disk", "read", *key, begin, end, nbytes))
+            self.timeline.add(Event("link", "read", *key, begin, end, nbytes))
             self.queue.reads = self.queue.reads._replace(seconds=self.queue.reads.seconds + end - begin)
 
     def _locked(self, how: Callable[..., Any], *args: Any) -> Any:

@@ -38,6 +38,7 @@ class EngineSettings:
     delays : of one expert on this machine; None for a resident model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
+    device : where experts are computed; delays are those of the CPU.
     """
 
     spec: MoESpec
@@ -51,6 +52,7 @@ class EngineSettings:
     delays: Delays | None
     dense_bytes: int
     scheduler: Any = "default"
+    device: str = "cpu"
 
 
 class Timeline:

@@ -171,7 +171,7 @@ def replay(run: EngineRun, *, cache: Any = None, device: str | Path | DeviceSpec
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was recorded.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without the figures that
-    are needed, a run whose policy is an instance, and the run of a model in memory without a device.
+    are needed, a run whose policy is an instance, and, without a device, the run of a model in memory or on a GPU.
     """
     if not isinstance(run, EngineRun):
         raise TypeError(f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run")
@@ -203,6 +203,9 @@ def machine_of(run: EngineRun, device: str | Path | DeviceSpec | None = None, de
     if run.settings.delays is None:
         raise ValueError("this run's model was in memory, so nothing was read and no delay is known: give device=, or "
                          "record a run of open_model(…, memory=…)")
+    if run.settings.device != "cpu":
+        raise ValueError(f"this run's experts were computed on {run.settings.device}, and only a CPU's delays are "
+                         f'measured: give device=, one of moelab.names("device") or a card of your own')
     found = observed(run)
     return found.delays(run.settings.delays), found.other, found.head
 

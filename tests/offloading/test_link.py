@@ -5,12 +5,13 @@
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from moelab import convert, open_model
+from moelab import convert, open_model, simulate
 from moelab.experts.gemv import GEMV
 from moelab.models.seam import discover
 from moelab.offloading.link import Link, PinnedReader, host_memory
@@ -165,6 +166,18 @@ def test_only_a_gpu_can_be_pinned_for(forms):
 def test_a_link_is_not_throttled(forms):
     with pytest.raises(ValueError, match="bandwidth"):
         PinnedReader(ExpertStore(forms["raw"]), CPU, bandwidth=1e9)
+
+
+def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
+    with opened(forms["raw"], 0.4, "cpu", mode="pinned") as lm:
+        on(lm, "cpu")
+        metrics, run = lm.moelab.metrics(), lm.moelab.run
+        assert "disk" not in metrics.busy and 0 < metrics.busy["link"]
+        assert metrics.read_rate == pytest.approx(metrics.read_bytes / metrics.busy["link"])
+        run.settings = replace(run.settings, device="cuda")
+        with pytest.raises(ValueError, match="cuda, and only a CPU's delays are measured: give device="):
+            simulate(run)
+        assert simulate(run, device="a100-80gb").tpot > 0
 
 
 @pytest.mark.parametrize("memory", [None, 0.5])
