@@ -4,9 +4,10 @@ every executor; one process and one model (raw experts, routing from random toke
 Never slower: the same generation on demand and with hints in turn, from the cache that the one before has left, which
 decides the same whether anything is prefetched. Each begins with a new gate (`moelab.offloading.prefetch_gate`), so
 what it costs to find out counts. The ratio is of the first tokens of all generations, pair by pair, with its 95 %
-interval; "≤ 1.01" is shown where the whole interval is, refuted where none of it is. The median, beside it, is not
-moved by a token that something else disturbed, nor by trials. The predictors are the next router on this layer's router
-input, as the model is random, and at the first of the rates a random one, right in K/E of cases.
+interval; "≤ 1.01" is shown where the whole interval is, refuted where none of it is. Of 8 tokens none is tried with
+hints, so they show what the machine alone makes of it. The median, beside it, is of the pairs. The predictors are the
+next router on this layer's router input, as the model is random, and at the first of the rates a random one, right in
+K/E of cases.
 
 What can be gained: each token is decoded by the next of four ways that share the cache: on demand as in Speculating
 Experts (all of a layer's experts are copied, then computed) or as the engine does it (each is computed as it comes),
@@ -302,10 +303,11 @@ def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float
 
 
 def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[int]) -> dict[str, Any]:
-    """Hint ÷ on demand of the first so many tokens of generations in pairs, and whether that is at most `AIM`."""
+    """Hint ÷ on demand of the first so many tokens of generations in pairs, and whether that is at most `AIM`. A pair is
+    one sample, as what disturbs a token mostly disturbs the next one, too."""
     row: dict[str, Any] = {}
     for n in lengths:
-        demand, hint = ([second for one in found[arm] for second in one[:n]] for arm in PAIR)
+        demand, hint = ([sum(one[:n]) for one in found[arm]] for arm in PAIR)
         row |= named(f"{n} tokens", of := ratio_of(hint, demand))
         row[f"{n} tokens: median"] = median(a / b for a, b in zip(hint, demand))
         row[f"{n} tokens: ≤ {AIM}"] = "shown" if of[2] <= AIM else "refuted" if of[1] > AIM else "undecided"
@@ -314,7 +316,7 @@ def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[in
 
 def run(folder: str | Path | None = None, tokens: int = 18, budgets: Sequence[float] = BUDGETS,
         ratios: Sequence[float] = RATIOS, executors: Sequence[str] = EXECUTORS, lengths: Sequence[int] = LENGTHS,
-        times: int = 2, spec: MoESpec = SPEC) -> dict[str, Any]:
+        times: int = 8, spec: MoESpec = SPEC) -> dict[str, Any]:
     sections, against, never = {}, {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()

@@ -113,8 +113,15 @@ def test_a_verdict_is_of_the_first_tokens_of_all_generations(pairs, times):
         low, high = found[f"{n} tokens_from"], found[f"{n} tokens_to"]
         assert found[f"{n} tokens: ≤ 1.01"] == (
             "shown" if high <= 1.01 else "refuted" if low > 1.01 else "undecided")
-    assert prefetch.verdict({"on demand": [[2.0] * 4], "hint": [[2.0] * 4]}, [4])["4 tokens: ≤ 1.01"] == "shown"
-    assert prefetch.verdict({"on demand": [[2.0] * 4], "hint": [[3.0] * 4]}, [4])["4 tokens: ≤ 1.01"] == "refuted"
+    for hint, times, word in ((2.0, 2, "shown"), (3.0, 2, "refuted"), (2.0, 1, "undecided"), (3.0, 1, "undecided")):
+        found = prefetch.verdict({"on demand": [[2.0] * 4] * times, "hint": [[hint] * 4] * times}, [4])
+        assert found["4 tokens: ≤ 1.01"] == word                # nothing is known of one pair's spread
+
+
+def test_a_pair_of_generations_is_one_sample_however_many_tokens_it_has():
+    slow, fast = [1.1] * 64, [0.9] * 64                         # a disturbed generation is disturbed all the time
+    found = {"on demand": [fast, slow, fast], "hint": [slow, fast, slow]}
+    assert prefetch.verdict(found, [64])["64 tokens: ≤ 1.01"] == "undecided"
 
 
 def test_generations_take_turns_and_one_before_does_not_count():
