@@ -81,6 +81,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
     if not isinstance(store, ExpertStore):
         store = model.checkpoint.store or CheckpointStore(model, model.dtype(dtype))
+    if reading.get("mode") == "pinned" and scheduler == "default":
+        scheduler = "naive"                             # experts that are sent take equally long
     order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
