@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -57,6 +58,22 @@ class Graph:
             return self.tell()
         self.graph.replay()
         return self.made
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """One thread at a time fills a graph's inputs, has it replayed and copies what it made, one stream after another."""
+    with _LOCK:
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            if (last := _LAST.get(device, stream)) != stream:
+                stream.wait_stream(last)
+            _LAST[device] = stream
+        yield
+
+
+_LOCK = threading.RLock()
+_LAST: dict[torch.device, torch.cuda.Stream] = {}       # device → the stream that has last replayed a graph
 
 
 @contextmanager
@@ -126,12 +143,13 @@ class GraphLayer(DecodeLayer):
         torch._foreach_copy_([self.x, self.cos, self.sin], [x, *token])
 
     def to_experts(self, x: Tensor, token: tuple, room: Room) -> tuple[Tensor, Tensor]:
-        self.listen(x, token)
-        self.place(room)
-        y, normed, routed = self.graph()
-        y, normed = y.clone(), normed.clone()               # whoever hears of them may keep them
-        if self.router:
-            self.router.made = normed, routed
+        with _alone(x.device):
+            self.listen(x, token)
+            self.place(room)
+            y, normed, routed = self.graph()
+            y, normed = y.clone(), normed.clone()
+            if self.router:
+                self.router.made = normed, [made.clone() for made in routed]
         return y, normed
 
     @staticmethod
@@ -190,7 +208,7 @@ class GraphRouter(Router):
         if normed is None or hidden_states.data_ptr() != normed.data_ptr() or hidden_states.numel() != normed.numel() \
                 or self.module.weight.data_ptr() != self.weight:
             return self.own(self.module, hidden_states)
-        return tuple(tensor.clone() for tensor in made)
+        return tuple(made)
 
 
 class GraphStretch(Stretch):
@@ -201,12 +219,13 @@ class GraphStretch(Stretch):
 
     def _compute(self, x: Tensor, token: tuple, rooms: list[Room], up: list, down: list, multiply: Callable[..., Tensor]
                  ) -> tuple[Tensor, Tensor, Computed]:
-        if self.of[0] is not up or self.of[1] is not down:              # matrices lie elsewhere now
-            self.of, self.graph = (up, down), self._captured(up, down, multiply)
-        self.layers[0].listen(x, token)
-        for layer, room in zip(self.layers, rooms):
-            layer.place(room)
-        y, w, ids = (made.clone() for made in self.graph())
+        with _alone(x.device):
+            if self.of[0] is not up or self.of[1] is not down:          # matrices lie elsewhere now
+                self.of, self.graph = (up, down), self._captured(up, down, multiply)
+            self.layers[0].listen(x, token)
+            for layer, room in zip(self.layers, rooms):
+                layer.place(room)
+            y, w, ids = (made.clone() for made in self.graph())
         return y, w, Computed(len(rooms), ids, None)
 
     def _captured(self, ups: list, downs: list, multiply: Callable[..., Tensor]) -> Graph:

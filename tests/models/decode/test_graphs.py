@@ -3,6 +3,7 @@ graph is told anew each time. The attention kernel runs in Triton's interpreter 
 
 import ctypes
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache
 
 from moelab import experts, open_model
+from moelab.experts import gemv
 from moelab.kernels import products
 from moelab.models import decode as kernels
 from moelab.models import fast_decode
@@ -69,7 +71,7 @@ def opened(monkeypatch):
     def opens(folder, device, **options):
         if device == "cpu":
             monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
-            monkeypatch.setattr(experts.gemv, "GPUS", ("cpu",))
+            monkeypatch.setattr(gemv, "GPUS", ("cpu",))
             monkeypatch.setattr(fast_decode, "KERNELS", {"graphs": graphs.graph_layer})
             for package, name, of in (
                     (kernels, "attention_triton", SimpleNamespace(attend=naive_attention)),
@@ -179,6 +181,22 @@ def test_two_caches_take_turns(device, opened, tmp_path):
                     to.append(lm(part, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu())
         assert all(close(torch.stack(a), b, torch.bfloat16) for a, b in zip(got, alone))
         assert not close(*alone, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])              # a stretch, and layers up to their experts
+def test_threads_take_turns(name, device, opened, tmp_path):
+    with opened(tiny.save(name, tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
+        texts = [drawn(30, seed) for seed in range(4)]
+        alone, interval = [decode(lm, tokens)[0] for tokens in texts], sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                together = list(pool.map(lambda tokens: decode(lm, tokens)[0], texts))
+        finally:
+            sys.setswitchinterval(interval)
+    assert all(close(a, b, torch.bfloat16) for a, b in zip(together, alone))
+    assert not close(*alone[:2], torch.bfloat16)
 
 
 @pytest.mark.parametrize("heads, kv_heads, D, S, dtype", [
