@@ -303,8 +303,8 @@ def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float
 
 
 def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[int]) -> dict[str, Any]:
-    """Hint ÷ on demand of the first so many tokens of generations in pairs, and whether that is at most `AIM`. A pair is
-    one sample, as what disturbs a token mostly disturbs the next one, too."""
+    """Hint ÷ on demand of the first so many tokens of generations in pairs, and whether that is at most `AIM`. A pair
+    is one sample, as what disturbs a token mostly disturbs the next one, too."""
     row: dict[str, Any] = {}
     for n in lengths:
         demand, hint = ([sum(one[:n]) for one in found[arm]] for arm in PAIR)

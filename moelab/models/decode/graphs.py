@@ -62,7 +62,7 @@ class Graph:
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """One thread at a time fills a graph's inputs, has it replayed and copies what it made, one stream after another."""
+    """One thread at a time fills a graph's inputs, has it replayed and copies what it made; streams wait likewise."""
     with _LOCK:
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
