@@ -37,7 +37,7 @@ class Graph:
         if device.type != "cuda":
             return
         stream, others = _capturing(device)
-        with torch.cuda.device(device):
+        with _LOCK, torch.cuda.device(device):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):              # kernels are compiled, libraries take their memory
