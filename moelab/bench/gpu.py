@@ -84,7 +84,7 @@ def recovery(device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any]:
-    """Experts sent from pinned memory, as the engine sends them, alone and beside computing that takes as long."""
+    """Experts sent one by one from pinned memory, by the engine's link, alone and beside as long a computation."""
     to, size = Link(device), 2 * EXPERT
     whole = torch.from_numpy(host_memory(1 << 30, device, to)).random_(0, 256)
     host = whole[:size * (len(whole) // size)].view(-1, size)

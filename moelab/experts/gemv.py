@@ -59,12 +59,10 @@ class GEMV(Sorted):
         chosen = ids[0].tolist()
         hit = [(expert, k) for k, expert in enumerate(chosen) if expert < experts.num_experts]
         found = self._matrices(experts, np.array([e for e, _ in hit], np.int64), x.dtype, "cuda") if hit else None
-        if found is None or found[2]:
+        if found is None or found[2] or not all(map(gemv_triton.multiplies, found[0])):
             return None
         tables = torch.from_numpy(np.stack([table for _, table, _ in found[0]])).to(x.device, non_blocking=True)
         up, down = map(gemv_triton.bank, found[0], tables)
-        if up is None or down is None:
-            return None
         self.count(len(hit), len(hit), len(hit))
         w = weights[0] if len(hit) == len(chosen) else weights[0, [k for _, k in hit]]
         return gemv_triton.feed_forward(up, down, x, _first(len(hit), x.device), w)
@@ -89,10 +87,11 @@ class GEMV(Sorted):
         """(up, down, transposed) of `moelab.models.decode.layers` for one experts module a layer, with the experts
         that are resident, or that these modules hold; None if one is not for that. On a GPU, up and down are banks of
         each layer, and the third is what multiplies by them."""
+        if not all(plain(of) and silu_gated(of) and (of.source is None) == (resident is None) for of in modules):
+            return None
         place = torch.device("cpu") if resident is not None else next(modules[0].parameters()).device
         on, gpu = place.type, place.type in GPUS
-        if not all(plain(of) and silu_gated(of) and (of.source is None) == (resident is None) for of in modules) \
-                or not (gpu or around.TEAM or torch.get_num_threads() == 1):
+        if not (gpu or around.TEAM or torch.get_num_threads() == 1):
             return None
         E, kinds = modules[0].num_experts, set()
         tables = np.zeros((2, len(modules), E, 4), np.int64)
@@ -108,7 +107,7 @@ class GEMV(Sorted):
             return None
         *both, transposed = kinds.pop()
         found = [(kind, table, R) for (kind, R), table in zip(both, tables)]
-        return _on_gpu(found, transposed, place) if gpu else (*found, transposed)
+        return _gpu_banks(found, transposed, place) if gpu else (*found, transposed)
 
     def _matrices(self, experts: Any, hit: np.ndarray, dtype: torch.dtype, on: str = "cpu") -> Any:
         """((kind, matrices [M, 4], R) of up and of down, what must live, whether they are transposed), or None if these
@@ -149,7 +148,7 @@ class GEMV(Sorted):
 @lru_cache(maxsize=None)
 def _first(n: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(n, device=device)
+        return torch.arange(n).to(device)               # which waits: it may be used on any stream
 
 
 GPUS = "cuda",
@@ -158,15 +157,17 @@ GPUS = "cuda",
 _BANKS: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
-def _on_gpu(matrices: list[tuple[type, np.ndarray, int]], transposed: bool, device: torch.device) -> Any:
+def _gpu_banks(matrices: list[tuple[type, np.ndarray, int]], transposed: bool, device: torch.device) -> Any:
     """`GEMV.banks` of matrices [L, E, 4] there; None if there are no kernels for them."""
     try:
         from moelab.experts import gemv_triton
     except ImportError:
         return None
+    if transposed or not all(map(gemv_triton.multiplies, matrices)):
+        return None
     banks = [[gemv_triton.bank((kind, rows, R), to) for rows, to in zip(table, torch.from_numpy(table).to(device))]
              for kind, table, R in matrices]
-    return None if transposed or None in sum(banks, []) else (*banks, gemv_triton.feed_forward)
+    return *banks, gemv_triton.feed_forward
 
 
 def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype, on: str) -> Any:

@@ -90,10 +90,15 @@ class Bank(NamedTuple):
     escapes: int
 
 
-def bank(matrices: tuple[type, np.ndarray, int], table: Tensor) -> Bank | None:
-    """Of (kind, addresses, R), which `table` has on the GPU; None for what is not multiplied here."""
+def multiplies(matrices: tuple[type, np.ndarray, int]) -> bool:
+    """Whether (kind, addresses [..., 4], R) are multiplied here: bf16 or bf12 without biases."""
+    return matrices[0] in CODECS and not matrices[1][..., 2].any()
+
+
+def bank(matrices: tuple[type, np.ndarray, int], table: Tensor) -> Bank:
+    """Of (kind, addresses, R), which `table` has on the GPU."""
     kind, rows, R = matrices
-    return None if kind not in CODECS or rows[:, 2].any() else Bank(CODECS[kind], table, R, int(rows[:, 3].max()))
+    return Bank(CODECS[kind], table, R, int(rows[:, 3].max()))
 
 
 def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class FastDecode(Patches):
         bf16 weights in that format, made now. bf12 is lossless: results differ in the order of sums only. The others
         round, prompts included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are.
     norms, routers, attentions, layers, graphs, linears : count the modules with another forward; one that had another
-        is left alone. stretches : counts those of layers that are one call for a token (`moelab.models.decode.layers`).
+        is left alone; a router within a graph counts with it. stretches : counts those of layers that are one call
+        for a token (`moelab.models.decode.layers`).
     """
 
     def __init__(self, model: nn.Module, rows: float | None = None, dense: str | None = None) -> None:

@@ -37,7 +37,7 @@ class Link:
         self._coming: dict[int, tuple[int, Any]] = {}
         self._sent: list[tuple[Any, Any, Any, int]] = []        # (what, begin, end, bytes) of what may be under way
         self._number = 0
-        self._compute = self._mark = None       # the stream that computes a layer; (its event, the host's clock)
+        self._mark: tuple[Any, float] = ()
 
     @contextmanager
     def into(self, slot: int) -> Iterator[None]:
@@ -69,18 +69,15 @@ class Link:
                 self._sent.append((what, begin, end, source.numel()))
 
     def arrive(self, slots: Iterable[int]) -> None:
-        """What the layer's thread tells the GPU from now on is done when what was sent to these slots is there."""
+        """What this thread tells the GPU from now on is done when what was sent to these slots is there."""
         if coming := [self._coming.pop(slot) for slot in slots if slot in self._coming]:
-            self._computing().wait_event(max(coming, key=itemgetter(0))[1])         # as all before it are, then
+            last = max(coming, key=itemgetter(0))[1]                    # as all before it are there, then
+            torch.cuda.current_stream(self.device).wait_event(last)
 
     def mark(self) -> None:
-        """A layer begins, and the stream that computes it has just been waited for: now is when it is there."""
-        self._compute = torch.cuda.current_stream(self.device)
+        """The compute stream has just been waited for: now is when it is there."""
         self._mark = torch.cuda.Event(enable_timing=True), time.perf_counter()
-        self._mark[0].record(self._compute)
-
-    def _computing(self) -> torch.cuda.Stream:
-        return self._compute or torch.cuda.current_stream(self.device)
+        self._mark[0].record()
 
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
         """(what, begin, end, bytes) of what was sent and is there, in order; begin and end by the host's clock."""
@@ -96,7 +93,7 @@ class Link:
 
     def leave(self, slots: Iterable[int]) -> None:
         """The experts in these slots leave them when what this thread has told the GPU to compute is done."""
-        done = self._computing().record_event()
+        done = torch.cuda.current_stream(self.device).record_event()
         self._left |= dict.fromkeys(slots, done)
 
 

@@ -35,6 +35,7 @@ from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots, divide, every_one_is_multiplied, has_few_bits, slot_counts
 from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
+from moelab.schedule.affinity import default_order, naive_order
 from moelab.schedule.requests import Delays
 from moelab.store.headers import NAMES
 from moelab.store.layout import ExpertStore
@@ -70,7 +71,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None: bit for bit.
     compact : keep experts of few bits as they are, for kernels that multiply them so; other executors unpack them at
         each use, where they are otherwise unpacked once a load. "kernels": only if kernels multiply all of them.
-    scheduler : orders reads and decoding: a registered name or your own; no bit of the output changes.
+    scheduler : orders reads and decoding: a registered name or your own; no bit of the output changes. By default what
+        is sent from pinned memory as it lies is sent in ascending order.
     calibration : of this very model; "auto" takes popularity from it.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
@@ -81,8 +83,6 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
     if not isinstance(store, ExpertStore):
         store = model.checkpoint.store or CheckpointStore(model, model.dtype(dtype))
-    if reading.get("mode") == "pinned" and scheduler == "default":
-        scheduler = "naive"                             # experts that are sent take equally long
     order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
@@ -101,6 +101,8 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
                          f"kept with mode='pinned' for the latter only")
     in_place = whole_only and (compact and device.type == "cpu" or not has_few_bits(store))
     sizes = Sizes.of(store, None if in_place else False)
+    if pinned and in_place and order is default_order:
+        order = naive_order                             # experts that are sent take equally long
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
     at_least, scratch = (ahead or 0) + 1, DEPTH * store.scratch                 # staging; of each thread that reads
     everything = L * E * sizes.full + max(staging or workers + 2, at_least) * sizes.in_flight + scratch

@@ -22,6 +22,8 @@ from moelab.viz.figures import (DASHED, EDGE, NOTE, add_lines, bars, differences
                                 line_look, panels, quantiles)
 from moelab.viz.plotly_json import Figure
 
+READS = "disk", "link"              # resources that experts are read from, or sent over
+
 #: predictor of `moelab.bench.predictors` → how figures call it
 LABEL = {"router": "next router on s", "quasi": "next router on q", "frequency": "frequent in the prompt",
          "previous": "previous token", "static": "popular", "random": "random", "residual": "residual estimator",
@@ -134,14 +136,14 @@ def tpot_of(found: Mapping[float, Mapping[str, Sequence[Taken]]], title: str) ->
 
 def token_timeline(runs: Mapping[str, Sequence[Event]]) -> Figure:
     """One token in each mode, measured: {mode: the events of one token}; numbers in bars are layers."""
-    return gantt({mode: [e._replace(resource="copy" if e.resource == "disk" else e.resource, kind=kind_of(e, events))
-                         for e in events if e.resource in ("disk", "compute")] for mode, events in runs.items()},
+    return gantt({mode: [e._replace(resource="copy" if e.resource in READS else e.resource, kind=kind_of(e, events))
+                         for e in events if e.resource in (*READS, "compute")] for mode, events in runs.items()},
                  "layers", "measured")
 
 
 def kind_of(event: Event, events: Sequence[Event]) -> str:
     """The kind of an event; a read that begins before its layer's router ends is a prefetch."""
-    if event.resource != "disk":
+    if event.resource not in READS:
         return event.kind
     routed = min((e.end for e in events if e.kind == "other" and e.layer == event.layer), default=event.start)
     return AHEAD if event.start < routed else "read"

@@ -1,7 +1,7 @@
 """Attention of a single token in one call, in place of a module of transformers.
 
-Only for `ATTENTIONS`, where a probe shows the same result, on the CPU; prompts, batches, masks, gradients and caches
-that do not simply grow take the module's own forward.
+Only for `ATTENTIONS`, where a probe shows the same result; prompts, batches, masks, gradients and caches that do not
+simply grow take the module's own forward. The kernel is the CPU's; a GPU's is part of `graphs`.
 
     x [1, 1, H] and a cache's keys and values [1, kv heads, S, D] → y [1, 1, H] and S + 1 of them
 """

@@ -92,6 +92,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, where: Ten
     sums, ends = q.new_empty(heads, splits, D, dtype=torch.float32), q.new_empty(heads, splits, 2, dtype=torch.float32)
     _attend_kernel[(kv_heads, splits)](q, k, v, cos, sin, where, sums, ends, scaling, D, heads // kv_heads, splits,
                                        max(16, triton.next_power_of_2(heads // kv_heads)), width, KEYS,
-                                       "ieee" if q.dtype == torch.float32 else "tf32")     # which has 16 bits whole
+                                       "ieee" if q.dtype == torch.float32 else "tf32")     # has q, k, v whole
     _together_kernel[(heads,)](sums, ends, out := torch.empty_like(q), D, splits, width)
     return out

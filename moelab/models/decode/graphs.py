@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -30,62 +31,63 @@ DEVICES = "cuda",
 
 
 class Graph:
-    """What `tell` tells the GPU, again with each call: writes to and returns the same tensors. Elsewhere calls it."""
+    """What `tell` tells the GPU, again with each call: writes to and returns the same tensors. Elsewhere calls it.
+
+    One thread at a time fills a graph's inputs, calls it and copies what it made, within `LOCK` and `in_turn`.
+    """
 
     def __init__(self, tell: Callable[[], Any], device: torch.device) -> None:
-        self.tell, self.graph = tell, None
-        if device.type != "cuda":
-            return
-        stream, others = _capturing(device)
-        with _LOCK, torch.cuda.device(device):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):              # kernels are compiled, libraries take their memory
-                    tell()
-                self.graph = torch.cuda.CUDAGraph()
-                with _uncollected():
-                    # What is between kernels may lie where other graphs have it, as long as there is one.
-                    self.graph.capture_begin(next((other.graph.pool() for other in others), None), "thread_local")
-                    try:
-                        self.made = tell()
-                    finally:
-                        self.graph.capture_end()
-            torch.cuda.current_stream().wait_stream(stream)
-            others.add(self)
+        self.again = tell
+        if device.type == "cuda":
+            with LOCK: self._capture(tell, device)          # one line: an interruption comes before or within it
 
     def __call__(self) -> Any:
-        if self.graph is None:
-            return self.tell()
-        self.graph.replay()
-        return self.made
+        return self.again()
+
+    def _capture(self, tell: Callable[[], Any], device: torch.device) -> None:
+        in_turn(device)
+        stream, others = _capturing(device)
+        self.graph, was = torch.cuda.CUDAGraph(), gc.isenabled()
+        with torch.cuda.device(device):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):                          # kernels are compiled, libraries take their memory
+                    tell()
+                gc.disable()                                # CUDA gives up if another graph is freed meanwhile
+                try:
+                    # What is between kernels may lie where other graphs have it, as long as there is one.
+                    self.graph.capture_begin(next((other.graph.pool() for other in others), None), "thread_local")
+                    made = tell()
+                    self.graph.capture_end()
+                except BaseException:
+                    with suppress(Exception):               # or this thread could not go on at all
+                        self.graph.capture_end()
+                    _capturing.cache_clear()
+                    raise
+                finally:
+                    if was:
+                        gc.enable()
+            torch.cuda.current_stream().wait_stream(stream)
+        others.add(self)
+        self.again = partial(_replay, self.graph, made)
 
 
-@contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
-    """One thread at a time fills a graph's inputs, has it replayed and copies what it made; streams wait likewise."""
-    with _LOCK:
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device)
-            if (last := _LAST.get(device, stream)) != stream:
-                stream.wait_stream(last)
-            _LAST[device] = stream
-        yield
+def _replay(graph: Any, made: Any) -> Any:
+    graph.replay()
+    return made
 
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 _LAST: dict[torch.device, torch.cuda.Stream] = {}       # device → the stream that has last replayed a graph
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected: that might be another graph, and CUDA would give up the one that is captured."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+def in_turn(device: torch.device) -> None:
+    """What this thread tells a GPU from now on waits for what others have told it within `LOCK`."""
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        if (last := _LAST.get(device, stream)) != stream:
+            stream.wait_stream(last)
+        _LAST[device] = stream
 
 
 @lru_cache(maxsize=None)
@@ -108,14 +110,23 @@ class GraphLayer(DecodeLayer):
         self._nowhere = weight.new_zeros(2, attention.kv_heads, 8, attention.D)     # of no generation, to be captured
         gate = getattr(module.mlp, "gate", None)
         self.router = GraphRouter(gate) if _is_router(gate) else None
+        self.capture()
+
+    def capture(self) -> None:
+        self.facts = self.now()
         self.place(None)
-        self.graph = Graph(lambda: self.tell(self.x, self.cos, self.sin), weight.device)
+        self.graph = Graph(lambda: self.tell(self.x, self.cos, self.sin), self.x.device)
+
+    def now(self) -> tuple[Any, ...]:
+        """What a graph has of a module beside its weights."""
+        return self.attention.module.scaling, self.router and self.router.module.top_k
 
     def place(self, room: Room | None) -> None:
         """Attend to this cache, which the graph lets grow by a token each time; None for none that anybody uses."""
         keys, values = self._nowhere
         where = [keys.data_ptr(), values.data_ptr(), 1, keys.stride(0)] if room is None else room.where.tolist()
         if room is None or self.placed != where:
+            self.placed = []                                # until it is there, should this be interrupted
             self.where.copy_(torch.tensor(where))
         where[2] += 1
         self.placed = where
@@ -143,13 +154,19 @@ class GraphLayer(DecodeLayer):
         torch._foreach_copy_([self.x, self.cos, self.sin], [x, *token])
 
     def to_experts(self, x: Tensor, token: tuple, room: Room) -> tuple[Tensor, Tensor]:
-        with _alone(x.device):
-            self.listen(x, token)
-            self.place(room)
-            y, normed, routed = self.graph()
-            y, normed = y.clone(), normed.clone()
-            if self.router:
-                self.router.made = normed, [made.clone() for made in routed]
+        with LOCK: return self._to_experts(x, token, room)                      # one line: see `Graph`
+
+    def _to_experts(self, x: Tensor, token: tuple, room: Room) -> tuple[Tensor, Tensor]:
+        in_turn(x.device)
+        if self.facts != self.now():
+            with torch.inference_mode(False), torch.no_grad():
+                self.capture()
+        self.listen(x, token)
+        self.place(room)
+        y, normed, routed = self.graph()
+        y, normed = y.clone(), normed.clone()
+        if self.router:
+            self.router.made = normed, [made.clone() for made in routed]
         return y, normed
 
     @staticmethod
@@ -170,9 +187,16 @@ def graph_layer(module: nn.Module) -> GraphLayer | None:
         return None
     twin = copy.copy(module)
     twin._modules = module._modules | {"mlp": nn.Identity()}
-    with torch.inference_mode(False), torch.no_grad():          # or nobody could write to a graph's inputs elsewhere
-        ours = GraphLayer(twin)
-        return GraphLayer(module) if agree(twin, ours, ours.attention, len(norms[0].weight)) else None
+    try:
+        with torch.inference_mode(False), torch.no_grad():      # or nobody could write to a graph's inputs elsewhere
+            ours = GraphLayer(module)
+            ours.module = twin
+            same = agree(twin, ours, ours.attention, len(norms[0].weight))
+    except Exception as error:                      # no compiler for Triton, or a kernel that does not fit this GPU
+        warnings.warn(f"decoding without CUDA graphs: {type(module).__name__} cannot be captured here ({error})")
+        return None
+    ours.module = module
+    return ours if same else None
 
 
 def _fits(module: nn.Module, linears: list[nn.Linear], norms: list[Any]) -> bool:
@@ -194,7 +218,8 @@ def _is_router(gate: Any) -> bool:
 
 
 class GraphRouter(Router):
-    """The forward of a router: what its layer's graph has just made of these hidden states, or else its own.
+    """The forward of a router: what its layer's graph has just made of these hidden states, or else its own. Whether
+    its weights are normalised and of which type they are, its own code says, in the graph, too.
 
     made : (hidden states, what the graph made of them), for one call.
     """
@@ -215,17 +240,23 @@ class GraphStretch(Stretch):
     """Layers alike with their experts, all in memory, in one graph."""
 
     def _prepare(self) -> None:
-        self.of, self.graph = (None, None), None
+        self.of, self.graph = (None, None, None), None
 
-    def _compute(self, x: Tensor, token: tuple, rooms: list[Room], up: list, down: list, multiply: Callable[..., Tensor]
-                 ) -> tuple[Tensor, Tensor, Computed]:
-        with _alone(x.device):
-            if self.of[0] is not up or self.of[1] is not down:          # matrices lie elsewhere now
-                self.of, self.graph = (up, down), self._captured(up, down, multiply)
-            self.layers[0].listen(x, token)
-            for layer, room in zip(self.layers, rooms):
-                layer.place(room)
-            y, w, ids = (made.clone() for made in self.graph())
+    def _compute(self, *given: Any) -> tuple[Tensor, Tensor, Computed]:
+        with LOCK: return self._computed(*given)                                # one line: see `Graph`
+
+    def _computed(self, x: Tensor, token: tuple, rooms: list[Room], up: list, down: list,
+                  multiply: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Computed]:
+        in_turn(x.device)
+        facts = [layer.now() for layer in self.layers]
+        if self.of[0] is not up or self.of[1] is not down or self.of[2] != facts:       # matrices lie elsewhere now
+            with torch.inference_mode(False), torch.no_grad():
+                self.graph = self._captured(up, down, multiply)
+            self.of = up, down, facts
+        self.layers[0].listen(x, token)
+        for layer, room in zip(self.layers, rooms):
+            layer.place(room)
+        y, w, ids = (made.clone() for made in self.graph())
         return y, w, Computed(len(rooms), ids, None)
 
     def _captured(self, ups: list, downs: list, multiply: Callable[..., Tensor]) -> Graph:
@@ -238,11 +269,6 @@ class GraphStretch(Stretch):
                 x = y + multiply(up, down, normed.view(1, -1), ids[0], w[0]).view_as(y)
                 chosen.append((w, ids))
             return x, *(torch.cat(each) for each in zip(*chosen))
-        with torch.inference_mode(False), torch.no_grad():
-            for layer in self.layers:
-                layer.place(None)
-            try:
-                return Graph(tell, first.x.device)
-            finally:
-                for layer in self.layers:
-                    layer.place(None)
+        for layer in self.layers:
+            layer.place(None)
+        return Graph(tell, first.x.device)

@@ -138,7 +138,8 @@ class Stretch:
         def compute(*experts: Any) -> Computed:
             rooms[:] = [layer.attention.room(cache) for layer in layers]
             ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
-            if not ours or None in rooms or (told := self.parts.listeners()) is None:
+            alike = {(gate.top_k, layer.attention.module.scaling) for gate, layer in zip(self.gates, layers)}
+            if not ours or len(alike) > 1 or None in rooms or (told := self.parts.listeners()) is None:
                 return Computed(0, np.empty((len(layers), self.router.module.top_k), np.int64),
                                 np.zeros((len(layers), 2)))
             heard[:] = told

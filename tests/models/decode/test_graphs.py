@@ -17,6 +17,7 @@ from moelab.kernels import products
 from moelab.models import decode as kernels
 from moelab.models import fast_decode
 from moelab.models.decode import attention, graphs
+from moelab.models.decode.unchanged import forward
 from moelab.models.seam import discover
 from tests.models import tiny
 
@@ -49,9 +50,10 @@ def naive_attention(q, k, v, cos, sin, where, scaling):
     return out
 
 
-def naive_bank(matrices, table):
-    kind, _, R = matrices
-    return (table, R) if kind is products.KINDS[torch.bfloat16] else None
+NAIVE = SimpleNamespace(
+    multiplies=lambda matrices: matrices[0] is products.KINDS[torch.bfloat16],
+    bank=lambda matrices, table: (table, matrices[2]),
+    feed_forward=lambda *given: naive_experts(*given))
 
 
 def naive_experts(up, down, x, ids, w):
@@ -75,7 +77,7 @@ def opened(monkeypatch):
             monkeypatch.setattr(fast_decode, "KERNELS", {"graphs": graphs.graph_layer})
             for package, name, of in (
                     (kernels, "attention_triton", SimpleNamespace(attend=naive_attention)),
-                    (experts, "gemv_triton", SimpleNamespace(bank=naive_bank, feed_forward=naive_experts))):
+                    (experts, "gemv_triton", NAIVE)):
                 monkeypatch.setitem(sys.modules, f"{package.__name__}.{name}", of)
                 monkeypatch.setattr(package, name, of, raising=False)
         lm = open_model(folder, device=device, **options)
@@ -181,6 +183,56 @@ def test_two_caches_take_turns(device, opened, tmp_path):
                     to.append(lm(part, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu())
         assert all(close(torch.stack(a), b, torch.bfloat16) for a, b in zip(got, alone))
         assert not close(*alone, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("which", [slice(1, 2), slice(None)])          # one layer or all, which stay alike
+def test_what_a_graph_has_of_a_module_may_change(which, name, device, opened, tmp_path):
+    def change(lm):
+        for layer in lm.model.layers[which]:
+            layer.mlp.gate.top_k = 1
+            layer.self_attn.scaling *= 3
+    tokens = drawn(10)
+    with opened(tiny.save(name, tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
+        before, _ = decode(lm, tokens)
+        change(lm)
+        opened.called.clear()
+        got, _ = decode(lm, tokens)
+        assert opened.called
+    with open_model(tmp_path / "model", device=device) as lm:
+        change(lm)
+        assert close(got, decode(lm, tokens)[0], torch.bfloat16) and not close(got, before, torch.bfloat16)
+
+
+def test_an_interrupted_token_leaves_no_cache_in_anothers_place(opened, tmp_path, monkeypatch):
+    """Ctrl-C when the GPU has the address and nobody has taken note of it."""
+    with opened(tiny.save("mixtral", tmp_path / "model", torch.bfloat16), "cpu", executor="fast") as lm:
+        one, other = drawn(12, 1), drawn(12, 2)
+        wanted, _ = decode(lm, one)
+        _, cache = decode(lm, one[:, :8])
+        with torch.inference_mode():
+            theirs = DynamicCache(config=lm.config)
+            lm(other[:, :6], past_key_values=theirs, use_cache=True)
+            layer = forward(lm.model.layers[0])
+            copy_ = layer.where.copy_
+            layer.where.copy_ = lambda source: (copy_(source), interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                lm(other[:, 6:7], past_key_values=theirs)
+            del layer.where.copy_
+            got = [lm(part, past_key_values=cache).logits[0, -1].float() for part in one[:, 8:].split(1, 1)]
+    assert close(torch.stack(got), wanted[-4:], torch.bfloat16)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_experts_of_nobody_are_not_asked_where_they_are(tmp_path):
+    with open_model(tiny.save("mixtral", tmp_path / "model", torch.bfloat16), experts="external",
+                    executor="fast") as lm, open_model(tmp_path / "model") as resident:
+        got, wanted = (decode(of, drawn(9))[0] for of in (lm, resident))
+        assert close(got, wanted, torch.bfloat16)
 
 
 @pytest.mark.parametrize("device", DEVICES)

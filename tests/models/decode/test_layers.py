@@ -102,6 +102,9 @@ def test_whatever_is_not_exactly_this_goes_layer_by_layer(tmp_path, calls):
                 decode(lm, steps=1)
                 assert not calls
                 hook.remove()
+        block.gate.top_k -= 1                       # the other layers choose as many as before
+        decode(lm, steps=1)
+        block.gate.top_k += 1
         lm.model.config.num_hidden_layers -= 1
         decode(lm, steps=1)
         lm.model.config.num_hidden_layers += 1
