@@ -1,6 +1,6 @@
 """Decoder layers of a single token on a GPU, as CUDA graphs: a layer up to its experts, or a stretch with theirs.
 
-transformers tells the GPU a layer in about eighty launches, each of which takes the CPU longer than it takes the GPU. A
+transformers tells the GPU a layer in about sixty launches, each of which takes the CPU longer than it takes the GPU. A
 graph is one launch of what was told once, with weights, inputs and results where they were then. Where the cache is,
 which grows and is another one in each generation, attention reads from memory (`attention_triton`), as experts do from
 which of their addresses. Norms are torch's own fused ones, a router its own.
