@@ -27,7 +27,7 @@ from moelab.models.decode.attention import Room, SingleToken, agree, linears_of
 from moelab.models.decode.layers import PARTS, Computed, DecodeLayer, Stretch
 from moelab.models.decode.modules import Router, epsilon
 
-DEVICES = "cuda",
+GPUS = "cuda",
 
 
 class Graph:
@@ -100,10 +100,9 @@ class GraphLayer(DecodeLayer):
     """The forward of one decoder layer; with a router in its block, that is part of the graph."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._of(module, SingleToken(module.self_attn))
+        self._replace(module, SingleToken(module.self_attn))
         attention, weight = self.attention, module.input_layernorm.weight
-        norms = [getattr(module, PARTS[0]), getattr(module, PARTS[2])]
-        self.eps, H = [epsilon(norm) for norm in norms], len(weight)
+        self.eps, H = [epsilon(getattr(module, PARTS[i])) for i in (0, 2)], len(weight)
         self.shape = (attention.dtype, attention.kv_heads, attention.D), H, self.eps
         self.x, self.cos, self.sin = (weight.new_zeros(1, 1, n) for n in (H, attention.D, attention.D))
         self.where, self.placed = torch.zeros(4, dtype=torch.int64, device=weight.device), []
@@ -179,7 +178,7 @@ def graph_layer(module: nn.Module) -> GraphLayer | None:
     gives for a random token."""
     linears = linears_of(getattr(module, PARTS[1], None))
     norms = [getattr(module, name, None) for name in (PARTS[0], PARTS[2])]
-    if not linears or linears[0].weight.device.type not in DEVICES or not _fits(module, linears, norms):
+    if not linears or linears[0].weight.device.type not in GPUS or not _fits(module, linears, norms):
         return None
     try:
         from moelab.models.decode import attention_triton  # noqa: F401
@@ -213,7 +212,7 @@ def _fits(module: nn.Module, linears: list[nn.Linear], norms: list[Any]) -> bool
 def _is_router(gate: Any) -> bool:
     """Whether a router's own forward makes logits, weights and ids of one token, and its weight alone says which."""
     return isinstance(gate, nn.Module) and type(gate).__name__.endswith("Router") \
-        and [name for name, _ in gate.named_parameters()] == ["weight"] and gate.weight.device.type in DEVICES \
+        and [name for name, _ in gate.named_parameters()] == ["weight"] and gate.weight.device.type in GPUS \
         and isinstance(getattr(gate, "top_k", None), int) and gate.weight.dtype in KINDS and not list(gate.buffers())
 
 

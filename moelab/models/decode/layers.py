@@ -50,12 +50,12 @@ class DecodeLayer:
 
     def __init__(self, module: nn.Module, fast: list[Any]) -> None:
         first, attention, second = fast
-        self._of(module, attention)
+        self._replace(module, attention)
         self.shape = attention.plan, first.H, (first.eps, second.eps)
         self.weights = attention.weights.copy()
         self.weights[0, 2:] = [norm.module.weight.data_ptr() for norm in (first, second)]
 
-    def _of(self, module: nn.Module, attention: SingleToken) -> None:
+    def _replace(self, module: nn.Module, attention: SingleToken) -> None:
         self.module, self.own, self.attention = module, type(module).forward, attention
         self.children = [(name, getattr(module, name)) for name in PARTS]
         (_, first), _, (_, second) = self.children

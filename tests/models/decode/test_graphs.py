@@ -72,7 +72,7 @@ def opened(monkeypatch):
 
     def opens(folder, device, **options):
         if device == "cpu":
-            monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+            monkeypatch.setattr(graphs, "GPUS", ("cpu",))
             monkeypatch.setattr(gemv, "GPUS", ("cpu",))
             monkeypatch.setattr(fast_decode, "KERNELS", {"graphs": graphs.graph_layer})
             for package, name, of in (
