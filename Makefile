@@ -62,6 +62,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
 	$(PYTHON) -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[lab,ane,test]' || exit 1; \
 	if git rev-parse --git-dir >/dev/null 2>&1; then \
-	  git config filter.nbstripout.clean '$(PYTHON) -m moelab.lab.strip'; \
+	  git config filter.nbstripout.clean '"$(PYTHON)" -m moelab.lab.strip'; \
 	fi; \
 	touch $@

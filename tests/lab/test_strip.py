@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 import subprocess
 import sys
 import zlib
@@ -73,7 +74,8 @@ def repository(tmp_path):
                               check=True, capture_output=True, text=True).stdout
 
     git("init", "-q")
-    git("config", "filter.nbstripout.clean", f"env PYTHONPATH={CHECKOUT} {sys.executable} -m moelab.lab.strip")
+    command = shlex.join(["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-m", "moelab.lab.strip"])
+    git("config", "filter.nbstripout.clean", command)
     (tmp_path / ".gitattributes").write_text((CHECKOUT / ".gitattributes").read_text())
     path = tmp_path / "a.ipynb"
     path.write_text(NOTEBOOKS[0].read_text())
