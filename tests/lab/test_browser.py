@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import statistics
@@ -366,7 +367,7 @@ def test_a_view_that_nobody_scrolls_to_is_in_the_saved_notebook(page, lab, resul
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory):
     """A repository as `make` sets it up, whose notebooks have `smoke` set and committed."""
-    folder = tmp_path_factory.mktemp("clone") / "moelab"
+    folder = tmp_path_factory.mktemp("clone") / "moelab é clone"
 
     def git(*words):
         return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
@@ -379,7 +380,7 @@ def clone(tmp_path_factory):
     for path in folder.glob("notebooks/*.ipynb"):
         path.write_text(path.read_text().replace("smoke: bool = False", "smoke: bool = True"))
     git("init", "-q")
-    git("config", "filter.nbstripout.clean", f"{sys.executable} -m moelab.lab.strip")
+    git("config", "filter.nbstripout.clean", f"{shlex.quote(sys.executable)} -m moelab.lab.strip")
     git("add", ".")
     git("-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-qm", "smoke")
     return folder, git
