@@ -68,3 +68,17 @@ def results(every_result, monkeypatch):
     monkeypatch.setenv("MOELAB_RESULTS", str(folder))
     monkeypatch.delenv("MOELAB_RUN_DIR", raising=False)
     return folder
+
+
+@pytest.fixture
+def triton_device(monkeypatch):
+    """Where Triton's kernels run: on a GPU if there is one, else on the CPU in Triton's interpreter.
+
+    A kernel is made for one of both when its module is imported, so every test of a process must mean the same.
+    """
+    pytest.importorskip("triton")
+    import torch
+    if torch.cuda.is_available():
+        return "cuda"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return "cpu"

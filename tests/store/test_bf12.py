@@ -49,20 +49,18 @@ def test_all_bit_patterns_heavy_tails_zeros_and_denormals():
     assert len(bf12.pack(usual)) < 0.76 * usual.nbytes
 
 
-def test_the_triton_kernel_in_the_interpreter(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton")
+def test_the_triton_kernel(triton_device):
     from moelab.store import bf12_triton
     words = np.random.default_rng(0).permutation(1 << 16).astype(np.uint16)[:8192]
     usual = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     for w in (torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).view(64, 128), usual, 0 * usual):
-        blob = torch.frombuffer(bytearray(bf12.pack(w)), dtype=torch.uint8)
+        blob, w = torch.frombuffer(bytearray(bf12.pack(w)), dtype=torch.uint8).to(triton_device), w.to(triton_device)
         out = bf12_triton.unpack(blob, torch.full_like(w, torch.nan))
         assert torch.equal(out.view(torch.int16), w.view(torch.int16))
     with pytest.raises(ValueError, match="bf12 blob"):
         bf12_triton.unpack(blob[:-3], out)
     with pytest.raises(ValueError, match="whole blocks"):
-        bf12_triton.unpack(blob, torch.empty(3, 5, dtype=torch.bfloat16))
+        bf12_triton.unpack(blob, torch.empty(3, 5, dtype=torch.bfloat16, device=triton_device))
 
 
 def test_what_does_not_fit_stays_raw():

@@ -254,12 +254,9 @@ def test_threads_take_turns(name, device, opened, tmp_path):
 @pytest.mark.parametrize("heads, kv_heads, D, S, dtype", [
     (8, 2, 64, 1, torch.float32), (4, 4, 48, 700, torch.float32), (6, 2, 128, 300, torch.bfloat16),
     (20, 1, 16, 130, torch.float32)])
-def test_attention_equals_a_naive_one(heads, kv_heads, D, S, dtype, monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton")
+def test_attention_equals_a_naive_one(heads, kv_heads, D, S, dtype, triton_device):
     from moelab.models.decode import attention_triton
-    rng, device = torch.Generator().manual_seed(S), "cuda" if torch.cuda.is_available() else "cpu"
+    rng, device = torch.Generator().manual_seed(S), triton_device
 
     def drawn(*shape):
         return torch.randn(shape, generator=rng).to(device, dtype)
