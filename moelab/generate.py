@@ -166,8 +166,6 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
         print(f"opening {model or 'the small model'} …", file=sys.stderr, flush=True)
     if parallel is None:
         network = open_model(model, executor=executor, dtype=dtype, device=device, **opening)
-    elif executor == "int8":
-        raise ValueError("the executor int8 quantises a whole model, in one process: leave out torchrun and --parallel")
     else:
         inner = eager if executor == "exact" else registry.make("executor", executor)
         network = open_parallel(model, parallel, tp, inner, dtype, device, opening.get("calibration"), spare)

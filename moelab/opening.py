@@ -17,9 +17,8 @@ import torch
 
 from moelab import datasets, registry
 from moelab.calibration import Calibration
-from moelab.experts.quantization import Quantized
 from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
-from moelab.models import eager, identity, open_checkpoint, plug, plugged
+from moelab.models import eager, identity, open_checkpoint, plugged
 from moelab.models.fast_decode import DENSE, FastDecode
 from moelab.models.convert import kept_store
 from moelab.models.patches import Patches, put
@@ -109,9 +108,6 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         folder = source.folder if isinstance(source, ExpertStore) else source
         model = open_checkpoint(folder, experts=experts, dtype=dtype, device=device)
         Session(model)
-    elif executor == "int8":
-        raise ValueError("the executor int8 quantises all experts at once, so they must fit in memory: leave out "
-                         "memory=")
     else:
         ahead = options.pop("ahead", None if prefetch is not None else 0)
         options = {"compact": "kernels" if executor in ("fast", "gemv") else False} | options
@@ -189,8 +185,7 @@ def _executing(model: Any, executor: Any, calibration: Calibration | None = None
     with Patches() as patches:
         put(patches, session, "executor", executor)
         if engine is None:
-            source = Quantized(plug(model), "int8") if executor == "int8" else None
-            patches.enter_context(plugged(model, run or eager, source))
+            patches.enter_context(plugged(model, run or eager))
         else:
             put(patches, engine, "executor", run)
             patches.enter_context(plugged(model, source=session.source))

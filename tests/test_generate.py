@@ -67,15 +67,6 @@ def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, execut
     assert made[0].tokens == alone.tokens and min(made[0].sent["result"]) > 0
 
 
-def test_the_executor_int8_quantises_and_needs_a_whole_model():
-    ids = []
-    for executor in ("exact", "int8"):
-        ids.append(generate(prompt="the red fox 37\nthe red", max_new_tokens=2, executor=executor).tokens)
-    assert ids[0] == ids[1]                         # rounded, but alive
-    with pytest.raises(ValueError, match="in one process"):
-        generate(parallel="ep", executor="int8")
-
-
 @pytest.mark.parametrize("arguments, said", [
     (["--prefetch", "router"], "--memory"), (["--memory", "1kB"], "the least that works"),
     (["--memory", "50%", "--prefetch", "oracle"], "trace"), (["--parallel", "ep"], "torchrun"),

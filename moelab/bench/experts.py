@@ -29,7 +29,6 @@ from moelab.arguments import number, whole
 from moelab.bench import measure
 from moelab.bench.measure import Samples
 from moelab.experts import EXECUTORS
-from moelab.experts.gemm import Packed
 from moelab.experts.gemv import GEMV
 from moelab.kernels.compile import kernel
 from moelab.models.fast_decode import as_bf12
@@ -85,7 +84,7 @@ class Layers:
         return found
 
     def arms(self, T: int, rounds: int, left_out: Collection[str] = ()) -> tuple[Arms, int]:
-        """All that compute the steps of T tokens, of which step 0 warms up (packs weights, compiles kernels); and the
+        """All that compute the steps of T tokens, of which step 0 warms up (compiles kernels); and the
         bytes of weights that a step must read, on average."""
         steps, arms = self.steps(T, rounds), {}
         for name in STOCK:
@@ -110,11 +109,6 @@ class Layers:
 
     def _arm(self, run: Any, steps: list[tuple[int, Tensor, Tensor, Tensor]]) -> Callable[[int], Tensor]:
         def arm(i: int) -> Tensor:
-            if i == 0 and isinstance(run, Packed):          # packing, once for all experts, is no part of a step
-                E, H = self.config.num_experts, self.config.hidden_size
-                for seam in self.seam:
-                    run(torch.zeros(E, H, dtype=self.dtype), torch.arange(E)[:, None],
-                        torch.ones(E, 1, dtype=self.dtype), seam)
             layer, *step = steps[i]
             return run(*step, self.seam[layer])
         return arm

@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
                 name, options = executor_options(predictor)
                 modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor=name, **options)
                 run = make_executor(model, name, **options)
-                batch = batch if run is None or name == "int8" or run.lossless else 1
+                batch = batch if run is None or run.lossless else 1
             elif mode == CACHE_AWARE:
                 modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor="fast",
                                                        cache_aware=float(predictor))

@@ -1,7 +1,7 @@
-"""Experts in fewer bits: bf16, FP8, INT8 and MXFP4, what each costs in accuracy, and products on INT8 weights.
+"""Experts in fewer bits: bf16, FP8, INT8 and MXFP4, and what each costs in accuracy.
 
 Sources: Neuron MoE guide, "MoE Quantization Support"; OCP Microscaling Formats (MX) v1.0, §5.3.3, §6.3. A weight is
-dequantised to its dtype before it is used; `Int8` alone multiplies the codes themselves. Biases stay as they are.
+dequantised to its dtype before it is used. Biases stay as they are.
 
     format   a value                       scale                                          bytes a weight
     bf16     16 bits                       –                                              2
@@ -25,14 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, activate, dispatch, names, plain, scatter
+from moelab.experts.executor import dispatch
 from moelab.progress import progress
 from moelab.store import fewbit
 from moelab.store.fewbit import FP8_MAX, GROUP
 
 STORED = "stored "
-INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")
-INT8_MULTIPLE = 32              # of H and I: the product reads past the end of others, for wrong results or a crash
 
 
 class Kept:
@@ -172,42 +170,6 @@ class Quantized:
     def nbytes(self, layer: int, expert: int) -> int:
         """Bytes of one expert, biases included."""
         return sum(kept.nbytes for kept in self.kept[layer, expert].values())
-
-
-class Int8(Sorted):
-    """Products of float rows with the codes of `Quantized(layers, "int8")`, by `torch._weight_int8pack_mm` (private).
-
-    Sums are in float32, scales and results in the dtype of the rows. `Sorted`, which dequantises, where torch lacks the
-    product, for sizes that are no multiples of 32, transposed layouts, experts that are not plain, and other devices.
-    """
-
-    lossless = False            # every choice is executed, but weights are rounded
-
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        source = experts.source
-        if not isinstance(source, Quantized) or source.format != "int8":
-            raise ValueError("these experts' weights are not INT8: quantise them with moelab.models.plug(model, source="
-                             "Quantized(plug(model), 'int8')) of moelab.experts.quantization, or use another executor")
-        if not INT8_PRODUCT or x.device.type != "cpu" or not plain(experts) or experts.is_transposed:
-            return super().run(x, ids, weights, experts)
-        up, down = names(experts)
-        first = source.kept[experts.layer, 0]
-        if any(first[name].codes.shape[1] % INT8_MULTIPLE for name in (up, down)):
-            return super().run(x, ids, weights, experts)
-        order = dispatch(ids, experts.num_experts)
-        self.count(len(order), len(order), len(order))
-        rows, w = x[order.tokens], weights[order.tokens, order.choices]
-        parts = [x[:0]]
-        for e, of in order.hit():
-            kept = source.kept[experts.layer, e]
-            h = activate(experts, _int8_linear(rows[of], kept, up))
-            parts.append(_int8_linear(h, kept, down) * w[of, None])
-        return scatter(x, weights, order.tokens, torch.cat(parts), experts)
-
-
-def _int8_linear(x: Tensor, kept: dict[str, Any], name: str) -> Tensor:
-    y = torch._weight_int8pack_mm(x.contiguous(), kept[name].codes, kept[name].scale.to(x.dtype).view(-1))
-    return y + kept[name + "_bias"].tensor if name + "_bias" in kept else y
 
 
 class LayerError(NamedTuple):

@@ -1,12 +1,10 @@
 """The measurement of executors: a tiny run has every arm, its ratios are right, its arms compute the same."""
 
 import threading
-from types import SimpleNamespace
 
 import torch
 
 from moelab.bench import experts
-from moelab.experts import gemm
 
 SIZES = {"E": 4, "K": 2, "H": 128, "I": 64}
 
@@ -42,16 +40,6 @@ def test_all_arms_compute_the_same():
                     assert torch.allclose(result, expected, atol=0.05), name
 
 
-@torch.inference_mode()
-def test_packing_is_no_part_of_what_is_timed(monkeypatch):
-    layers = experts.Layers(**SIZES, dtype=torch.float32, cold=6e5)
-    arms, _ = layers.arms(1, 6)
-    arms["packed"](0)
-    monkeypatch.setattr(gemm, "_OPS", SimpleNamespace(_linear_pointwise=gemm._OPS._linear_pointwise))
-    for i in range(1, 6):
-        arms["packed"](i)               # other layers and experts; nothing is left to pack
-
-
 def test_rows_of_known_timings():
     samples = {"transformers a": [4.0, 8.0, 4.0], "transformers b": [5.0, 10.0, 5.0], "fast": [2.0, 4.0, 1.0]}
     rows = experts.ExpertTimes(samples, read=8e9, flops=1e9, bandwidth=8e9, rate=1e9).rows()
@@ -70,7 +58,7 @@ def test_a_packed_kind_reads_its_own_bytes():
 
 def test_times_are_read_by_medians():
     of = experts.ExpertTimes({"transformers eager": [4.0, 9.0, 4.0], "transformers grouped_mm": [3.0, 3.0, 8.0],
-                              "gemv": [1.0, 2.0, 9.0], "packed": [3.0, 2.5, 2.5],
+                              "gemv": [1.0, 2.0, 9.0], "sorted": [3.0, 2.5, 2.5],
                               "gemv of split planes": [0.5] * 3}, 0.5e9, 1e9, 1e9, 1e9)
     assert of.ours == (2.0, "gemv") and of.stock == (3.0, "transformers grouped_mm")
     assert of.speedup == 1.5 and of.reached == 0.5 and of.bound == "FLOPs ÷ rate"

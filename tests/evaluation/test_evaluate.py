@@ -34,17 +34,6 @@ def test_executors_are_modes(model, results, capsys):
     assert found["settings"]["batch"] == 1              # or texts, and their padding, would compete for places
 
 
-def test_the_executor_int8_quantises(model, results, capsys):
-    assert main(["evaluate", *QUICK, "--tasks", "loss", "--modes", "executor:int8,executor:sorted"]) == 0
-    file, = (results / "runs" / "evaluate").glob("*")
-    found = json.loads(file.read_text())
-    mode = partial(plugged, model, make("executor", "int8"), Quantized(plug(model), "int8"))
-    expected = accuracy.compare(model, {"int8": mode}, ["loss"], n=4, windows=4, tokens=64)["samples"]["loss"]["int8"]
-    baseline, int8, bf16 = found["samples"]["loss"].values()
-    assert int8 == pytest.approx(expected, abs=1e-6) and int8 != pytest.approx(bf16, abs=1e-4)
-    assert found["settings"]["batch"] == 8
-
-
 @pytest.mark.parametrize("text, word", [("executor:fsat", "there is no executor"), ("executor:capacity:2", "OPTION=VALUE"),
                                         ("executor:capacity:colour=2", "colour")])
 def test_executors_that_cannot_be_made_are_refused(text, word):

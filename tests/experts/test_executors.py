@@ -123,7 +123,7 @@ def test_weights_from_a_source_are_those_used(name):
 
 
 def test_the_registry_is_covered():
-    assert set(EXECUTORS) - set(lossless()) == {"capacity", "tiered", "grouped", "int8"}
+    assert set(EXECUTORS) - set(lossless()) == {"capacity", "tiered", "grouped"}
 
 
 @pytest.mark.parametrize("name, options, said", [

@@ -13,7 +13,6 @@ from numba import from_dtype
 
 from moelab.experts.executor import plain, silu_gated
 from moelab.experts.fast import Fast
-from moelab.experts.gemm import AVAILABLE, SUPPORTED, Packed
 from moelab.experts.gemv import GEMV
 from moelab.kernels import feed_forward as around, products, vectors
 from moelab.models.seam import eager
@@ -283,7 +282,7 @@ def test_gemv_on_several_threads(dtype, layout, threads):
         assert (y - exact).abs().max() <= {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype] * 4
 
 
-@pytest.mark.parametrize("name", ["gemv", "fast", "packed", "sorted"])
+@pytest.mark.parametrize("name", ["gemv", "fast", "sorted"])
 def test_gates_that_clamp_are_not_taken_for_silu(name):
     for layout in ("gated", "clamped"):
         x, ids, weights, experts = step(layout=layout)
@@ -306,8 +305,7 @@ def test_any_clamp_is_seen(limit, which):
     assert not silu_gated(experts)
 
 
-@pytest.mark.parametrize("name", ["sorted", "grouped_mm", "packed", "gemv", "fast", "selective", "blockwise",
-                                  "capacity"])
+@pytest.mark.parametrize("name", ["sorted", "gemv", "fast", "selective", "blockwise", "capacity"])
 @pytest.mark.parametrize("wrong", [-1, 7, 1000, 10 ** 12, -10 ** 12])
 def test_ids_of_no_expert_are_refused(name, wrong):
     x, ids, weights, experts = step()
@@ -317,7 +315,7 @@ def test_ids_of_no_expert_are_refused(name, wrong):
 
 
 @pytest.mark.parametrize("layout", ["gated", "transposed", "bias"])
-@pytest.mark.parametrize("name", ["gemv", "fast", "packed", "grouped_mm", "sorted"])
+@pytest.mark.parametrize("name", ["gemv", "fast", "sorted"])
 @pytest.mark.parametrize("of", ["x", "weights", "experts"])
 def test_gradients_are_those_of_exact(name, layout, of):
     x, ids, weights, experts = step(layout=layout)
@@ -332,8 +330,7 @@ def test_gradients_are_those_of_exact(name, layout, of):
     assert torch.allclose(*found, atol=1e-4) and found[0].abs().max() > 0
 
 
-@pytest.mark.parametrize("name", ["exact", "all_experts", "blockwise", "selective", "grouped_mm", "sorted",
-                                  "packed", "gemv", "fast"])
+@pytest.mark.parametrize("name", ["exact", "all_experts", "blockwise", "selective", "sorted", "gemv", "fast"])
 @pytest.mark.parametrize("layout", ["gated", "interleaved"])
 def test_routing_weights_of_double_precision(name, layout):
     for dtype in DTYPES[:2]:
@@ -343,19 +340,10 @@ def test_routing_weights_of_double_precision(name, layout):
                                                    dtype == torch.float32 else 0.05)
 
 
-@pytest.mark.skipif(not AVAILABLE, reason="this torch has no oneDNN weight packing")
-def test_packed_falls_back_where_the_processor_lacks_instructions(monkeypatch):
-    for dtype in DTYPES:
-        for there in (True, False) if SUPPORTED[dtype]() else (False,):
-            monkeypatch.setitem(SUPPORTED, dtype, lambda: there)
-            case, packed = step(dtype=dtype), Packed()
-            assert torch.allclose(packed(*case).double(), naive(*case), atol=0.05) and bool(packed.nbytes) == there
-
-
 def test_one_expert_twice_for_one_token():
     x, ids, weights, experts = step()
     ids[:, 1] = ids[:, 0]
-    for name in ("sorted", "gemv", "packed", "grouped_mm"):
+    for name in ("sorted", "gemv"):
         y = make("executor", name)(x, ids, weights, experts).double()
         assert torch.allclose(y, naive(x, ids, weights, experts), atol=1e-4)
 
@@ -369,28 +357,6 @@ def test_what_gemv_cannot_do_falls_back():
     experts.source, experts.has_post_expert_norm, experts.post_expert_norm = None, True, torch.nn.LayerNorm(48)
     assert not plain(experts)
     assert torch.equal(GEMV()(x, ids, weights, experts), make("executor", "sorted")(x, ids, weights, experts))
-
-
-@pytest.mark.skipif(not AVAILABLE, reason="this torch has no oneDNN weight packing")
-def test_packed_weights_follow_their_parameters():
-    x, ids, weights, experts = step()
-    packed = Packed()
-    first = packed(x, ids, weights, experts)
-    kept = packed.nbytes
-    hit = len(set(ids.flatten().tolist()))
-    assert kept >= hit * 3 * 48 * 40 * 4
-    assert torch.equal(packed(x, ids, weights, experts), first) and packed.nbytes == kept
-    with torch.no_grad():
-        experts.down_proj.mul_(2)
-    assert torch.allclose(packed(x, ids, weights, experts), 2 * first, atol=1e-4)
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() / 4)              # another one
-    assert torch.allclose(packed(x, ids, weights, experts), first / 2, atol=1e-4)
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 2)              # and one of the same version
-    assert torch.allclose(packed(x, ids, weights, experts), first, atol=1e-4)
-    del experts
-    import gc
-    gc.collect()
-    assert packed.nbytes == 0                                                           # it keeps no model alive
 
 
 def test_fast_measures_once_and_can_be_told():

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from moelab.experts.executor import dispatch
-from moelab.experts.quantization import FORMATS, MXFP4, Int8, Quantized, layer_error, quantize
+from moelab.experts.quantization import FORMATS, MXFP4, Quantized, layer_error, quantize
 from moelab.store.fewbit import E2M1
 from moelab import open_model
 from moelab.models import discover, eager, plug, plugged
@@ -251,52 +251,3 @@ def test_layer_error_is_that_of_the_outputs(layout):
     experts.source = None
     assert layer_error(experts, Quantized([ToyLayer(experts)], "int8"), x, ids, weights).layer < found.layer
     assert layer_error(experts, lambda _, e: experts.own(e), x, ids, weights) == (0, 0, 0)
-
-
-# -------------------------------------------------------------------------------------------------- products in INT8
-
-@QUICK
-@given(T=st.integers(0, 40), E=st.integers(1, 9), K=st.integers(1, 4), skew=st.sampled_from([0.0, 2.0]),
-       layout=st.sampled_from(["gated", "bias", "ungated", "transposed"]), seed=st.integers(0, 1000),
-       dtype=st.sampled_from([torch.bfloat16, torch.float32]), width=st.sampled_from([24, 32, 96]))
-def test_int8_products_equal_those_of_the_dequantised_weights(T, E, K, skew, layout, seed, dtype, width):
-    transposed = LAYOUTS[layout][2]
-    experts = make_experts(E, 32, width, layout, dtype, seed)       # 24 is no width for the kernel
-    ids, weights = make_routing(T, E, min(K, E), skew, seed, dtype)
-    ids[:1, :1] = E
-    x = torch.randn(T, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    experts.source = source = Quantized([ToyLayer(experts)], "int8")
-    executor = Int8()
-    found = executor(x, ids, weights, experts)
-    expected = torch.zeros(T, 32).double()              # in double precision, whatever the dtype
-    exact = {(e, name): (kept.codes.double() * kept.scale.double() if hasattr(kept, "codes") else kept.tensor.double())
-             for (_, e), by_name in source.kept.items() for name, kept in by_name.items()}
-    for e in range(E):
-        given_weights = {name: exact[e, name] for name in source.kept[0, e]}
-        for t, k in (ids == e).nonzero().tolist():
-            expected[t] += experts.weighted(x[t:t + 1].double(), weights[t, k][None].double(), given_weights)[0]
-    close = 2e-5 if dtype == torch.float32 else 4e-2
-    assert found.dtype == dtype and torch.allclose(found.double(), expected, rtol=close, atol=close)
-    n = int((ids != E).sum())
-    assert (executor.tally.routed, executor.tally.executed, executor.tally.slots) == (n, n, n)
-    if not transposed and width % 32 == 0:
-        for of in source.kept.values():
-            of |= {name: NoDequantizing(kept) for name, kept in of.items() if not name.endswith("_bias")}
-        assert torch.equal(executor(x, ids, weights, experts), found)
-
-
-class NoDequantizing:
-    """Codes and scale, and nothing else."""
-
-    def __init__(self, kept):
-        self.codes, self.scale = kept.codes, kept.scale
-
-
-def test_int8_products_need_int8_sources():
-    experts = make_experts(3, 32, 16, dtype=torch.bfloat16)
-    ids, weights = make_routing(5, 3, 2, dtype=torch.bfloat16)
-    x = torch.randn(5, 32).bfloat16()
-    for source in (None, Quantized([ToyLayer(experts)], "fp8")):
-        experts.source = source
-        with pytest.raises(ValueError, match="not INT8"):           # and not bf16 without a word
-            Int8()(x, ids, weights, experts)

@@ -125,7 +125,7 @@ def made_with_a_plan(name, E, capacity):
     return make("executor", name, **{"factor": 0.6} if name == "capacity" else {})
 
 
-@pytest.mark.parametrize("name", [name for name in EXECUTORS if name != "int8"])
+@pytest.mark.parametrize("name", EXECUTORS)
 def test_counts_are_of_what_was_really_computed(name):
     """Expert e gives 1 in column e and 0 elsewhere, so the result says who was computed by whom, and how often."""
     E, T, K, dropped = 8, 40, 3, 0

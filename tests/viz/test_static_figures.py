@@ -10,7 +10,7 @@ pytest.importorskip("plotly.io")
 from moelab.viz.story import static_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily, check_axes, named  # noqa: E402
 
-SAMPLES = {"prefill": {"reference": [0.01, 0.02, 0.03], "packed": [0.01, 0.01, 0.02]},
+SAMPLES = {"prefill": {"reference": [0.01, 0.02, 0.03], "sorted": [0.01, 0.01, 0.02]},
            "decode": {"gemv": [0.001, 0.002], "reference": [0.004, 0.002]}}
 
 
@@ -90,9 +90,9 @@ def test_a_plan_looks_alike_in_both_panels_and_stands_in_the_legend_once():
 def test_executors_are_medians_in_milliseconds_in_the_order_given_and_limits_cross_all_of_them():
     points = named(MADE["executors"], "prefill")
     np.testing.assert_allclose([points.x, points.error_x.array, points.error_x.arrayminus], [[20, 10], [8, 8], [8, 0]])
-    assert MADE["executors"].layout.yaxis.categoryarray == ("gemv", "packed", "reference")
+    assert MADE["executors"].layout.yaxis.categoryarray == ("gemv", "sorted", "reference")
     line = named(MADE["executors"], "decode: memory bandwidth, 0.8 ms")
-    assert line.x == pytest.approx([0.8] * 3) and set(line.y) == {"gemv", "packed", "reference"}
+    assert line.x == pytest.approx([0.8] * 3) and set(line.y) == {"gemv", "sorted", "reference"}
 
 
 def test_unique_experts_measured_are_points_and_expected_are_lines():
