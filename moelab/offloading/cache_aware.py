@@ -13,16 +13,67 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.experts.routers import LinearRouter, TopK
 from moelab.models import MoELayer, discover
 from moelab.models.patches import Patches
 from moelab.specs import State
 from moelab.speculate.execution import found
+
+#: names of the bias that acts on the choice alone
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+#: hidden states on which a router's rule is compared with the live router
+PROBE = 64
+
+
+class Router:
+    """A layer's router by its rule, whose choice can be influenced: the K best of all linear logits, each weighted by
+    its softmax or sigmoid, divided by their sum or not, times a factor. A correction bias acts on the choice alone.
+
+    Which of these it is, a comparison with the live router on random hidden states shows. ValueError: none of them.
+    """
+
+    def __init__(self, layer: MoELayer, dtype: torch.dtype) -> None:
+        module = layer.router
+        self.linear = next((getattr(module, name) for name in ("classifier", "gate", "wg") if hasattr(module, name)),
+                           module)
+        holders = [module, layer.block, getattr(module, "moe_statics", None)]
+        self.correction = next((bias.detach().flatten() for holder in holders for name in CORRECTIONS
+                                if (bias := getattr(holder, name, None)) is not None), None)
+        weight, self.factor = self.linear.weight, 1.0
+        x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
+        ids, weights = layer.routing(layer.ask(x))
+        self.K = ids.shape[1]
+        wanted = torch.zeros(PROBE, layer.E + 1).to(weights).scatter(1, ids, weights).float()
+        for self.dtype, self.activation, self.normalise in product(
+                dict.fromkeys((weight.dtype, torch.float32)), (torch.softmax, _sigmoid), (False, True)):
+            chosen, weighed = self(x)
+            mine = torch.zeros_like(wanted).scatter(1, chosen, weighed.float())
+            factor = (wanted.sum() / mine.sum()).item()
+            if torch.equal(mine > 0, wanted > 0) and torch.allclose(factor * mine, wanted, rtol=2 ** -6, atol=1e-6):
+                self.factor = factor
+                return
+        raise ValueError(f"{layer.name}: its {type(module).__name__} chooses or weighs experts in another way; "
+                         f"cache-aware routing is for routers that take the K best of all logits")
+
+    def __call__(self, x: Tensor, favour: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+        """Route x [T, H] with `favour` [E] added to the logits that are compared: ids and weights [T, K]."""
+        bias = getattr(self.linear, "bias", None)
+        logits = F.linear(x.to(self.dtype), self.linear.weight.to(self.dtype),
+                          None if bias is None else bias.to(self.dtype)).float()
+        scores = self.activation(logits + favour, -1)
+        ids = (scores if self.correction is None else scores + self.correction).topk(self.K).indices
+        weights = self.activation(logits, -1).gather(1, ids)
+        return ids, self.factor * (weights / weights.sum(-1, keepdim=True) if self.normalise else weights)
+
+
+def _sigmoid(x: Tensor, _: int) -> Tensor:
+    return x.sigmoid()
 
 
 class CacheAwareRouting(AbstractContextManager):
@@ -47,11 +98,8 @@ class CacheAwareRouting(AbstractContextManager):
                              'it: use executor="fast"')
         self.requests = self.hits = self.changed = 0
         self._inputs: dict[int, Tensor] = {}
-        routers = [LinearRouter.of(layer, model.config) if margin else None for layer in layers]
-        for layer, router in zip(layers, routers):
-            if margin and (not isinstance(router.rule, TopK) or router.rule.groups is not None):
-                raise ValueError(f"{layer.name}: its router chooses by {router.rule}; cache-aware routing is for "
-                                 f"routers that take the K best of all logits")
+        with torch.no_grad():
+            routers = [Router(layer, model.dtype) if margin else None for layer in layers]
         with Patches() as patches:
             for layer, router in zip(layers, routers):
                 patches.hook(layer.router.register_forward_pre_hook,
@@ -72,7 +120,7 @@ class CacheAwareRouting(AbstractContextManager):
         return self.hits / self.requests if self.requests else math.nan
 
     @torch.no_grad()
-    def _before(self, layer: MoELayer, router: LinearRouter | None, _: nn.Module, args: tuple, kwargs: dict[str, Any]
+    def _before(self, layer: MoELayer, router: Router | None, _: nn.Module, args: tuple, kwargs: dict[str, Any]
                 ) -> tuple[tuple, dict[str, Any]] | None:
         seen = self._inputs.pop(layer.index, None)
         if not self.engine.decoding or seen is None:
