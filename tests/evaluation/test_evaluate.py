@@ -2,7 +2,6 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +10,6 @@ import pytest
 import moelab
 from moelab.__main__ import main
 from moelab.evaluation import accuracy, evaluate, lm_eval_adapter, scores
-from moelab.registry import make
-from moelab.experts.quantization import Quantized
-from moelab.models import plug, plugged
 from tests.evaluation.test_accuracy import wrong_experts
 
 QUICK = ["--limit", "4", "--tokens", "64"]

@@ -18,7 +18,7 @@ from moelab.offloading.link import Link, PinnedReader, host_memory
 from moelab.store.layout import PARTS, ExpertStore, StoreError
 from moelab.store.reader import Reader
 from tests.models import tiny
-from tests.offloading.test_offload import assert_equal, generate, of_eager
+from tests.offloading.test_offload import generate
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
