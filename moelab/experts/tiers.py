@@ -10,7 +10,7 @@ Tiers lie in a geometric sequence, which the paper does not say, its example apa
 capacity", §1). `slack` scales all capacities: less drops more tokens, more pads more. Where loads vary much, 1 gives
 the drops and padding of NPUMoE's Table 3 (10–22 %, 32–37 %); the shipped small model drops that much at 0.75.
 
-    counts [E] or [L, E]     tokens: how many tokens were counted     loads [n, L, E]: tokens in each of n chunks
+    counts [E] or [L, E]     tokens: how many tokens were counted
     capacity [E], each one of `levels`, multiples of 16 (NPUMoE §3.2)
 """
 
@@ -67,20 +67,6 @@ def capacity_tiers(counts: Any, tokens: int, chunk: int, *, levels: int = 3, rul
     return [_tiers(wanted, low, low * ratio, chunk, levels) for wanted, low, ratio in zip(expected, base, r)]
 
 
-def capacity_tiers_of_loads(loads: Any, chunk: int, *, quantile: float = 0.9) -> list[Tiers]:
-    """Tiers of every layer that hold each expert's load in a share `quantile` of the calibrated chunks (our addition).
-
-    loads : [n, L, E], `calibration.chunk_loads(trace, chunk)`.
-    """
-    loads = np.asarray(loads)
-    if loads.ndim != 3 or not len(loads):
-        raise ValueError(f"loads are chunks by layers by experts, [n, L, E] with n ≥ 1, not {list(loads.shape)}")
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile is {quantile}; it must lie between 0 and 1")
-    wanted = np.quantile(loads, quantile, axis=0, method="inverted_cdf").astype(float)     # a load that occurred
-    return [_tiers(row, row.mean(), row.max(), chunk) for row in wanted]
-
-
 def form_groups(tiers: Tiers, counts: Any, size: int, max_experts: int | None = None,
                 experts: Iterable[int] | None = None) -> list[Group]:
     """Groups from the largest tier to the smallest, within a tier from hot to cold (NPUMoE §4.2, §4.3).
@@ -110,7 +96,7 @@ def round_up(n: float, multiple: int) -> int:
     return max(-int(-n // multiple), 1) * multiple
 
 
-def _tiers(wanted: Sequence[float], low: float, high: float, chunk: int, levels: int = 3) -> Tiers:
+def _tiers(wanted: Sequence[float], low: float, high: float, chunk: int, levels: int) -> Tiers:
     """Levels low · (high/low)^(j/(levels − 1)), and for each wanted load the smallest level that holds it."""
     if levels < 1:
         raise ValueError(f"levels={levels} must be at least 1")

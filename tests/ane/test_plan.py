@@ -15,7 +15,7 @@ from moelab.ane.plan import FORMAT, MAX_GRAPH_BYTES, ANEPlan, attention_params, 
 from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, OPERATORS, SYSTEMS, TABLE_2, why_no_graph
 from moelab.calibration import loads_of_ids
-from moelab.experts.tiers import capacity_tiers, capacity_tiers_of_loads
+from moelab.experts.tiers import capacity_tiers
 from moelab.specs import MoESpec
 from tests.depth import depth
 
@@ -180,9 +180,9 @@ def test_assumed_loads_are_possible(skew):
     assert (loads != assumed_loads(QWEN, 64, 4, skew, seed=1)).any()
 
 
-def test_tiers_may_come_from_chunks():
+def test_tiers_may_be_given():
     loads = assumed_loads(SMALL, 64, 10)
-    tiers = capacity_tiers_of_loads(loads, 64, quantile=1.0)
+    tiers = capacity_tiers(loads.sum(0), 640, 64, slack=9.0)
     plan = make_plan(SMALL, loads.sum(0), 640, 64, tiers=tiers)
     assert [layer.tiers for layer in plan.layers] == tiers and count(plan, loads).drop_rate == 0
     assert [layer.tiers for layer in make_plan(SMALL, loads.sum(0), 640, 64).layers] == capacity_tiers(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.experts.tiers import (Group, Tiers, capacity_tiers, capacity_tiers_of_loads, form_groups, round_up)
+from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
 
 counts_strategy = st.lists(st.integers(0, 1000), min_size=1, max_size=24).filter(any)
 
@@ -65,16 +65,6 @@ def test_more_slack_drops_less_and_pads_more():
     assert slots == sorted(slots) and slots[0] < slots[-1]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 9), st.floats(0, 1), st.integers(0, 2 ** 31))
-def test_tiers_of_loads_hold_that_share_of_the_chunks(n, E, quantile, seed):
-    loads = np.random.default_rng(seed).integers(0, 65, size=(n, 2, E))
-    for l, tiers in enumerate(capacity_tiers_of_loads(loads, 64, quantile=quantile)):
-        for e in range(E):
-            held = sum(load <= tiers.capacity[e] for load in loads[:, l, e])
-            assert held >= quantile * n - 1e-9 and tiers.capacity[e] % 16 == 0
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([16, 48, 128]), st.integers(0, 50)), min_size=1, max_size=40),
        st.sampled_from([1, 2, 4, 8, 16]), st.one_of(st.none(), st.integers(1, 20)))
@@ -110,8 +100,6 @@ def test_rounding_up():
     (lambda: capacity_tiers([[1, 2], [0, 0]], 3, 256), "layer 1"),
     (lambda: capacity_tiers([1, -2], 3, 256), "not negative"),
     (lambda: capacity_tiers([1, 2], 3, 256, levels=0), "levels=0"),
-    (lambda: capacity_tiers_of_loads(np.ones((2, 3)), 256), r"\[n, L, E\]"),
-    (lambda: capacity_tiers_of_loads(np.ones((2, 3, 4)), 256, quantile=2), "quantile is 2"),
     (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2, 3], 2), r"\[2\]"),
     (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2], 0), "size=0")])
 def test_bad_input_is_told(call, told):
