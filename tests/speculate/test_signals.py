@@ -8,7 +8,7 @@ import torch
 import moelab
 from moelab import open_model
 from moelab.models import discover, eager, plug
-from moelab.models.stream import streams
+from moelab.models.stream import Stream, streams
 from moelab.recording import record
 from moelab.speculate.signals import DefaultVectors, default_vectors, quasi_hidden
 
@@ -100,6 +100,35 @@ def test_layer_default_and_q_are_their_definitions(measured):
                 eps = getattr(norm, "variance_epsilon", None) or norm.eps
                 x = x / (x.square().mean() + eps).sqrt() * norm.weight
             torch.testing.assert_close(got_q[t], x, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("between", [0, 1, 3])
+def test_q_passes_what_lies_between_by_the_relation_of_each_layer(between):
+    """r' = α r + β d around the layer, r' = α r around those in between, and γ r' from each to the next: a loop."""
+    rng, H = torch.Generator().manual_seed(between), 6
+    norm = torch.nn.LayerNorm(H)
+    path = [Stream(None, None, norm, "block", None, 1.0, *(0.5 + torch.rand(3, generator=rng)).tolist())
+            for _ in range(between + 2)]
+    r, d = torch.randn(2, 4, H, generator=rng).double().unbind(0)
+    norm.double()
+    x = path[0].keep * r + path[0].gain * d
+    for stream in path[1:]:
+        x = stream.carry * x
+        last, x = x, stream.keep * x
+    with torch.no_grad():
+        torch.testing.assert_close(quasi_hidden(path, r, d), norm(last))
+
+
+@torch.no_grad()
+def test_default_vectors_have_the_factor_of_all_experts(tiny_model):
+    """Of a model that multiplies the sum of its experts, by 2.5 here: d are their mean outputs times that."""
+    model = tiny_model("beam")
+    vectors, found = default_vectors(model, PROMPTS), outputs_one_by_one(
+        model, record(model, PROMPTS, hidden=True, batch_size=1))
+    assert found and model.config.routed_scaling_factor == 2.5
+    for (layer, expert), ys in found.items():
+        torch.testing.assert_close(vectors.d[layer, expert].double(), 2.5 * torch.stack(ys).mean(0), rtol=1e-4,
+                                   atol=1e-6)
 
 
 def test_with_the_true_outputs_the_layer_default_is_the_blocks_output(tiny_model):
