@@ -80,6 +80,15 @@ def test_every_tensor_counts_and_so_does_the_config(mixtral, tmp_path):
     assert len(found) == len(keys) + 3
 
 
+@pytest.mark.parametrize("change", [lambda t: t.view(torch.float16), lambda t: t.view(torch.int16),
+                                    lambda t: t.reshape(t.shape[::-1])], ids=["float16", "int16", "shape"])
+def test_the_same_bytes_of_another_dtype_or_shape_are_another_model(mixtral, tmp_path, change):
+    source, _ = mixtral
+    keys = [key for key, w in load_file(source / "model.safetensors").items() if len({*w.shape}) == 2]
+    found = {identity_of(fine_tune(source, tmp_path / str(i), key, change)) for i, key in enumerate(keys[:3])}
+    assert len(found | {identity_of(source)}) == 4
+
+
 def test_a_model_that_was_changed_is_another_one_and_a_copy_is_the_same(mixtral):
     model = open_model(mixtral[0])
     first = identity(model)

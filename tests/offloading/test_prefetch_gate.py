@@ -120,6 +120,15 @@ def test_a_disturbed_token_moves_no_comparison():
     assert gained([*tokens[:-1], (7, 100.0)], 3, 1.3) == pytest.approx(0, abs=0.12)
 
 
+@pytest.mark.parametrize("each, counted", [(1.0, -2 * RISK), (-4e-3, 2 * RISK), (0.0, 0.0)])
+def test_one_trial_counts_for_no_more_than_twice_the_risk(each, counted):
+    """A token that takes a hundred times as long, or half, may have been disturbed."""
+    run = Run(each=each)
+    while not run.token([1.0] * 3)[3]:
+        assert run.gate.gain == -RISK
+    assert run.gate.gain == pytest.approx((counted - RISK) / 2)
+
+
 @settings(deadline=None, max_examples=15)
 @given(st.floats(0, 1e-3), st.integers(0, 99))
 def test_no_generation_however_short_takes_a_hundredth_longer_than_on_demand(each, seed):
