@@ -372,7 +372,7 @@ def leave_out(model: nn.Module) -> None:
         else:
             for name in experts.shapes:
                 delattr(experts, name)
-        experts._is_hf_initialized = True       # nothing here for transformers to initialise
+        experts._is_hf_initialized = layer.block._is_hf_initialized = True     # nothing for transformers to initialise
         experts.__class__ = seam_class(type(experts))
 
 
