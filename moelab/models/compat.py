@@ -1,31 +1,45 @@
 """The one file that uses what is not public API of transformers (5.20 to 5.23).
 
-A model class and a meta-device twin for a config; construction with some classes replaced, which is how a model comes
-into being without its experts; the key renaming and weight conversion of any hub checkpoint.
+A model class and a meta-device twin for a config; construction and loading that change nothing global, so that other
+threads may use transformers meanwhile; the key renaming and weight conversion of any hub checkpoint.
 """
 
 from __future__ import annotations
 
 import re
-import sys
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from moelab.store import packings
+
+_lock = threading.RLock()
+
+
+def once(function: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that is called the first time only, by one thread while others wait for its result."""
+    found = cache(function)
+
+    @wraps(function)
+    def locked() -> Any:
+        with _lock:
+            return found()
+    return locked
 
 
 def model_class(config: Any) -> type:
     """The generating class for a config, whole: causal language model, encoder-decoder, or multimodal model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
-    import_losses()
     autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
     for auto in reversed(autos) if config.get_text_config() is not config else autos:
         found = auto._model_mapping.get(type(config), None)
@@ -35,47 +49,96 @@ def model_class(config: Any) -> type:
                      f"language models, encoder-decoders, and those that read images and write text")
 
 
+class _NewTensors(TorchFunctionMode):
+    """Within the block, in this thread, floating-point numbers that follow from none are of this dtype, unless another
+    is given: what `torch.set_default_dtype` does for all threads."""
+
+    asked = (Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        made, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        if not isinstance(made, Tensor) or not made.is_floating_point() or made.dtype == self.dtype \
+                or kwargs.get("dtype") is not None or func in self.asked:
+            return made
+        given = [*kwargs.values()]
+        for value in args:
+            given += value if isinstance(value, list | tuple) else [value]
+        known = (value.is_floating_point() if isinstance(value, Tensor) else hasattr(value, "dtype") for value in given)
+        return made if any(known) else made.to(self.dtype)
+
+
+@once
+def _tie_weights() -> Callable[..., None]:
+    """transformers' own `tie_weights`, which each of its `from_pretrained` switches off for all threads meanwhile."""
+    from transformers import PreTrainedModel
+    while (found := PreTrainedModel.tie_weights).__name__ != "tie_weights":
+        time.sleep(0.001)
+    return found
+
+
 @cache
-def import_losses() -> None:
-    """Import the losses that every model class imports without scipy.optimize, 20 MB that only detectors' losses use:
-    it is imported when they call it."""
-    from transformers import utils
+def _private(cls: type) -> type:
+    """A model class whose models are constructed without changing anything that other threads see.
 
-    def linear_sum_assignment(*args: Any, **options: Any) -> Any:
-        from scipy import optimize
-        return optimize.linear_sum_assignment(*args, **options)
+    `from_pretrained` does that within contexts that set torch's default dtype and methods of `PreTrainedModel`.
+    """
+    def __init__(self: Any, config: Any, finish: Callable[[Any], object] = lambda model: None) -> None:
+        self._constructed = False
+        cls.__init__(self, config)
+        for module in self.modules():
+            if type(module).__name__ == "NllbMoeSinusoidalPositionalEmbedding":     # asks torch for its default dtype
+                module.weights = module.weights.to(self.dtype)
+        finish(self)
+        self._constructed = True
 
-    asked, utils.is_scipy_available = utils.is_scipy_available, lambda: False
-    try:
-        from transformers.loss import loss_utils as losses
-    finally:
-        utils.is_scipy_available = asked
-    package = losses.__name__.removesuffix("loss_utils")
-    for module in [vars(module) for name, module in sys.modules.items() if name.startswith(package)]:
-        if "is_scipy_available" in module:
-            module["is_scipy_available"] = asked
-            module.setdefault("linear_sum_assignment", linear_sum_assignment)
+    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self._constructed:
+            _tie_weights()(self, *args, **kwargs)
+
+    def get_init_context(_: type, dtype: torch.dtype, *_args: Any) -> list[Any]:
+        return [torch.device("meta"), _NewTensors(dtype)]
+
+    return type(cls.__name__, (cls,), {
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__init__": __init__,
+        "tie_weights": tie_weights, "get_init_context": classmethod(get_init_context)})
+
+
+def _public(model: Any) -> Any:
+    """A model of a private class, as one of transformers' own."""
+    del model._constructed
+    model.__class__ = type(model).__base__
+    return model
 
 
 def meta_twin(config: Any) -> torch.nn.Module:
     """The whole model without any memory behind it (the meta device), unquantised."""
     config = deepcopy(config)
     config.__dict__.pop("quantization_config", None)
-    with torch.device("meta"):
-        return model_class(config)._from_config(config)
+    for part in config.sub_configs:
+        if (of := getattr(config, part)) is not None:
+            of.dtype = config.dtype
+    with torch.device("meta"), _NewTensors(config.dtype or torch.float32):
+        model = _private(model_class(config))(config)
+    model.tie_weights(recompute_mapping=False)
+    return _public(model)
 
 
-@contextmanager
-def classes_replaced(classes: Iterable[type], replacement: Callable[[type], type]) -> Iterator[None]:
-    """Within the block, the modules that define `classes` construct `replacement(cls)` instead of `cls`."""
-    homes = [(sys.modules[cls.__module__], cls) for cls in classes]
-    try:
-        for module, cls in homes:
-            setattr(module, cls.__name__, replacement(cls))
-        yield
-    finally:
-        for module, cls in homes:
-            setattr(module, cls.__name__, cls)
+def load(config: Any, tensors: dict[str, Any], dtype: torch.dtype, finish: Callable[[Any], object]
+         ) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """(the model of a config with these tensors, what transformers reports), by transformers' `from_pretrained`.
+
+    Given tensors and no folder, it looks for nothing else there: no adapters, other weights or code.
+
+    finish : is given the model before its tensors are looked up, on the meta device.
+    """
+    model, report = _private(model_class(config)).from_pretrained(
+        None, finish=finish, config=_readable(config), state_dict=tensors, dtype=dtype,
+        experts_implementation="eager", output_loading_info=True, trust_remote_code=False)
+    return _public(model), report
 
 
 def quantisation(config: Any) -> str | None:
@@ -107,43 +170,52 @@ def quantizer_for(config: Any):
     if getattr(config, "quantization_config", None) is None:
         return None
     from transformers.quantizers.auto import get_hf_quantizer
-    with without_packages():
-        return get_hf_quantizer(dequantising(deepcopy(config)), None, device_map=None, weights_only=True,
-                                user_agent={})[0]
+    return get_hf_quantizer(_readable(dequantising(deepcopy(config))), None, device_map=None, weights_only=True,
+                            user_agent={})[0]
 
 
 #: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and their packages
 PACKED = ("compressed-tensors", "gptq", "awq")
 
 
-@contextmanager
-def without_packages() -> Iterator[None]:
-    """Within the block, FP8 is read without the package accelerate, which transformers asks for and, to dequantise,
-    does not use; and `PACKED` without their packages."""
-    from transformers.quantizers import auto, quantizer_finegrained_fp8 as fp8
-    tables = (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING)
-    asked, before = fp8.is_accelerate_available, [dict(table) for table in tables]
-    fp8.is_accelerate_available = lambda: True
-    for table, own in zip(tables, _quantizer()):
-        table.update(dict.fromkeys(PACKED, own))
-    try:
-        yield
-    finally:
-        fp8.is_accelerate_available = asked
-        for table, old in zip(tables, before):
-            table.update(old)
+def _readable(config: Any) -> Any:
+    """The config for quantisers of our own, where transformers' want packages that dequantising does not use."""
+    method = quantisation(config)
+    if method != "fp8" and method not in PACKED:
+        return config
+    _register_quantizers()
+    config, fields = copy(config), config.quantization_config
+    fields = dict(fields if isinstance(fields, dict) else fields.to_dict())
+    config.quantization_config = fields | {"quant_method": FP8} if method == "fp8" else {
+        "quant_method": UNPACKED, "fields": fields}
+    return config
 
 
-@cache
-def _quantizer() -> tuple[type, type]:
-    """The classes of a quantisation config and of a quantizer that dequantises `PACKED` while a model is loaded."""
+#: names under which transformers knows our quantisers
+FP8, UNPACKED = "moelab-fp8", "moelab-unpacked"
+
+
+@once
+def _register_quantizers() -> None:
+    """Tell transformers of a quantiser that dequantises FP8 without the package accelerate, which its own asks for, and
+    of one that dequantises `PACKED`, while a model is loaded."""
     from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils.quantization_config import FineGrainedFP8Config, QuantizationConfigMixin
 
+    @register_quantizer(FP8)
+    class Dequantizer(FineGrainedFP8HfQuantizer):
+        def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    register_quantization_config(FP8)(FineGrainedFP8Config)
+
+    @register_quantization_config(UNPACKED)
     class PackedConfig(QuantizationConfigMixin):
-        def __init__(self, **fields: Any) -> None:
-            vars(self).update(fields, dequantize=True)
+        def __init__(self, quant_method: str, fields: dict[str, Any]) -> None:
+            self.quant_method, self.fields, self.dequantize = quant_method, fields, True
 
     class Dequantize(ConversionOps):
         """The tensors of each layer become its weight, one for each expert where they come in lists."""
@@ -168,10 +240,11 @@ def _quantizer() -> tuple[type, type]:
                 return tensors["weight"]                        # not quantised
             return packings.dequantize(*self.hf_quantizer.scheme, tensors)
 
+    @register_quantizer(UNPACKED)
     class Quantizer(HfQuantizer):
         def __init__(self, config: QuantizationConfigMixin, **options: Any) -> None:
             super().__init__(config, **options)
-            self.scheme = packings.scheme(vars(config))
+            self.scheme = packings.scheme(config.fields)
             self.serialized_names = {"weight": ["weight", *(
                 name for name in packings.KINDS[self.scheme[0]][0] if name != "weight")]}
 
@@ -182,8 +255,6 @@ def _quantizer() -> tuple[type, type]:
             pass
 
         is_trainable, is_serializable = False, lambda self: False
-
-    return PackedConfig, Quantizer
 
 
 def share_conversion(model_type: str, like: str) -> None:

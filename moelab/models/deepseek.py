@@ -5,15 +5,12 @@ The published checkpoint brings its own code; this is the same network out of tr
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from moelab.models.compat import import_losses, share_conversion
+from moelab.models.compat import once, share_conversion
 
 
-@lru_cache(maxsize=1)
+@once
 def register() -> None:
     """Make AutoConfig and AutoModelForCausalLM know `deepseek`, and transformers how its checkpoint is laid out."""
-    import_losses()
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
-from moelab.models.seam import banks, discover, external_class, plug
+from moelab.models.seam import banks, discover, leave_out, plug
 from moelab.files import from_hub, small_model
 from moelab.specs import MoESpec
 from moelab.store.headers import read_json
@@ -68,8 +69,7 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     outside = experts == "external" or checkpoint.store is not None
     left_out = plan.ignored | (plan.expert_keys if outside else set())
     with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be made of its checkpoint"):
-        with compat.classes_replaced({type(layer.experts) for layer in plan.layers} if outside else (), external_class):
-            model = _load(compat.model_class(config), checkpoint, config, dtype, left_out)
+        model = _load(checkpoint, config, dtype, left_out, leave_out if outside else lambda model: None)
     if outside:
         source = CheckpointExperts(checkpoint, config, model.dtype, device or "cpu", plan)
         if experts == "external":
@@ -83,11 +83,9 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     return model.to(device).eval() if device is not None else model.eval()
 
 
-def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, left_out: set[str]) -> Any:
-    """The model with the checkpoint's tensors but those left out.
-
-    Given tensors and no folder, transformers looks for nothing else there: no adapters, other weights or code.
-    """
+def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, left_out: set[str],
+          finish: Callable[[Any], object]) -> Any:
+    """The model with the checkpoint's tensors but those left out; `finish` as of `compat.load`."""
     from safetensors import safe_open
     from transformers import GenerationConfig
     from transformers.utils import logging
@@ -98,10 +96,7 @@ def _load(cls: type, checkpoint: Checkpoint, config: Any, dtype: torch.dtype, le
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with compat.without_packages():
-            model, report = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype,
-                                                experts_implementation="eager", output_loading_info=True,
-                                                trust_remote_code=False)
+        model, report = compat.load(config, tensors, dtype, finish)
     finally:
         if bars:
             logging.enable_progress_bar()

@@ -335,6 +335,9 @@ class _SwitchExperts(SeamExperts):
     def resident(self) -> bool:
         return len(self) > 0
 
+    def __getitem__(self, key: str) -> nn.Module:
+        return super().__getitem__(key) if self.resident else self._template[0]
+
     def own(self, expert: int) -> Weights:
         return dict(self[f"expert_{expert}"].named_parameters())
 
@@ -357,29 +360,20 @@ KINDS = {"Llama4TextExperts": _Llama4Experts, "SwitchTransformersExperts": _Swit
          "OpenAIPrivacyFilterExperts": _ComputesInFP32}
 
 
-@lru_cache(maxsize=None)
-def external_class(cls: type) -> type:
-    """A `SeamExperts` subclass that is constructed without parameters, for opening a model without its experts."""
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with torch.device("meta"):
-            cls.__init__(self, *args, **kwargs)
-        self.shapes = guard.shapes(self)
-        if isinstance(self, nn.ModuleDict):
+def leave_out(model: nn.Module) -> None:
+    """Take the experts' parameters out of a model that has just been constructed, to open it without them."""
+    for layer in discover(model):
+        experts = layer.experts
+        experts.shapes = guard.shapes(experts)
+        if isinstance(experts, nn.ModuleDict):
             # One expert without memory stands for all: in a tuple, so that it is no submodule.
-            self._template = (self["expert_0"],)
-            self.clear()
+            experts._template = (experts["expert_0"],)
+            experts.clear()
         else:
-            for name in self.shapes:
-                delattr(self, name)
-        self._is_hf_initialized = True          # nothing here for transformers to initialise
-
-    def __getitem__(self, key: str) -> nn.Module:
-        return self._template[0] if hasattr(self, "_template") else nn.ModuleDict.__getitem__(self, key)
-
-    members = {"__init__": __init__, "stock": cls}
-    if issubclass(cls, nn.ModuleDict):
-        members["__getitem__"] = __getitem__
-    return type("External" + cls.__name__, (seam_class(cls),), members)
+            for name in experts.shapes:
+                delattr(experts, name)
+        experts._is_hf_initialized = layer.block._is_hf_initialized = True     # nothing for transformers to initialise
+        experts.__class__ = seam_class(type(experts))
 
 
 # -------------------------------------------------------------------------------------------------------- executors

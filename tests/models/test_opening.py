@@ -37,15 +37,10 @@ def test_the_small_model_opens_by_default():
     assert model(torch.tensor([text])).logits.shape == (1, len(text), model.config.vocab_size)
 
 
-def test_a_config_imports_no_model_and_a_model_no_optimizers_before_they_match():
-    code = ("import sys, torch, moelab; moelab.models.checkpoint.load_config(moelab.files.small_model())\n"
-            "print('transformers.modeling_utils' in sys.modules)\n"
-            "moelab.open_model()\n"
-            "print('scipy.optimize' in sys.modules)\n"
-            "from transformers.loss.loss_for_object_detection import linear_sum_assignment as match\n"
-            "print(match(torch.tensor([[4., 1, 3], [2, 0, 5], [3, 2, 2]]))[1].tolist())")
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split("\n")[:3] == ["False", "False", "[1, 0, 2]"]      # 1 + 2 + 2 is the least
+def test_a_config_imports_no_model():
+    code = ("import sys, moelab; moelab.models.checkpoint.load_config(moelab.files.small_model())\n"
+            "print('transformers.modeling_utils' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_resident_is_plain_transformers(tmp_path):
