@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from moelab.configs import quantisation
 from moelab.store import packings
 
 
@@ -76,13 +77,6 @@ def classes_replaced(classes: Iterable[type], replacement: Callable[[type], type
     finally:
         for module, cls in homes:
             setattr(module, cls.__name__, cls)
-
-
-def quantisation(config: Any) -> str | None:
-    """How a checkpoint is quantised, by transformers' name ("mxfp4", "fp8", …)."""
-    quantised = getattr(config, "quantization_config", None)
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-    return getattr(method, "value", method)
 
 
 def dequantising(config: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from moelab.configs import spec_from_config
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint, blamed, load_config
+from moelab.models.checkpoint import Checkpoint, blamed
 from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
@@ -28,7 +28,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spi
 def examine(name_or_path: str | Path | None) -> Examined:
     """Find a model and check that it is complete, as `open_model` does; reads headers only. Raises what that raises."""
     checkpoint = Checkpoint.at(find(name_or_path))
-    config = compat.dequantising(load_config(checkpoint.folder))
+    config = checkpoint.config()
     with blamed(checkpoint.folder / "config.json", "its values make no sense", passing=ValueError):
         spec = spec_from_config(config, name=model_name(name_or_path, checkpoint.folder))
     plan = complete(checkpoint, config)
