@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -275,13 +275,24 @@ def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: Any, quantizer
     """The parameters that a plan makes, by full name, from its sources by pattern: a tensor or a list of them each."""
     if plan.converter is None:
         return {plan.target: next(iter(tensors.values()))}
+    tensors = {pattern: found if isinstance(found, list) else [found] for pattern, found in tensors.items()}
+    if quantizer is None:
+        dtype = widest({tensor.dtype for found in tensors.values() for tensor in found})
+        tensors = {pattern: [tensor.to(dtype) for tensor in found] for pattern, found in tensors.items()}
     converter = copy(plan.converter)
     converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)      # all of its state
     for pattern, found in tensors.items():
-        for tensor in found if isinstance(found, list) else [found]:
+        for tensor in found:
             converter.add_tensor(plan.target, pattern, pattern, tensor)
     made = converter.convert(plan.target, model=twin, config=twin.config, hf_quantizer=quantizer)
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """The least type that has all numbers of these; beside others, those of one byte count as the bf16 that has theirs.
+    """
+    wide = {torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes}
+    return reduce(torch.promote_types, wide if len(dtypes) > 1 else dtypes)
 
 
 def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: torch.nn.Module,

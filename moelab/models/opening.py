@@ -61,7 +61,7 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     if checkpoint.store is not None:
         check_weights(checkpoint.store)
     if dtype == "auto" and plan.narrowed:
-        more = f" and {len(plan.narrowed) - 1} kinds more" if len(plan.narrowed) > 1 else ""
+        more = f" and {len(plan.narrowed) - 1:,} tensors more" if len(plan.narrowed) > 1 else ""
         warnings.warn(f"{checkpoint.folder} stores {plan.narrowed[0]}{more} more precisely than transformers computes "
                       f"with it, in the {config.dtype} that config.json asks for", stacklevel=2)
     dtype = found.dtype(dtype)
