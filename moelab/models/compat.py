@@ -109,6 +109,9 @@ def quantizer_for(config: Any):
 #: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and their packages
 PACKED = ("compressed-tensors", "gptq", "awq")
 
+#: experts that checkpoints stack, and that are quantised one by one as linear layers: whether the stack is transposed
+APART = {"Llama4TextExperts": True, "Qwen3VLMoeTextExperts": False}
+
 
 @contextmanager
 def without_packages() -> Iterator[None]:
@@ -131,7 +134,8 @@ def without_packages() -> Iterator[None]:
 @cache
 def _quantizer() -> tuple[type, type]:
     """The classes of a quantisation config and of a quantizer that dequantises `PACKED` while a model is loaded."""
-    from transformers.core_model_loading import ConversionOps
+    from transformers.core_model_loading import (Concatenate, ConversionOps, MergeModulelist, Transpose,
+                                                 WeightConverter)
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -171,6 +175,16 @@ def _quantizer() -> tuple[type, type]:
 
         def get_load_operations(self) -> dict[str, type]:
             return {"dequantize": Dequantize}
+
+        def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
+            for kind in {type(module).__name__ for module in model.modules()} & APART.keys():
+                steps = [Transpose(1, 2)] * APART[kind]
+                weight_conversions = [
+                    *weight_conversions,
+                    WeightConverter(["experts.*.gate_proj.weight", "experts.*.up_proj.weight"], "experts.gate_up_proj",
+                                    [MergeModulelist(0), Concatenate(1), *steps]),
+                    WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [MergeModulelist(0), *steps])]
+            return super().update_weight_conversions(weight_conversions, model)
 
         def _convert_model_for_quantization(self, model: Any) -> None:
             pass

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from moelab.configs import quantisation
 from moelab.models import compat
 from moelab.models.checkpoint import COUNTS, FLOATS, Checkpoint, blamed
 from moelab.models.seam import MoELayer, banks, discover
@@ -90,7 +91,7 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
         raise ValueError(f"{checkpoint.folder} is not complete: {error}; download what is missing, or check "
                          f"config.json") from error
     parameters = twin.state_dict()
-    if compat.quantisation(config) == "fp8":
+    if quantisation(config) == "fp8":
         _scales(checkpoint, plans, quantizer.quantization_config.weight_block_size)
     made = {name for plan in plans.values() for name in _made(checkpoint, plan, parameters, twin, quantizer)}
     made |= _experts_of_store(checkpoint, layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.verify import check_weights
 
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+#: files of which one at least makes a tokenizer, and the package that reads it if transformers alone does not
+TOKENIZERS = {"tokenizer.json": "", "tokenizer_config.json": "", "vocab.json": "", "tokenizer.model": "sentencepiece",
+              "spiece.model": "sentencepiece", "tiktoken.model": "tiktoken", "tekken.json": "mistral_common"}
 
 
 def examine(name_or_path: str | Path | None) -> Examined:
@@ -47,7 +50,7 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
         slowly, until another source is plugged in (`moelab.models.plug`).
     dtype : of the weights; "auto" takes what config.json says, or else the checkpoint's.
 
-    Returns a transformers model in eval mode, with `.tokenizer` (None if the checkpoint has none) and `.spec`.
+    Returns a transformers model in eval mode, with `.tokenizer` (None if it has none that can be read) and `.spec`.
 
     Raises FileNotFoundError: no such folder, or a hub id that can be had neither from the cache nor the network.
     Raises ValueError: a dense model, an unknown architecture, a damaged or hostile file, an unknown `experts`; a tensor
@@ -57,7 +60,11 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
         raise ValueError(f"experts is {experts!r}; it must be 'resident' or 'external'")
     found = name_or_path if isinstance(name_or_path, Examined) else examine(name_or_path)
     checkpoint, config, plan = found.checkpoint, found.config, found.plan
-    tokenizer = _load_tokenizer(checkpoint.folder)
+    try:
+        tokenizer = load_tokenizer(checkpoint.folder)
+    except (ValueError, OSError) as error:              # token ids will do
+        tokenizer = None
+        warnings.warn(f"the model is opened without a tokenizer: {error}", stacklevel=2)
     if checkpoint.store is not None:
         check_weights(checkpoint.store)
     if dtype == "auto" and plan.narrowed:
@@ -160,28 +167,35 @@ def spec_of(model: torch.nn.Module) -> MoESpec:
 
 
 def require_tokenizer(name_or_path: str | Path | None) -> None:
-    """Refuse a model that has no tokenizer before anything of it is loaded. Raises ValueError; as `examine`."""
+    """Refuse a model whose prompts nothing here can read, before its weights are. Raises ValueError; as `examine`."""
     folder = Checkpoint.at(find(name_or_path)).folder
-    if not has_tokenizer(folder):
-        raise ValueError(f"{name_or_path} has no tokenizer, so no prompt can be given to it: put {TOKENIZERS[0]} and "
-                         f"{TOKENIZERS[1]} into {folder}")
+    if load_tokenizer(folder) is None:
+        raise ValueError(f"{name_or_path} has no tokenizer, so no prompt can be given to it: put tokenizer.json and "
+                         f"tokenizer_config.json into {folder}")
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in TOKENIZERS)
-
-
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a checkpoint, None if it has none. Raises ValueError, saying why, for one that cannot be read."""
     from transformers import AutoTokenizer
-    if not has_tokenizer(folder):
+    if not (files := [name for name in TOKENIZERS if (folder / name).exists()]):
         return None
     settings = folder / "tokenizer_config.json"
-    named = str(read_json(settings).get("fast_tokenizer_files", "")) if settings.is_file() else ""
+    said = read_json(settings) if settings.is_file() else {}
+    named = str(said.get("fast_tokenizer_files", ""))
     if "/" in named or "\\" in named:
         raise ValueError(f"{settings} names {named[:80]}, outside the folder; nothing of the kind is read. Remove "
                          f"fast_tokenizer_files")
-    with blamed(folder, "its tokenizer cannot be read"):
+    why = "its tokenizer cannot be read, so the model takes token ids only"
+    if "tokenizer.json" not in files:
+        if "auto_map" in said:
+            raise ValueError(f"{folder}: {why}: it is code of its own (auto_map), which is never run here; put a "
+                             f"tokenizer.json there")
+        if absent := [name for name in map(TOKENIZERS.get, files) if name and not find_spec(name)]:
+            why += f"; install {absent[0]}"
+    with blamed(folder, why):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ValueError("it has no vocabulary")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.padding_side = "left"         # what batched generation with a decoder needs
