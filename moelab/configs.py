@@ -88,6 +88,8 @@ QUANTISED: dict[str, Any] = {
     "mxfp4": "mxfp4", "fp8": "float8_e4m3fn",
     **dict.fromkeys(("gptq", "awq"), lambda read: f"int{read('bits')}"),
     "compressed-tensors": lambda read: _compressed(next(iter(read("config_groups").values()))["weights"])}
+#: field of a quantization_config without a quant_method → the software that writes it so
+UNNAMED = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "quant_algo": "modelopt", "bits": "MLX"}
 
 
 def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
@@ -179,19 +181,36 @@ def _switch_layers(config: Any) -> list[int]:
     return sparse(config.num_layers, config.encoder_sparse_step) + [config.num_layers + i for i in decoder]
 
 
+def quantisation(config: Any) -> str | None:
+    """What a config says that weights are quantised with: transformers' name of the method ("fp8", …) and, where it
+    says one, the algorithm ("modelopt NVFP4"); or the software that gives it no name; None for not at all."""
+    if not (read := _quantised(config)):
+        return None
+    method = read("quant_method") or next((name for key, name in UNNAMED.items() if read(key)), "an unnamed method")
+    return " ".join(filter(None, (str(getattr(method, "value", method)), read("quant_algo"))))
+
+
+def _quantised(config: Any) -> Callable[[str], Any] | None:
+    """What reads a field of a config's quantization_config; None without one."""
+    said = getattr(config, "quantization_config", None)
+    if not said:
+        return None
+    return said.get if isinstance(said, dict) else lambda key: getattr(said, key, None)
+
+
 def _dtype(outer: Any, config: Any, find: Callable[[str], Any], name: str) -> str:
     """How the experts are stored; bfloat16 where neither config says."""
     for holder in (outer, config):
-        if quantisation := getattr(holder, "quantization_config", None):
-            read = quantisation.get if isinstance(quantisation, dict) else lambda key: getattr(quantisation, key, None)
-            method = str(getattr(read("quant_method"), "value", read("quant_method")))
+        if method := quantisation(holder):
             try:
-                dtype = QUANTISED[method] if isinstance(QUANTISED[method], str) else QUANTISED[method](read)
+                dtype = QUANTISED[method] if isinstance(QUANTISED[method], str) else QUANTISED[method](
+                    _quantised(holder))
             except (KeyError, TypeError, AttributeError, StopIteration):
                 dtype = None
             if dtype not in DTYPE_BYTES:
-                raise ValueError(f"{name} is quantised with {method!r}, and how many bytes its experts take is not "
-                                 f"known here; known are {', '.join(QUANTISED)}. Use the unquantised checkpoint")
+                raise ValueError(f"{name} is quantised with {method}, in a form that is not read here; known are "
+                                 f"{', '.join(QUANTISED)}. Take one of these, or the unquantised checkpoint of the "
+                                 f"model")
             return dtype
     dtype = find("dtype") or next((v for k in NAMES["dtype"] if (v := getattr(outer, k, None))), "bfloat16")
     dtype = str(dtype).removeprefix("torch.")

@@ -1,12 +1,14 @@
 """A checkpoint folder: every header and index checked before it is trusted, tensors read one at a time.
 
-What is read lies inside the folder, or in the blobs of the hub cache that the folder is a snapshot of. The folder of
-an expert store is a checkpoint whose experts lie in the store.
+Weights may be links to any safetensors file; other files lie in the folder or in the blobs of a hub cache, so that no
+link in a folder from elsewhere brings a person's own files into a prompt, a message or a store. The folder of an expert
+store is a checkpoint whose experts lie in the store.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,12 +17,16 @@ from typing import Any
 
 import torch
 
-from moelab.models import deepseek
-from moelab.store.headers import Stored, read_folder, read_json
+from moelab.configs import quantisation
+from moelab.models import compat, deepseek
+from moelab.store import fewbit
+from moelab.store.headers import Stored, other_weights, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+#: safetensors' names of the types of plain weights
+FLOATS = ("F64", "F32", "F16", "BF16")
 #: names of what a config counts, and constructing a model takes time for
 COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|blocks)(_|$)")
 
@@ -44,22 +50,41 @@ class Checkpoint:
 
         Raises FileNotFoundError: no folder, config.json or safetensors files, or a shard that the index names is gone.
         ValueError: a file is cut off, not safetensors or contradicts itself; an index and its shards disagree; a
-            name or a link leads out of the folder; a store that is damaged or unfinished.
+            name, or the link of a small file, leads out of the folder; a store that is damaged or unfinished.
         """
         folder = Path(folder)
+        if folder.is_file():
+            raise ValueError(f"{folder} is a file; give the folder of a safetensors checkpoint")
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no checkpoint folder at {folder}")
         if folder.suffix == ".part" and Path(f"{folder}.jsonl").exists():
             raise ValueError(f"{folder} is an unfinished expert store; run its convert command again and it goes on")
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint")
+            raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint"
+                                    f"{other_weights(folder)}")
         for path in (*folder.iterdir(), *folder.glob("*chat_templates/*")):
-            if path.suffix in SUFFIXES:
+            if path.suffix in SUFFIXES and not path.name.startswith("."):
                 _stays_inside(path, folder.resolve())
         stored = (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
         store = ExpertStore(folder) if stored else None
         files, tensors = read_folder(folder)
         return cls(folder, tuple(files), tensors, store)
+
+    def config(self) -> Any:
+        """Its config, see `load_config`, told to dequantise (`compat.dequantising`) if some weights are quantised: tools
+        that dequantise a checkpoint leave its quantization_config in config.json."""
+        config = load_config(self.folder)
+        method, store = quantisation(config), self.store
+        plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
+        if plain and store is not None and not store.quantized:
+            plain = not any(fewbit.is_format(entry.planes[0][0]) for layer in store.layers
+                            for entries in layer.experts for entry in entries.values())
+        if method and plain and store is None:
+            warnings.warn(f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
+                          f"floating-point numbers: they are read as they are", stacklevel=2)
+        if plain or not method:
+            vars(config).pop("quantization_config", None)
+        return compat.dequantising(config)
 
     def read(self, key: str, part: int | None = None) -> torch.Tensor:
         """A tensor, or its part [part:part+1], by plain reads into new memory at a multiple of 64 bytes.
@@ -81,16 +106,17 @@ class Checkpoint:
 
 
 def _stays_inside(path: Path, home: Path) -> None:
-    """ValueError for what is no regular file or leads out of the folder, except into the hub cache it belongs to."""
+    """ValueError for what is no regular file, or a small file that leads out of the folder but not into a hub cache."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:            # RuntimeError: links in a circle
-        raise ValueError(f"{path} is a link that leads nowhere ({error}); download it again") from error
-    cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not (real.is_relative_to(home) or real.is_relative_to(cache)):
-        raise ValueError(f"{path} is a link to {real}, outside the folder, so it is not read; put the file there")
+        raise ValueError(f"{path} is a link that leads nowhere ({error}); remove it, or put the file there") from error
     if not real.is_file():
-        raise ValueError(f"{path} is no regular file; download it again")
+        raise ValueError(f"{path} is no regular file; remove it")
+    cached = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+    if not (real.is_relative_to(home) or cached or path.suffix == ".safetensors"):
+        raise ValueError(f"{path} is a link to {real}. Weights may lie elsewhere; small files are read in the folder "
+                         f"itself or in the hub's cache: replace this link by a copy")
 
 
 def load_config(folder: Path) -> Any:
@@ -107,6 +133,9 @@ def load_config(folder: Path) -> Any:
         own = ", or it comes with code of its own (auto_map), which is never run here" if "auto_map" in fields else ""
         raise ValueError(f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
                          f"({file}): upgrade transformers, or check the config{own}")
+    if not isinstance(fields.get("quantization_config") or {}, dict):
+        raise ValueError(f"{file} says quantization_config = {str(fields['quantization_config'])[:80]!r}, which is no "
+                         f"object; correct it or remove that line")
     for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
         if "/" in str(fields.get(name, "")):
             raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
@@ -116,7 +145,14 @@ def load_config(folder: Path) -> Any:
             if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < 100_000:
                 raise ValueError(f"{file} says {name} = {value:,}, which no model has; download it again")
     with blamed(file, f"it is no config of a {model_type} model"):
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        for inner in (getattr(config, name, None) for name in type(config).sub_configs):
+            if quantisation(inner) and not quantisation(config):
+                config.quantization_config = vars(inner).pop("quantization_config")
+    beside = folder / "hf_quant_config.json"
+    if beside.is_file() and not quantisation(config):
+        config.quantization_config = {"quant_method": "modelopt"} | dict(read_json(beside).get("quantization") or {})
+    return config
 
 
 @contextmanager

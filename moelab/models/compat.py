@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, reduce, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from moelab.configs import quantisation
 from moelab.store import packings
 
 _lock = threading.RLock()
@@ -141,13 +142,6 @@ def load(config: Any, tensors: dict[str, Any], dtype: torch.dtype, finish: Calla
     return _public(model), report
 
 
-def quantisation(config: Any) -> str | None:
-    """How a checkpoint is quantised, by transformers' name ("mxfp4", "fp8", …)."""
-    quantised = getattr(config, "quantization_config", None)
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-    return getattr(method, "value", method)
-
-
 def dequantising(config: Any) -> Any:
     """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants GPU packages.
 
@@ -177,6 +171,9 @@ def quantizer_for(config: Any):
 #: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and their packages
 PACKED = ("compressed-tensors", "gptq", "awq")
 
+#: experts that checkpoints stack, and that are quantised one by one as linear layers: whether the stack is transposed
+APART = {"Llama4TextExperts": True, "Qwen3VLMoeTextExperts": False}
+
 
 def _readable(config: Any) -> Any:
     """The config for quantisers of our own, where transformers' want packages that dequantising does not use."""
@@ -199,7 +196,8 @@ FP8, UNPACKED = "moelab-fp8", "moelab-unpacked"
 def _register_quantizers() -> None:
     """Tell transformers of a quantiser that dequantises FP8 without the package accelerate, which its own asks for, and
     of one that dequantises `PACKED`, while a model is loaded."""
-    from transformers.core_model_loading import ConversionOps
+    from transformers.core_model_loading import (Concatenate, ConversionOps, MergeModulelist, Transpose,
+                                                 WeightConverter)
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -250,6 +248,16 @@ def _register_quantizers() -> None:
 
         def get_load_operations(self) -> dict[str, type]:
             return {"dequantize": Dequantize}
+
+        def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
+            for kind in {type(module).__name__ for module in model.modules()} & APART.keys():
+                steps = [Transpose(1, 2)] * APART[kind]
+                weight_conversions = [
+                    *weight_conversions,
+                    WeightConverter(["experts.*.gate_proj.weight", "experts.*.up_proj.weight"], "experts.gate_up_proj",
+                                    [MergeModulelist(0), Concatenate(1), *steps]),
+                    WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [MergeModulelist(0), *steps])]
+            return super().update_weight_conversions(weight_conversions, model)
 
         def _convert_model_for_quantization(self, model: Any) -> None:
             pass
@@ -352,13 +360,24 @@ def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: Any, quantizer
     """The parameters that a plan makes, by full name, from its sources by pattern: a tensor or a list of them each."""
     if plan.converter is None:
         return {plan.target: next(iter(tensors.values()))}
+    tensors = {pattern: found if isinstance(found, list) else [found] for pattern, found in tensors.items()}
+    if quantizer is None:
+        dtype = widest({tensor.dtype for found in tensors.values() for tensor in found})
+        tensors = {pattern: [tensor.to(dtype) for tensor in found] for pattern, found in tensors.items()}
     converter = copy(plan.converter)
     converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)      # all of its state
     for pattern, found in tensors.items():
-        for tensor in found if isinstance(found, list) else [found]:
+        for tensor in found:
             converter.add_tensor(plan.target, pattern, pattern, tensor)
     made = converter.convert(plan.target, model=twin, config=twin.config, hf_quantizer=quantizer)
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """The least type that has all numbers of these; beside others, those of one byte count as the bf16 that has theirs.
+    """
+    wide = {torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes}
+    return reduce(torch.promote_types, wide if len(dtypes) > 1 else dtypes)
 
 
 def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: torch.nn.Module,

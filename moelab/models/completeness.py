@@ -2,39 +2,40 @@
 
 transformers fills a parameter that a checkpoint lacks with random numbers. Here the keys are mapped to parameters by
 transformers' own tables and converted on the meta device; what is missing, unexpected or of another shape, unless the
-architecture declares it tied or optional, is refused by name. The tensors of one kind, those whose names differ in
-numbers only, are stored alike, and most kinds share one floating type; another may be fp32 if there are several of it,
-which no accident explains, or if the architecture itself computes with it in fp32. Values are not checked.
+architecture declares it tied or optional, is refused by name. Any floating type is cast to the model's, as transformers
+casts it; codes want their scales. Values are not checked.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
 import torch
 
+from moelab.configs import quantisation
 from moelab.models import compat
-from moelab.models.checkpoint import COUNTS, Checkpoint, blamed
+from moelab.models.checkpoint import COUNTS, FLOATS, Checkpoint, blamed
 from moelab.models.seam import MoELayer, banks, discover
 from moelab.specs import MoESpec
-from moelab.store import packings
 from moelab.store.headers import DTYPES, Stored
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+#: types of FP8 weights, and of two FP4 codes in a byte
+CODES = ("F8_E4M3", "F8_E5M2", "I8")
 
 
 @dataclass(frozen=True)
 class LoadingPlan:
     """How a model is made of a checkpoint that is complete.
 
-    twin : the model on the meta device.    dtype : of most of its floating-point weights.
+    twin : the model on the meta device.    dtype : what transformers computes in where the config does not say.
     narrowed : keys of weights that are stored more precisely than the architecture computes with them.
     experts : for each MoE layer, the experts module's parameters by name and how each is made; {} in a store.
+    stored : for each MoE layer, the type that holds a parameter of any of its experts exactly, by the expert's name.
     expert_keys, ignored : the checkpoint's keys that feed experts, and that the architecture declares superfluous.
     """
 
@@ -44,6 +45,7 @@ class LoadingPlan:
     dtype: torch.dtype
     narrowed: list[str]
     experts: list[dict[str, compat.ParameterPlan]]
+    stored: list[dict[str, torch.dtype]]
     expert_keys: set[str]
     ignored: set[str]
 
@@ -70,26 +72,27 @@ class Examined:
 def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     """The plan of a checkpoint that holds exactly the model of this config.
 
-    Raises ValueError: it does not, naming what is missing, unexpected, of another shape or another type; a dense model;
-    an architecture that cannot be built with this config.
+    Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no floating-point number where
+    the model has one, or a code without its scale; a dense model; an architecture that cannot be built with this config.
     """
     _plausible(checkpoint, config)
     compat.model_class(config)
-    main = _main_type(checkpoint)
+    main = _first_type(checkpoint)
     with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be built of this config"):
         if config.dtype is None:
             config = deepcopy(config)
-            config.dtype = DTYPES[main]
+            config.dtype = main
         twin = compat.meta_twin(config)
         quantizer = compat.quantizer_for(config)
     layers = discover(twin)
     try:
         plans, foreign = compat.loading_plan(twin, checkpoint.tensors, quantizer)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.folder} is not complete: {error}; download the checkpoint again") from error
+        raise ValueError(f"{checkpoint.folder} is not complete: {error}; download what is missing, or check "
+                         f"config.json") from error
     parameters = twin.state_dict()
-    if block := getattr(getattr(quantizer, "quantization_config", None), "weight_block_size", None):
-        _scales(checkpoint, plans, block)
+    if quantisation(config) == "fp8":
+        _scales(checkpoint, plans, quantizer.quantization_config.weight_block_size)
     made = {name for plan in plans.values() for name in _made(checkpoint, plan, parameters, twin, quantizer)}
     made |= _experts_of_store(checkpoint, layers)
     missing, unexpected = compat.may_lack(twin, set(parameters) - made, made, set(foreign))
@@ -99,20 +102,22 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
         names = [" and ".join([name, *(f"(as a key: {key})" for key in keys.get(name, ())[:2] if key != name)])
                  for name in sorted(missing)]
         raise ValueError(f"{checkpoint.folder} lacks {_some(names)}, which {config.model_type} with this config needs"
-                         + (f"; it {has} it" if unexpected else "") + "; download the checkpoint again")
+                         + (f"; it {has} it. The tensors of another layout, or of another model than config.json says, "
+                            f"are not read" if unexpected else "; download what is missing, or check config.json"))
     if unexpected:
-        raise ValueError(f"{checkpoint.folder} {has} a {config.model_type} model with this config; check config.json, "
-                         f"or download the checkpoint again")
-    narrowed = _types(checkpoint, plans, parameters, twin, quantizer, main)
+        raise ValueError(f"{checkpoint.folder} {has} a {config.model_type} model with this config; check config.json")
+    narrowed = _narrowed(checkpoint, plans, parameters, twin)
     experts: list[dict[str, compat.ParameterPlan]] = []
+    stored: list[dict[str, torch.dtype]] = []
     for layer in layers:
         prefix, own = layer.name + ".experts.", banks(layer.experts)
         experts.append({name: plans[prefix + name] for name in own if prefix + name in plans})
         if checkpoint.store is None and (together := own.keys() - experts[-1].keys()):
             raise ValueError(f"{checkpoint.folder}: {prefix}{min(together)} is made together with other parameters, "
                              f"and moelab reads experts one by one; this layout of {config.model_type} is not read")
+        stored.append(_stored(checkpoint, experts[-1], parameters, quantizer))
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
-    return LoadingPlan(twin, layers, quantizer, DTYPES[main], narrowed, experts, expert_keys, set(foreign.values()))
+    return LoadingPlan(twin, layers, quantizer, main, narrowed, experts, stored, expert_keys, set(foreign.values()))
 
 
 def _plausible(checkpoint: Checkpoint, config: Any) -> None:
@@ -134,7 +139,7 @@ def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[s
     for keys in plan.sources.values():
         if odd := _odd({key: tensors[key].shape for key in keys}):
             raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of {plan.target}; "
-                             f"download the checkpoint again")
+                             f"this is not the model of its config.json")
     stored = {pattern: [torch.empty(tensors[key].shape, dtype=DTYPES[tensors[key].dtype], device="meta")
                         for key in keys] for pattern, keys in plan.sources.items()}
 
@@ -148,10 +153,10 @@ def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[s
         made = compat.converted(plan, stored, twin, quantizer)
     except Exception as error:
         raise ValueError(f"{wanted(plan.target)} cannot be made of {_described(tensors, plan.keys)} "
-                         f"({type(error).__name__}: {error}); download the checkpoint again") from error
+                         f"({type(error).__name__}: {error})") from error
     for name, tensor in made.items():
         if name in parameters and tensor.shape != parameters[name].shape:
-            raise ValueError(f"{wanted(name)} {_described(tensors, plan.keys)}; download the checkpoint again")
+            raise ValueError(f"{wanted(name)} {_described(tensors, plan.keys)}; check config.json")
     return set(made)
 
 
@@ -183,65 +188,59 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
     return made
 
 
-def _main_type(checkpoint: Checkpoint) -> str:
-    """The floating-point type of most of a checkpoint's weights."""
-    floats: Counter[str] = Counter()
-    for key, entry in checkpoint.tensors.items():
-        if entry.dtype in FLOATS and key.rpartition(".")[2] not in packings.SCALES:
-            floats[entry.dtype] += prod(entry.shape)
-    if not floats.total():
+def _first_type(checkpoint: Checkpoint) -> torch.dtype:
+    """The type in which transformers computes where no config says: the first one of plain weights in the first file."""
+    floats = [(entry.file, key) for key, entry in checkpoint.tensors.items() if entry.dtype in FLOATS]
+    if not floats:
         raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
-    return floats.most_common(1)[0][0]
+    return DTYPES[checkpoint.tensors[min(floats)[1]].dtype]
 
 
-def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], block: list[int]) -> None:
-    """ValueError unless FP8 weights have scales, each for one of their blocks, and all of one type."""
+def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], block: list[int] | None) -> None:
+    """ValueError unless FP8 weights, and no others, have scales: one a tensor, or by blocks if the config has such."""
     tensors = checkpoint.tensors
-    pairs = [(key, scales[i:i + 1], _odd({key: tensors[key].dtype for key in keys}))
-             for plan in plans.values() for pattern, keys in plan.sources.items()
-             for scales in [plan.sources.get(f"{pattern}_scale_inv", [])] for i, key in enumerate(keys)
-             if scales or tensors[key].dtype == "F8_E4M3"]
-    wrong = set(_odd({scale: tensors[scale].dtype for _, scales, _ in pairs for scale in scales}))
-    for key, scales, odd in pairs:
-        grid = tuple(-(-n // b) for n, b in zip(tensors[key].shape, block))
-        fits = tensors[key].dtype == "F8_E4M3" and [tensors[scale].shape for scale in scales] == [grid]
-        if key in odd or not wrong.isdisjoint(scales) or not fits and tensors[key].dtype != "I8":   # two codes of FP4
-            found = _described(tensors, scales) or f"no {key}_scale_inv"
-            raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])} with {found}; it should be F8_E4M3 "
-                             f"with scales {list(grid)} of the same type as all others; download the checkpoint again")
-
-
-def _types(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
-           twin: torch.nn.Module, quantizer: Any, main: str) -> list[str]:
-    """Keys of weights that lose precision; ValueError for a type neither its siblings' nor kept by the architecture."""
-    tensors, narrowed = checkpoint.tensors, []
-    kinds = defaultdict(list)
     for plan in plans.values():
-        for key in plan.keys:
-            kinds[re.sub(r"\d+", "#", key), len(plan.sources)].append((key, plan))
-    computed = twin.config.dtype
-    for members in kinds.values():
-        if odd := _odd({key: tensors[key].dtype for key, _ in members}):
-            raise ValueError(f"{checkpoint.folder}: {_described(tensors, odd)}, unlike the others of its kind; "
-                             f"download the checkpoint again")
-        key, plan = members[0]
-        usual = tensors[key].dtype
-        either = any(getattr(op, "check_dims", False) for op in getattr(plan.converter, "operations", ()))
-        if either and len({tensors[key].shape for key, _ in members}) > 1:      # it may lie transposed, but all alike
-            raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key for key, _ in members])}, which are not "
-                             f"laid out alike; download the checkpoint again")
+        for pattern, keys in plan.sources.items():
+            scales = plan.sources.get(f"{pattern}_scale_inv", [])
+            for key, scale in zip_longest(keys, scales):
+                stored, shape = tensors[key or scale], scale and tensors[scale].shape
+                grid = tuple(-(-n // b) for n, b in zip(stored.shape, block or shape or ()))
+                fits = scale and (not block or prod(shape) == 1 or shape == grid or stored.dtype == "I8")
+                if bool(scale) != (stored.dtype in CODES) or scale and not fits:
+                    raise ValueError(
+                        f"{checkpoint.folder}: {_described(tensors, [key])} with "
+                        f"{_described(tensors, [scale]) if scale else f'no {key}_scale_inv'}; FP8 weights, and they "
+                        f"alone, are read with scales {list(grid)} of that name, or one for a whole tensor")
+
+
+def _narrowed(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
+              twin: torch.nn.Module) -> list[str]:
+    """Keys of weights that lose precision; ValueError for numbers of another kind than the model's."""
+    tensors, narrowed = checkpoint.tensors, []
+    for plan in plans.values():
         if len(plan.sources) > 1 and any(tensors[key].dtype not in FLOATS for key in plan.keys):
             continue                        # codes and scales: what the quantiser stores, it knows
-        kept = compat.kept_in_fp32(twin, plan.target, parameters[plan.target])
-        target = parameters[plan.target].dtype
-        fits = usual == main or usual == "F32" and (kept or len(members) > 1)
-        if not fits if target.is_floating_point else DTYPES[usual] != target:
-            raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])}, where the checkpoint's other weights "
-                             f"are {main}" + ("" if target.is_floating_point else f" and the model has {target}")
-                             + "; download the checkpoint again")
-        if target.is_floating_point and not kept and torch.promote_types(DTYPES[usual], computed) != computed:
-            narrowed.append(key)
+        parameter = parameters[plan.target]
+        for key in plan.keys:
+            dtype, floating = DTYPES[tensors[key].dtype], parameter.is_floating_point()
+            wider = compat.widest({dtype, parameter.dtype}) != parameter.dtype
+            if dtype.is_floating_point != floating or wider and not floating:
+                raise ValueError(f"{checkpoint.folder}: {_described(tensors, [key])}, where the model has "
+                                 f"{parameter.dtype}, and nothing says what its numbers mean")
+            if wider and dtype.itemsize > 1 and not compat.kept_in_fp32(twin, plan.target, parameter):
+                narrowed.append(key)
     return narrowed
+
+
+def _stored(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
+            quantizer: Any) -> dict[str, torch.dtype]:
+    """Of a layer's experts, by the parameter's name in one: see `LoadingPlan`; what is dequantised has the model's."""
+    types = defaultdict(set)
+    for name, plan in plans.items():
+        stored = {checkpoint.tensors[key].dtype for key in plan.keys}
+        types[(compat.numbered_expert(name) or (0, name))[1]] |= {DTYPES[dtype] for dtype in stored} \
+            if quantizer is None or stored <= {*FLOATS} else {parameters[plan.target].dtype}
+    return {name: compat.widest(found) for name, found in types.items()}
 
 
 def _described(tensors: dict[str, Stored], keys: list[str]) -> str:

@@ -22,7 +22,7 @@ from moelab import registry
 from moelab.configs import spec_from_config
 from moelab.arguments import whole
 from moelab.files import cache_root
-from moelab.models import compat, opening
+from moelab.models import opening
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.direct import CheckpointExperts, few_bits, store_layers
 from moelab.models.identity import of_checkpoint
@@ -58,7 +58,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
     if quantize is not None:
         fewbit.find_format(quantize)
     checkpoint = Checkpoint.at(opening.find(source))
-    config = compat.dequantising(load_config(checkpoint.folder))
+    config = checkpoint.config()
     if checkpoint.store is not None and checkpoint.store.quantized:
         raise ValueError(f"{checkpoint.folder} was quantised to {checkpoint.store.quantized}; convert the checkpoint "
                          f"that it was made from")

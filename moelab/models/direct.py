@@ -62,7 +62,8 @@ class CheckpointExperts:
         read, what was read) of each of its tensors in the checkpoint."""
         for name, parameter, sources in expert_sources(self.plan, layer, expert):
             read = {pattern: self.checkpoint.read(*where) for pattern, where in sources.items()}
-            yield name, converted(self.plan, parameter, read), located(sources, read)
+            made = converted(self.plan, parameter, read).to(self.plan.stored[layer][name])
+            yield name, made, located(sources, read)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the model's dtype, on its device and at a 64-byte boundary."""

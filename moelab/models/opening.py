@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from moelab.configs import spec_from_config
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint, blamed, load_config
+from moelab.models.checkpoint import Checkpoint, blamed
 from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
@@ -23,13 +24,15 @@ from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.verify import check_weights
 
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+#: files of which one at least makes a tokenizer, and the package that reads it if transformers alone does not
+TOKENIZERS = {"tokenizer.json": "", "tokenizer_config.json": "", "vocab.json": "", "tokenizer.model": "sentencepiece",
+              "spiece.model": "sentencepiece", "tiktoken.model": "tiktoken", "tekken.json": "mistral_common"}
 
 
 def examine(name_or_path: str | Path | None) -> Examined:
     """Find a model and check that it is complete, as `open_model` does; reads headers only. Raises what that raises."""
     checkpoint = Checkpoint.at(find(name_or_path))
-    config = compat.dequantising(load_config(checkpoint.folder))
+    config = checkpoint.config()
     with blamed(checkpoint.folder / "config.json", "its values make no sense", passing=ValueError):
         spec = spec_from_config(config, name=model_name(name_or_path, checkpoint.folder))
     plan = complete(checkpoint, config)
@@ -48,7 +51,7 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
         slowly, until another source is plugged in (`moelab.models.plug`).
     dtype : of the weights; "auto" takes what config.json says, or else the checkpoint's.
 
-    Returns a transformers model in eval mode, with `.tokenizer` (None if the checkpoint has none) and `.spec`.
+    Returns a transformers model in eval mode, with `.tokenizer` (None if it has none that can be read) and `.spec`.
 
     Raises FileNotFoundError: no such folder, or a hub id that can be had neither from the cache nor the network.
     Raises ValueError: a dense model, an unknown architecture, a damaged or hostile file, an unknown `experts`; a tensor
@@ -58,11 +61,15 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
         raise ValueError(f"experts is {experts!r}; it must be 'resident' or 'external'")
     found = name_or_path if isinstance(name_or_path, Examined) else examine(name_or_path)
     checkpoint, config, plan = found.checkpoint, found.config, found.plan
-    tokenizer = _load_tokenizer(checkpoint.folder)
+    try:
+        tokenizer = load_tokenizer(checkpoint.folder)
+    except (ValueError, OSError) as error:              # token ids will do
+        tokenizer = None
+        warnings.warn(f"the model is opened without a tokenizer: {error}", stacklevel=2)
     if checkpoint.store is not None:
         check_weights(checkpoint.store)
     if dtype == "auto" and plan.narrowed:
-        more = f" and {len(plan.narrowed) - 1} kinds more" if len(plan.narrowed) > 1 else ""
+        more = f" and {len(plan.narrowed) - 1:,} tensors more" if len(plan.narrowed) > 1 else ""
         warnings.warn(f"{checkpoint.folder} stores {plan.narrowed[0]}{more} more precisely than transformers computes "
                       f"with it, in the {config.dtype} that config.json asks for", stacklevel=2)
     dtype = found.dtype(dtype)
@@ -155,28 +162,35 @@ def spec_of(model: torch.nn.Module) -> MoESpec:
 
 
 def require_tokenizer(name_or_path: str | Path | None) -> None:
-    """Refuse a model that has no tokenizer before anything of it is loaded. Raises ValueError; as `examine`."""
+    """Refuse a model whose prompts nothing here can read, before its weights are. Raises ValueError; as `examine`."""
     folder = Checkpoint.at(find(name_or_path)).folder
-    if not has_tokenizer(folder):
-        raise ValueError(f"{name_or_path} has no tokenizer, so no prompt can be given to it: put {TOKENIZERS[0]} and "
-                         f"{TOKENIZERS[1]} into {folder}")
+    if load_tokenizer(folder) is None:
+        raise ValueError(f"{name_or_path} has no tokenizer, so no prompt can be given to it: put tokenizer.json and "
+                         f"tokenizer_config.json into {folder}")
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in TOKENIZERS)
-
-
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a checkpoint, None if it has none. Raises ValueError, saying why, for one that cannot be read."""
     from transformers import AutoTokenizer
-    if not has_tokenizer(folder):
+    if not (files := [name for name in TOKENIZERS if (folder / name).exists()]):
         return None
     settings = folder / "tokenizer_config.json"
-    named = str(read_json(settings).get("fast_tokenizer_files", "")) if settings.is_file() else ""
+    said = read_json(settings) if settings.is_file() else {}
+    named = str(said.get("fast_tokenizer_files", ""))
     if "/" in named or "\\" in named:
         raise ValueError(f"{settings} names {named[:80]}, outside the folder; nothing of the kind is read. Remove "
                          f"fast_tokenizer_files")
-    with blamed(folder, "its tokenizer cannot be read"):
+    why = "its tokenizer cannot be read, so the model takes token ids only"
+    if "tokenizer.json" not in files:
+        if "auto_map" in said:
+            raise ValueError(f"{folder}: {why}: it is code of its own (auto_map), which is never run here; put a "
+                             f"tokenizer.json there")
+        if absent := [name for name in map(TOKENIZERS.get, files) if name and not find_spec(name)]:
+            why += f"; install {absent[0]}"
+    with blamed(folder, why):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ValueError("it has no vocabulary")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.padding_side = "left"         # what batched generation with a decoder needs

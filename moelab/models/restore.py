@@ -31,14 +31,12 @@ import torch
 from moelab.models.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
 from moelab.store import fewbit
-from moelab.store.headers import DTYPES, WEIGHT_MAP, header_bytes, nbytes, read_header
+from moelab.store.headers import DTYPES, OTHER_WEIGHTS, WEIGHT_MAP, header_bytes, nbytes, read_header
 from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHTS, ExpertStore,
                                  StoreError, TensorEntry, plain_name)
 from moelab.store.reader import MEASURED, Chunks
 from moelab.store.verify import check_weights, checked_experts
 
-#: endings of files of weights in other formats, which no store holds
-OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 #: prefix of a source's file whose name a store uses itself
 BESIDE = "source."
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 MOST_JSON = 100_000_000
 #: the index of a folder of several files
 WEIGHT_MAP = "model.safetensors.index.json"
+#: endings of files of weights; safetensors alone are read
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 #: safetensors' name of a type → torch's
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -112,7 +114,8 @@ def parse_json(file: Path, raw: bytes, what: str) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
-    """(files, tensors by key) of a folder of safetensors files: those that its index names, or the only ones.
+    """(files, tensors by key) of a folder of safetensors files: model.safetensors, or those that an index names, as
+    transformers looks for them; or else all there are but hidden ones.
 
     Raises
     ------
@@ -120,21 +123,21 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
     ValueError : one is damaged; two have the same tensor; they are not what the index says.
     """
     index, whole = folder / WEIGHT_MAP, folder / "model.safetensors"
-    named = _weight_map(index) if index.is_file() else {}
+    named = _weight_map(index) if index.is_file() and not whole.is_file() else {}
     files = ([folder / name for name in sorted(set(named.values()))] or [whole] * whole.is_file()
-             or sorted(folder.glob("*.safetensors")))
+             or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(".")))
     if missing := [f.name for f in files if not f.is_file()]:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, which its index names; download the checkpoint "
-                                f"again")
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, " + (
+            "which its index names; download the checkpoint again" if named else "or it is a link that leads nowhere"))
     if not files:
-        raise FileNotFoundError(f"{folder} has no .safetensors files (weights in .bin or GGUF form are not read); "
-                                f"convert it with transformers' save_pretrained first")
+        raise FileNotFoundError(f"{folder} has no .safetensors files{other_weights(folder)}")
     tensors: dict[str, Stored] = {}
     for file in files:
         for key, entry in read_header(file).items():
             if key in tensors:
                 raise ValueError(f"{folder} has the tensor {key} twice, in {tensors[key].file.name} and in "
-                                 f"{file.name}; download the checkpoint again")
+                                 f"{file.name}; remove the one that is not of this model, or add the index "
+                                 f"{WEIGHT_MAP} that says which are")
             tensors[key] = entry
     for key in sorted(named.keys() ^ tensors.keys()) if named else ():
         where = f"{tensors[key].file.name} has it" if key in tensors else f"{named[key]} lacks it"
@@ -145,6 +148,13 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
             raise ValueError(f"{index} says that the tensor {key} is in {name}, and it is in {tensors[key].file.name}; "
                              f"download the checkpoint again")
     return files, tensors
+
+
+def other_weights(folder: Path) -> str:
+    """For a message: the files of weights in other formats that lie in a folder, and what to do; "" for none."""
+    found = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_WEIGHTS[1:])
+    return (f", and {found[0]}{' and others' * (len(found) > 1)} are weights in a format that is not read: take the "
+            f"safetensors checkpoint of this model, or write one with transformers' save_pretrained") if found else ""
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -41,7 +41,7 @@ from moelab.configs import spec_from_config
 from moelab.files import write_text
 from moelab.journal import Journal
 from moelab.models import compat, opening, plug
-from moelab.models.checkpoint import Checkpoint, load_config
+from moelab.models.checkpoint import Checkpoint
 from moelab.models.direct import CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
@@ -92,7 +92,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
     if destination.exists():
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
     checkpoint = Checkpoint.at(opening.find(model))
-    config = compat.dequantising(load_config(checkpoint.folder))
+    config = checkpoint.config()
     spec = spec_from_config(config, name=opening.model_name(model, checkpoint.folder))
     if plan is None:
         plan = make_plan(spec, *assumed_counts(spec), bytes_per_weight=WEIGHTS[settings.weights] / 8,
