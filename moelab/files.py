@@ -24,7 +24,7 @@ CHECKOUT = _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "notebooks
 
 
 def absolute(path: str | Path) -> Path:
-    """The path that a person has given, "~" expanded, from today's working folder on, which may be another one later."""
+    """The path that a person has given, "~" expanded, absolute: the working folder may be another one later."""
     return Path(os.path.expanduser(path)).absolute()
 
 
