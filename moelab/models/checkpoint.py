@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from moelab.configs import quantisation
+from moelab.files import absolute, stamp
 from moelab.models import compat, deepseek
 from moelab.store import fewbit
 from moelab.store.headers import Stored, other_weights, read_folder, read_json
-from moelab.store.layout import INDEX, ExpertStore
+from moelab.store.layout import INDEX, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
@@ -37,12 +38,14 @@ class Checkpoint:
 
     files : the files that hold weights; tensors : every tensor in them by its key.
     store : the expert store that holds the experts, if the folder is one.
+    stamps : config.json and the files that hold weights, each with its `stamp` when the checkpoint was found.
     """
 
     folder: Path
     files: tuple[Path, ...]
     tensors: dict[str, Stored] = field(repr=False)
     store: ExpertStore | None = None
+    stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def at(cls, folder: str | Path) -> Checkpoint:
@@ -52,7 +55,7 @@ class Checkpoint:
         ValueError: a file is cut off, not safetensors or contradicts itself; an index and its shards disagree; a
             name, or the link of a small file, leads out of the folder; a store that is damaged or unfinished.
         """
-        folder = Path(folder)
+        folder = absolute(folder)
         if folder.is_file():
             raise ValueError(f"{folder} is a file; give the folder of a safetensors checkpoint")
         if not folder.is_dir():
@@ -68,7 +71,18 @@ class Checkpoint:
         stored = (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
         store = ExpertStore(folder) if stored else None
         files, tensors = read_folder(folder)
-        return cls(folder, tuple(files), tensors, store)
+        stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
+        return cls(folder, tuple(files), tensors, store, stamps)
+
+    def require_unchanged(self, *files: Path, mapped: bool = False) -> None:
+        """StoreError if one of these files, or of all, is not the one any more that was found.
+
+        mapped : for what was mapped of them, which a file that takes the place of another one does not change.
+        """
+        for file in files or self.stamps:
+            now, before = stamp(file), self.stamps[file]
+            if now != before and not (mapped and now[:2] != before[:2]):
+                raise StoreError(f"{file} was changed since the model was opened from it; open it again")
 
     def config(self) -> Any:
         """Its config, see `load_config`, told to dequantise (`compat.dequantising`) if some weights are quantised: tools
@@ -94,6 +108,7 @@ class Checkpoint:
         """
         entry = self.tensors[key] if part is None else self.tensors[key].slice(part)
         tensor = entry.empty()
+        self.require_unchanged(entry.file)
         with open(entry.file, "rb", buffering=0) as f:
             f.seek(entry.begin)
             view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
