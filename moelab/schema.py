@@ -18,7 +18,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (Annotated, Any, Literal, NamedTuple, NotRequired, Union, get_args, get_origin, get_type_hints,
+                    is_typeddict)
 
 
 class Must(NamedTuple):
@@ -136,10 +137,13 @@ def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
     hints = get_type_hints(of, include_extras=True)
     if is_dataclass(of):
         hints = {field.name: hints[field.name] for field in fields(of) if field.init}
-        there = {field.name for field in fields(of) if field.default is field.default_factory is MISSING}
+        there = {field.name for field in fields(of)
+                 if field.init and field.default is field.default_factory is MISSING}
     else:
-        there = of.__required_keys__ if is_typeddict(of) else set(hints) - set(of._field_defaults)
-    return hints, frozenset(there) & hints.keys()
+        optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+        there = hints.keys() - (optional if is_typeddict(of) else of._field_defaults.keys())
+    return {name: get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+            for name, hint in hints.items()}, frozenset(there)
 
 
 def _made(value: Any, of: Any, at: str) -> Any:
@@ -153,7 +157,11 @@ def _made(value: Any, of: Any, at: str) -> Any:
         return {key: typed(one, hints.get(key, Any), _inside(at, key)) for key, one in value.items()}
     if unknown := value.keys() - hints.keys():
         raise ValueError(f"{at} has unknown {', '.join(sorted(unknown))[:200]}; known are {', '.join(hints)}")
-    return of(**{key: typed(one, hints[key], _inside(at, key)) for key, one in value.items()})
+    parts = {key: typed(one, hints[key], _inside(at, key)) for key, one in value.items()}
+    try:
+        return of(**parts)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}") from error
 
 
 def _inside(at: str, key: str) -> str:

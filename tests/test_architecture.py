@@ -16,7 +16,7 @@ HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
 COMMON = {"specs", "configs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
-          "registry", "journal", "schema"}
+          "registry", "journal", "schema", "records"}
 #: what cards, configs and datasets may use of these
 BASE = {"specs", "progress", "files", "registry", "schema"}
 #: part of moelab → the parts that it may import, COMMON aside
@@ -25,7 +25,7 @@ DIRECTIONS = {
     "progress": set(), "table": set(), "cards": set(), "datasets": set(),
     "kernels": {"progress"}, "arguments": set(), "files": {"schema"}, "intervals": set(), "registry": set(),
     "journal": set(),
-    "claims": set(), "comparison": set(),
+    "records": {"schema"}, "claims": set(), "comparison": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models", "store"},
@@ -59,8 +59,8 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"schema", "specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files",
-                 "registry", "journal", "lab",
+WITHOUT_TORCH = {"schema", "records", "specs", "configs", "cards", "datasets", "progress", "table", "arguments",
+                 "files", "registry", "journal", "lab",
                  "claims", "comparison", "__main__", "__init__"}
 
 

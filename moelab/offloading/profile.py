@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,9 @@ from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
 FORMAT = "moelab.profile/2"
+#: what no part of one expert takes
+ABSURD = 3600.0
+Seconds = Annotated[float, Must(lambda seconds: 0 <= seconds < ABSURD, "seconds, of less than an hour")]
 MINIMUM = 3                                                     # rounds, however long they take
 
 
@@ -59,8 +63,9 @@ class Profile:
         mean clock rate after it; None where that is not known.
     """
 
-    seconds: dict[str, Annotated[list[Amount], Must(len, "a list of samples")]]
-    nbytes: dict[str, Count]
+    seconds: Annotated[dict[str, Annotated[list[Seconds], Must(len, "a list of samples")]], Must(
+        lambda seconds: _complete(seconds), "samples of all reads, of decoding and of computing")]
+    nbytes: Annotated[dict[str, Count], Must(lambda of: {"full", "e", "sm"} <= of.keys(), "full, e and sm")]
     experts_bytes: list[list[Annotated[list[Count], Must(lambda pair: len(pair) == 2, "two numbers")]]]
     K: Size
     N: Size
@@ -173,6 +178,14 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; FileNotFoundError if there is none, ValueError if the file is something else."""
         return load_json(path, FORMAT, "profile", f"`python -m moelab profile STORE --output {path}`", cls)
+
+
+def _complete(seconds: dict[str, list[float]]) -> bool:
+    """Whether there is all that `Profile.delays`, `other` and `head` are made of."""
+    computed = [name.split() for name in seconds if re.fullmatch("(expert|other|head) [1-9][0-9]{0,8}", name)
+                and min(seconds[name]) > 0]
+    return {kind for kind, _ in computed} == {"expert", "other", "head"} and seconds.keys() >= {
+        "read E", "read SM", "read both", "decompress", "recover", "decode"}
 
 
 def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1, seconds: float = 10.0, seed: int = 0,
