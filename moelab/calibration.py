@@ -17,6 +17,7 @@ import torch
 
 from moelab.files import load_tensors, save_tensors
 from moelab.models.identity import same_source
+from moelab.schema import Count, checked
 from moelab.specs import MoESpec
 from moelab.table import html_table
 from moelab.trace import DECODE, PREFILL, RoutingTrace
@@ -89,9 +90,17 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a calibration. Raises FileNotFoundError, ValueError: not a whole and readable calibration."""
-        tensors, about = load_tensors(path, FORMAT, "calibration", "moelab.calibrate(trace).save(path)")
-        return cls(tensors["counts"], tuple(json.loads(about["tokens"])), MoESpec.from_dict(json.loads(about["spec"])),
-                   about["model_id"], about["source"])
+        return load_tensors(path, FORMAT, "calibration", "moelab.calibrate(trace).save(path)", {
+            "tokens": tuple[Count, Count], "spec": MoESpec, "model_id": str, "source": str}, cls._loaded)
+
+    @classmethod
+    def _loaded(cls, tensors: dict[str, torch.Tensor], tokens: tuple[int, int], spec: MoESpec, model_id: str,
+                source: str) -> Calibration:
+        counts = checked(tensors, "counts", ("int64",), (2, spec.L, spec.E), 0)
+        most = torch.tensor(tokens, dtype=torch.float64)[:, None] * spec.K
+        if not counts.any() or (counts.double().sum(2) > most).any():
+            raise ValueError(f"its counts are all zero, or more than {spec.K} a token and layer")
+        return cls(counts, tokens, spec, model_id, source)
 
     def summary(self) -> dict[str, str]:
         lines = {"model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",

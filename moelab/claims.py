@@ -30,13 +30,15 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from moelab.files import finished_runs, read_json, results_root, shipped
+from moelab.records import BenchFile, MetricsFile
+from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table
 
 REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = VERDICTS = (
@@ -61,8 +63,8 @@ class Claim:
     text: str
     hardware: str
     model: str
-    tolerance: float = 0.0                  # relative
-    value: float | bool | str | list[float] | None = None
+    tolerance: Amount = 0.0                 # relative
+    value: float | bool | str | list[Any] | None = None        # a list of numbers, whose second may be infinite
     above: float | None = None              # an order: what it compares is larger than this
     below: float | None = None
     unit: str = ""
@@ -85,8 +87,8 @@ class Claim:
             (not self.id or not self.where or not self.text, "it has no id, place or text"),
             (sum(x is not None for x in (self.value, self.above, self.below)) != 1,
              "it needs exactly one of value, above and below"),
-            (isinstance(self.value, list) and (len(self.value) != 2 or self.value[0] > self.value[1]),
-             "a range is [low, high]"),
+            (isinstance(self.value, list) and not (len(self.value) == 2 and {*map(type, self.value)} <= {int, float}
+                                                   and self.value[0] <= self.value[1]), "a range is [low, high]"),
             (not (self.metric or self.needs or self.contradicted or self.fitted), "nothing answers it"),
             (bool(self.needs and (self.metric or self.fitted or self.follows)), "what needs something has no answer"),
             (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
@@ -97,7 +99,7 @@ class Claim:
             (self.predictor is not None and not self.null and not (self.follows and self.agrees(self.predictor)),
              "its predictor is outside the tolerance, or not explained in follows")) if wrong), None)
         if problem:
-            raise ValueError(f"claim {self.source}/{self.id}: {problem}")
+            raise ValueError(problem)
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -193,20 +195,22 @@ class Row:
 
 def load(path: str | Path | None = None) -> list[Claim]:
     """The ledger's claims, or those of another file. ValueError: an unknown key, or a claim that is not complete."""
-    content = tomllib.loads(Path(path or shipped("claims.toml")).read_text(encoding="utf-8"))
-    sources, known, found = content.pop("source", {}), {field.name for field in fields(Claim)}, []
-    for source, claims in content.items():
+    path = Path(path or shipped("claims.toml"))
+    with naming(path, "ledger of claims", "writing it as data/claims.toml"):
+        return _claims(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def _claims(content: dict[str, Any]) -> list[Claim]:
+    sources, found = typed(content.pop("source", {}), dict[str, dict[str, Any]], "source"), []
+    for source, claims in typed(content, dict[str, list[dict[str, Any]]]).items():
         if source not in sources:
             raise ValueError(f"claims of {source!r}, which [source] does not name; it names {', '.join(sources)}")
-        values = {of.get("id"): of.get("value") for of in claims}
+        values = {str(of.get("id")): of.get("value") for of in claims}
         for of in claims:
             if of.get("null"):
-                of["predictor"] = _of_others(of["null"], values)
-            if unknown := of.keys() - known:
-                raise ValueError(f"claim {source}/{of.get('id')}: unknown {', '.join(sorted(unknown))}")
-            given = {"text": "", "id": "", "where": ""} | sources[source] | of
-            lists = {name: tuple(given.pop(name, ())) for name in ("metric", "interval")}
-            found.append(Claim(source, **lists, **given))
+                of["predictor"] = _of_others(str(of["null"]), values)
+            given = {"text": "", "id": "", "where": "", "source": source} | sources[source] | of
+            found.append(typed(given, Claim, f"claim {source}/{of.get('id')}"))
     twice = [f"{source}/{name}" for (source, name), n in Counter((c.source, c.id) for c in found).items() if n > 1]
     if twice:
         raise ValueError(f"there are two claims {', '.join(twice)}")
@@ -240,12 +244,12 @@ def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
     root = results_root(results)
     if where.startswith("bench "):
         path = root / "bench" / f"{where.removeprefix('bench ')}.json"
-        content = read_json(path) if path.exists() else {"results": {}, "kind": ""}
+        content = read_json(path, BenchFile) if path.exists() else {"results": {}, "kind": ""}
         return [{name: {"value": value, "kind": content["kind"]} for name, value in flat(content["results"])}]
     path = root / "baseline" / f"{where}.json"
-    baseline = read_json(path) if path.exists() else {"metrics": {}, "params": None}
+    baseline = read_json(path, MetricsFile) if path.exists() else {"metrics": {}, "params": None}
     paths = [run / "metrics.json" for run in reversed(finished_runs(where, root))]
-    runs = [read_json(path) for path in paths if path.exists()]
+    runs = [read_json(path, MetricsFile) for path in paths if path.exists()]
     return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [baseline["metrics"]]
 
 
@@ -265,15 +269,19 @@ def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, dict[str, Any]]:
 
     def read(reading: str | None) -> Any:
         values = [metric.get("readings", {}).get(reading, metric["value"]) for metric in found]
-        words = not isinstance(claim.value, (bool, str)) and any(isinstance(value, str) for value in values)
+        words = not isinstance(claim.value, (bool, str)) and not _are_numbers(values)
         return None if words or claim.combine == "ratio" and 0 in values[1:] else combine(values)
     if not all(names) or (value := read(None)) is None:
         return None, "", {}
     readings = {name: read(name) for metric in found for name in metric.get("readings", {})}
     ends = [metrics.get(name, {}).get("value") for name in claim.interval]
-    if None in ends:
+    if not _are_numbers(ends):
         return None, "", {}
     return value, found[0]["kind"], readings | dict(zip(("95 % from", "95 % to"), ends))
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, (int, float)) for value in values)
 
 
 def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,

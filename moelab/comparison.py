@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.files import finished_runs, read_json, results_root
+from moelab.records import FigureFile, MetricsFile
 from moelab.table import format_value
 
 Spread = tuple[float, float]
@@ -60,8 +61,8 @@ class Comparison:
 def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> Comparison:
     """Two runs, each a folder or a notebook. ValueError: there is no such run, or it was never saved."""
     runs = find_run(a, results), find_run(b, results)
-    found = [read_json(run / "metrics.json") for run in runs]
-    params = [of.get("params", {}) | {"seed": of.get("seed")} for of in found]
+    found = [read_json(run / "metrics.json", MetricsFile) for run in runs]
+    params = [of["params"] | {"seed": of["seed"]} for of in found]
     metrics, spreads = [of["metrics"] for of in found], [_spreads(run) for run in runs]
     rows = []
     for name in metrics[0] | metrics[1]:
@@ -69,7 +70,7 @@ def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> 
         unit, kind = (" / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind"))
         rows.append(Metric(name, unit, kind, tuple(of.get("value") for of in both),
                            tuple(of.get(name) for of in spreads)))
-    figures = {name: tuple(read_json(run / of["figures"][name]["file"]) for run, of in zip(runs, found))
+    figures = {name: tuple(read_json(run / of["figures"][name]["file"], FigureFile) for run, of in zip(runs, found))
                for name in found[0].get("figures", {}) if name in found[1].get("figures", {})}
     return Comparison(runs, {name: (params[0].get(name), params[1].get(name)) for name in params[0] | params[1]
                              if params[0].get(name) != params[1].get(name)}, rows, figures)
@@ -106,9 +107,9 @@ def are_numbers(*values: Any) -> bool:
 
 def _spreads(run: Path) -> dict[str, Spread]:
     """Metric → (least, most) over the runs beside this one with the same parameters, where they differ."""
-    own = read_json(run / "metrics.json")
-    beside = [read_json(path) for path in run.parent.glob("[0-9]*/metrics.json")]
-    alike = [of["metrics"] for of in beside if all(of.get(key) == own.get(key) for key in ("params", "seed"))]
+    own = read_json(run / "metrics.json", MetricsFile)
+    beside = [read_json(path, MetricsFile) for path in run.parent.glob("[0-9]*/metrics.json")]
+    alike = [of["metrics"] for of in beside if all(of[key] == own[key] for key in ("params", "seed"))]
     values = {name: [of[name]["value"] for of in alike if name in of and are_numbers(of[name]["value"])]
               for name in own["metrics"]}
     return {name: (min(of), max(of)) for name, of in values.items() if of and min(of) < max(of)}

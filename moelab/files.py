@@ -11,12 +11,16 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from moelab.schema import naming, parse_json, typed
+
+T = TypeVar("T")
 
 _ROOT = Path(__file__).resolve().parents[1]
 #: the clone of the repository that this package runs from; None once it is installed without one
@@ -210,12 +214,22 @@ def write_json(path: str | Path, content: Any) -> Path:
     return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
-    """The content of a JSON file; what cannot be read is named in a ValueError."""
+def read_json(path: str | Path, shape: Any = Any) -> Any:
+    """The content of a JSON file, as the annotation `shape` has it (`moelab.schema.typed`); what cannot be read is
+    named in a ValueError."""
     try:
-        return json.loads(absolute(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return typed(parse_json(absolute(path).read_bytes()), shape)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it or make it again") from error
+
+
+def load_json(path: str | Path, form: str, what: str, remedy: str, shape: Any) -> Any:
+    """As of `load_tensors`: what `shape` says of a JSON file whose "format" is `form`."""
+    with naming(path, what, remedy):
+        found = parse_json(Path(path).read_bytes())
+        if not isinstance(found, dict) or found.pop("format", None) != form:
+            raise ValueError(f"it is not of the format {form}")
+        return typed(found, shape)
 
 
 def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str]) -> Path:
@@ -226,20 +240,26 @@ def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str
     return absolute(path)
 
 
-def load_tensors(path: str | Path, form: str, what: str, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(tensors, about) of a file of the format `form`; `what` it holds and the `remedy` are words for the errors.
+def load_tensors(path: str | Path, form: str, what: str, remedy: str, about: Mapping[str, Any],
+                 build: Callable[..., T]) -> T:
+    """What `build` makes of a file of the format `form`, called with the tensors by name and, by keyword, with what is
+    `about` them: name → annotation, other than of a text read as JSON.
 
-    Raises FileNotFoundError, ValueError: no such file; not a whole file, or of another format.
+    what, remedy : what the file holds and what makes another, in words for the errors.
+
+    Raises FileNotFoundError, ValueError: no such file; not a whole file, of another format, or of wrong content.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     path = absolute(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one")
-    try:
+    with naming(path, what, remedy):
+        if not path.is_file():
+            raise FileNotFoundError(path)
         with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            if about.get("format") != form:
-                raise ValueError(f"{path} is a safetensors file but no {what} ({form})")
-            return {name: file.get_tensor(name) for name in file.keys()}, about
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file ({error}); {remedy} makes another") from error
+            said = file.metadata() or {}
+            if said.get("format") != form:
+                raise ValueError(f"it is a safetensors file but no {what} ({form})")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if missing := about.keys() - said.keys():
+            raise ValueError(f"it does not say {', '.join(sorted(missing))}")
+        return build(tensors, **{name: said[name] if kind is str else typed(parse_json(said[name]), kind, name)
+                                 for name, kind in about.items()})

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from moelab.schema import typed
+
 #: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale, int4 128 and one of 16 bits
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0, "mxfp4": 4.25 / 8,
                "int4": 4.125 / 8}
@@ -103,6 +105,11 @@ class MoESpec:
         for field in ("E", "K", "H", "I", "num_layers"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{self.name}: {field} is {getattr(self, field)}; it must be at least 1")
+        if min(self.shared_I, self.dense_I, self.vocab, self.heads, self.kv_heads, self.head_dim) < 0:
+            raise ValueError(f"{self.name}: a size is negative")
+        if [*self.moe_layers] != sorted({*self.moe_layers} & {*range(self.num_layers)}):
+            raise ValueError(f"{self.name}: moe_layers are {self.moe_layers}; they must be rising indices of its "
+                             f"{self.num_layers} layers")
         if self.K > self.E:
             raise ValueError(f"{self.name}: K={self.K} experts a token, but only E={self.E} experts a layer")
         if self.dtype not in DTYPE_BYTES:
@@ -151,7 +158,8 @@ class MoESpec:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> MoESpec:
-        return cls(**{**fields, "moe_layers": tuple(fields["moe_layers"])})
+        """The spec of `to_dict`, also after JSON; ValueError where it is none."""
+        return typed(fields, cls)
 
 
 @dataclass(frozen=True)

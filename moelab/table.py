@@ -112,5 +112,9 @@ def html_table(caption: str, rows: dict[str, str]) -> str:
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; cells are written by `format_value`, and no line breaks between a number and its unit."""
-    lines = (f"| {' | '.join(map(format_value, line))} |" for line in [head, ["---"] * len(head), *rows])
+    lines = (f"| {' | '.join(map(_markdown_cell, line))} |" for line in [head, ["---"] * len(head), *rows])
     return re.sub(r"(?<=\d) (?=(?:%|×|W|ms|MB|GB)(?!\w))", "\u00a0", "\n".join(lines))
+
+
+def _markdown_cell(value: Any) -> str:
+    return " ".join(format_value(value).replace("|", "\\|").splitlines())

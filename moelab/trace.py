@@ -10,11 +10,14 @@ import json
 import os
 import shutil
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from moelab.files import atomic, load_tensors, save_tensors
+from moelab.schema import FLOATS, checked
 from moelab.specs import MoESpec
 from moelab.store.headers import NAMES
 from moelab.table import html_table
@@ -113,18 +116,27 @@ class RoutingTrace:
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:
         """Read a trace, hidden states mapped. Raises FileNotFoundError, ValueError: not a whole and readable trace."""
+        return load_tensors(path, FORMAT, "routing trace", "moelab.record(…).save(path)",
+                            {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]},
+                            partial(cls._loaded, Path(path)))
+
+    @classmethod
+    def _loaded(cls, path: Path, tensors: dict[str, torch.Tensor], spec: MoESpec, model_id: str, hidden: list[str]
+                ) -> RoutingTrace:
         from safetensors import SafetensorError, safe_open
-        path = Path(path)
-        tensors, metadata = load_tensors(path, FORMAT, "routing trace", "moelab.record(…).save(path)")
-        for name in json.loads(metadata["hidden"]):
+        ids = checked(tensors, "ids", ("int16",), (None, spec.L, spec.K), 0, spec.E)
+        T = len(ids)
+        columns = {"ids": ids, "weights": checked(tensors, "weights", FLOATS, ids.shape),
+                   "phase": checked(tensors, "phase", ("uint8",), (T,), PREFILL, DECODE)}
+        columns |= {name: checked(tensors, name, ("int32",), (T,), 0) for name in ("sequence", "position", "tokens")}
+        for name in hidden:
             try:
                 with safe_open(hidden_path(path, name), "pt") as file:
-                    tensors[name] = file.get_tensor(name)
-            except (SafetensorError, FileNotFoundError) as error:
-                raise ValueError(f"{path} comes with {hidden_path(path, name).name}, which is missing or damaged: "
+                    columns[name] = checked({name: file.get_tensor(name)}, name, FLOATS, (T, spec.L, None), None)
+            except (SafetensorError, FileNotFoundError, ValueError) as error:
+                raise ValueError(f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
                                  f"keep the files of a trace together ({error})") from error
-        return cls(**tensors, spec=MoESpec.from_dict(json.loads(metadata["spec"])), model_id=metadata["model_id"],
-                   _hidden_home=path if metadata["hidden"] != "[]" else None)
+        return cls(**columns, spec=spec, model_id=model_id, _hidden_home=path if hidden else None)
 
     def summary(self) -> dict[str, str]:
         n_prefill = int((self.phase == PREFILL).sum())

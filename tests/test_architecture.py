@@ -16,15 +16,16 @@ HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
 COMMON = {"specs", "configs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
-          "registry", "journal"}
+          "registry", "journal", "schema", "records"}
 #: what cards, configs and datasets may use of these
-BASE = {"specs", "progress", "files", "registry"}
+BASE = {"specs", "progress", "files", "registry", "schema"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
-    "specs": set(), "configs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
-    "kernels": {"progress"}, "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
+    "schema": set(), "specs": {"schema"}, "configs": set(),
+    "progress": set(), "table": set(), "cards": set(), "datasets": set(),
+    "kernels": {"progress"}, "arguments": set(), "files": {"schema"}, "intervals": set(), "registry": set(),
     "journal": set(),
-    "claims": set(), "comparison": set(),
+    "records": {"schema"}, "claims": set(), "comparison": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models", "store"},
@@ -58,7 +59,8 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal", "lab",
+WITHOUT_TORCH = {"schema", "records", "specs", "configs", "cards", "datasets", "progress", "table", "arguments",
+                 "files", "registry", "journal", "lab",
                  "claims", "comparison", "__main__", "__init__"}
 
 

@@ -203,7 +203,7 @@ def test_files_that_are_no_calibration_are_refused(tmp_path):
         Calibration.load(trace.save(tmp_path / "trace.safetensors"))
     path = calibrate(trace).save(tmp_path / "c.safetensors")
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="not a readable safetensors file"):
+    with pytest.raises(ValueError, match="no readable"):
         Calibration.load(path)
 
 

@@ -80,8 +80,8 @@ def test_what_is_no_number_answers_nothing(value):
 def test_the_newest_run_counts_and_the_others_are_its_spread(tmp_path):
     def write(path, value, **params):
         path.parent.mkdir(parents=True, exist_ok=True)
-        metrics = {"x": {"value": value, "kind": "measured"}}
-        path.write_text(json.dumps({"params": {"smoke": False} | params, "metrics": metrics}))
+        metrics = {"x": {"value": value, "unit": "", "kind": "measured"}}
+        path.write_text(json.dumps({"params": {"smoke": False} | params, "seed": 0, "metrics": metrics}))
     one = [claim()]
     assert rows(one, tmp_path)[0].verdict == UNANSWERED
     write(tmp_path / "baseline" / "n.json", 5.0)

@@ -15,13 +15,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, UNITS, Unit, why_no_graph
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
 from moelab.files import write_text
+from moelab.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.specs import MoESpec
 from moelab.table import text_table
 
@@ -42,10 +43,10 @@ class PlannedGroup:
     """Experts of one graph, in this order; on the ANE each has `capacity` rows in it."""
 
     experts: tuple[int, ...]
-    capacity: int
+    capacity: Size
     unit: Unit
-    weight_bytes: int
-    expected: float = 0.0                   # tokens of a chunk that come to the group on average
+    weight_bytes: Count
+    expected: Amount = 0.0                  # tokens of a chunk that come to the group on average
 
     @property
     def slots(self) -> int:
@@ -75,8 +76,8 @@ class ANEPlan:
     """
 
     spec: MoESpec
-    chunk: int
-    system: str
+    chunk: Size
+    system: Literal[*SYSTEMS]
     layers: tuple[LayerPlan, ...]
     popularity: str = "calibrated"
     problems: tuple[str, ...] = field(default=())
@@ -144,33 +145,17 @@ class ANEPlan:
             found = repr(fields.get("format")) if isinstance(fields, dict) else f"a {type(fields).__name__}"
             raise ValueError(f"this is not a plan of format {FORMAT}, but {found}; make it again with make_plan")
         try:
-            layers = tuple(LayerPlan(
-                Tiers(**{name: tuple(values) for name, values in layer["tiers"].items()}),
-                tuple(PlannedGroup(**group | {"experts": tuple(group["experts"])}) for group in layer["groups"]),
-                layer["attention"]) for layer in fields["layers"])
-            plan = cls(MoESpec.from_dict(fields["spec"]), fields["chunk"], fields["system"], layers,
-                       fields["popularity"], tuple(fields["problems"]), fields["model_id"])
-            plan._check()
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"this plan is damaged ({type(error).__name__}: {error}); make it again with make_plan"
-                             ) from error
+            plan = typed({name: value for name, value in fields.items() if name != "format"}, cls)
+            if len(plan.layers) != plan.spec.L:
+                raise ValueError(f"it has {len(plan.layers)} layers for a model of {plan.spec.L}")
+            for layer in plan.layers:
+                if sorted(e for g in layer.groups for e in g.experts) != list(range(len(layer.tiers.capacity))):
+                    raise ValueError("an expert is in no group, or in two, or in no tier")
+                if len(layer.tiers.capacity) != plan.spec.E or not {*layer.tiers.capacity} <= {*layer.tiers.levels}:
+                    raise ValueError("its tiers are of another model")
+        except ValueError as error:
+            raise ValueError(f"this plan is damaged: {error}; make it again with make_plan") from error
         return plan
-
-    def _check(self) -> None:
-        """ValueError, or what Python raises, where a plan that was read is none that `make_plan` could have made."""
-        units = {unit for layer in self.layers for unit in (layer.attention, *(g.unit for g in layer.groups))}
-        sizes = [self.chunk, *(g.capacity for layer in self.layers for g in layer.groups)]
-        texts = [self.popularity, self.model_id, *self.problems]
-        if self.system not in SYSTEMS or not units <= set(UNITS) or len(self.layers) != self.spec.L:
-            raise ValueError("an unknown system or unit, or another number of layers")
-        if any(type(n) is not int or n < 1 for n in sizes) or any(type(text) is not str for text in texts):
-            raise ValueError("a chunk or a capacity that is none, or words that are none")
-        for layer in self.layers:
-            if len(layer.tiers.capacity) != self.spec.E or min(g.weight_bytes for g in layer.groups) < 0:
-                raise ValueError("tiers or weights of another model")
-            if sorted(e for g in layer.groups for e in g.experts) != list(range(self.spec.E)):
-                raise ValueError("an expert in no group, or in two")
-            float(sum(g.expected for g in layer.groups))
 
     def save(self, path: str | Path) -> Path:
         """Write as JSON, atomically; returns the path."""
@@ -179,10 +164,8 @@ class ANEPlan:
     @classmethod
     def load(cls, path: str | Path) -> ANEPlan:
         """Read a saved plan; FileNotFoundError, or ValueError if it is none."""
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, RecursionError) as error:           # of the encoding and of JSON, too
-            raise ValueError(f"{path} holds no plan: {error}") from error
+        with naming(path, "plan", "`moelab ane plan`"):
+            return cls.from_dict(parse_json(Path(path).read_bytes()))
 
     def describe(self, layers: Sequence[int] | None = None) -> str:
         """A table of the layers (all, or those named by their MoE index), a summary and the problems, as text."""

@@ -7,9 +7,10 @@ run time stays on the CPU (NPUMoE §3.2 "Operator Partitioning", Figure 4).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-Unit = str                      # "ane" or "cpu"
 UNITS = ("ane", "cpu")
+Unit = Literal[UNITS]
 
 
 @dataclass(frozen=True)

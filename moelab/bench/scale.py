@@ -31,6 +31,7 @@ from moelab.cards import load_model
 from moelab.files import read_json
 from moelab.models.synthesize import scaled, synthesize
 from moelab.opening import open_model
+from moelab.records import BenchFile
 from moelab.registry import make
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
@@ -73,8 +74,8 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
 def earlier(path: str, conditions: Mapping[str, Any], title: str, anew: Iterable[str]) -> list[dict[str, Any]]:
     """Rows, limits, turns and samples of the arms of an earlier result that are not measured anew; ValueError if it was
     measured under other conditions."""
-    found = read_json(Path(path))
-    if found.get("bench") != "scale":
+    found = read_json(Path(path), BenchFile)
+    if found["bench"] != "scale":
         raise ValueError(f"{path} holds no result of bench scale; give the JSON that it printed last")
     before, *kept = found["results"].values()
     differ = [f"{key} {before[key]} instead of {value}" for key, value in conditions.items() if key in before and not (

@@ -11,9 +11,10 @@ import tomllib
 from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from moelab.registry import Entry, require
+from moelab.schema import naming, typed
 from moelab.specs import DeviceSpec, Figure, MoESpec
 
 
@@ -47,19 +48,18 @@ def _shipped(name: str) -> DeviceSpec:
 
 
 def _spec(name: str | Path, card: dict[str, Any]) -> DeviceSpec:
-    if not isinstance(card.get("name"), str) or not isinstance(card.get("figures"), dict):
-        raise ValueError(f"{name} is no device card: it needs a name and figures, as those in moelab/cards/devices")
-    figures = {}
-    for key, figure in card["figures"].items():
-        try:
-            figures[key] = Figure(**figure)
-            unit = UNITS[key.rpartition("_")[2]]
-            if unit != figures[key].unit or type(figures[key].value) not in (int, float):
-                raise ValueError(f"it must be a number in {unit}")
-        except (TypeError, ValueError, KeyError) as error:
-            raise ValueError(f"card {name}, figures.{key} = {figure}: {error}. A figure has value, unit, kind and "
-                             f"source, and its name ends in its unit: _{', _'.join(UNITS)}") from error
-    return DeviceSpec(card["name"], figures)
+    with naming(name, "device card", "writing it as those in moelab/cards/devices"):
+        found = typed(card, _DeviceCard)
+        for key, figure in found["figures"].items():
+            if UNITS.get(key.rpartition("_")[2]) != figure.unit or figure.value <= 0:
+                raise ValueError(f"figures.{key} is {figure.value} {figure.unit}; it must be above 0 and in the unit "
+                                 f"that its name ends in: _{', _'.join(UNITS)}")
+        return DeviceSpec(found["name"], found["figures"])
+
+
+class _DeviceCard(TypedDict):
+    name: str
+    figures: dict[str, Figure]
 
 
 def entries_of(kind: str, load: Any, told: Any) -> dict[str, Entry]:
@@ -92,10 +92,8 @@ def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
 
 
 def _parse(file: Any) -> dict[str, Any]:
-    try:
+    with naming(file, "card", "writing it as those in moelab/cards"):
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:                 # no TOML, or no UTF-8
-        raise ValueError(f"{file.name} is no TOML: {error}") from error
 
 
 #: card name → what loads its spec

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from moelab.comparison import are_numbers, is_named
 from moelab.files import finished_runs, read_json, results_root, write_json
 from moelab.lab.results import SCHEMA
+from moelab.records import MetricsFile
 from moelab.table import text_table
 
 TOLERANCE = 0.02
@@ -70,12 +71,12 @@ def _newest_metrics(notebook: str, results: Path) -> dict[str, Any] | None:
     runs = finished_runs(notebook, results)
     if runs and not (runs[-1] / "metrics.json").exists():
         raise ValueError(f"{runs[-1]} has no metrics.json; the notebook must end with run.save()")
-    return read_json(runs[-1] / "metrics.json") if runs else None
+    return read_json(runs[-1] / "metrics.json", MetricsFile) if runs else None
 
 
 def _update(path: Path, found: dict[str, Any]) -> None:
     """Write a baseline from the metrics of a run; tolerances in it stay."""
-    old = read_json(path)["metrics"] if path.exists() else {}
+    old = read_json(path, MetricsFile)["metrics"] if path.exists() else {}
     metrics = {name: metric | {k: v for k, v in old.get(name, {}).items() if k == "tolerance"}
                for name, metric in found["metrics"].items()}
     write_json(path, {"schema": SCHEMA, "notebook": path.stem, "params": found["params"], "seed": found["seed"],
@@ -123,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"{name}: FAILED, no finished run; `python -m moelab run {name}` makes one")
             compared, failed = compared + 1, failed + 1
         else:
-            rows = compare(read_json(path), found)
+            rows = compare(read_json(path, MetricsFile), found)
             bad = sum(row.verdict == "FAILED" for row in rows)
             compared, failed = compared + 1, failed + bool(bad)
             print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")

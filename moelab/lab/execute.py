@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.files import atomic, write_json, write_text
+from moelab.lab.runner import cells_of
 from moelab.progress import progress
 
 WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
@@ -131,7 +132,7 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
 
     papermill_engines.register("moelab", _saving_twice_a_minute(NBClientEngine))
     source, output = Path(notebook), Path(directory) / Path(notebook).name
-    cells = sum(cell.cell_type == "code" for cell in nbformat.read(source, 4).cells) + bool(parameters)
+    cells = sum(cell["cell_type"] == "code" for cell in cells_of(source)) + bool(parameters)
     error, kernels = None, []
     for attempt in (1, 2):
         with progress(total=cells, desc=source.stem, unit="cells") as bar:

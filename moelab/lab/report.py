@@ -8,7 +8,6 @@ plotly.js is inside, once. Every figure has its caption and its description for 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from html import escape
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from moelab import claims
 from moelab.files import finished_runs, read_json, results_root, write_text
+from moelab.records import FigureFile, MetricsFile, RunFile
 from moelab.table import format_value
 
 STYLE = """
@@ -93,8 +93,8 @@ def _ledger(answered: list[claims.Row]) -> str:
 
 def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
     """What a run concludes and the verdicts on its claims; folded, its figures, its numbers, its parameters."""
-    about = read_json(run / "run.json")
-    found = read_json(run / "metrics.json") if (run / "metrics.json").exists() else {}
+    about = read_json(run / "run.json", RunFile)
+    found = read_json(run / "metrics.json", MetricsFile) if (run / "metrics.json").exists() else {}
     env = about["env"]
     commit = (env["git"] or "no commit")[:12] + ("+changes" if (env["git"] or "").endswith("+changes") else "")
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
@@ -105,7 +105,7 @@ def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
     numbers = _table("Metrics", ["metric", "value", "unit", "kind"],
                      [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()])
     ran = f"""<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])}
-({env["cores"]} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
+({escape(str(env["cores"]))} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
     parts = [
         f'<section aria-labelledby="{escape(name)}"><h2 id="{escape(name)}">{escape(name)}</h2>',
         f"<ul>{''.join(f'<li>{_markdown(text)}</li>' for text in said)}</ul>" if said else "",
@@ -133,7 +133,7 @@ def _markdown(text: str) -> str:
 def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
     if not rows:
         return ""
-    heads = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+    heads = "".join(f'<th scope="col">{escape(str(text))}</th>' for text in head)
     lines = []
     for first, *rest in rows:
         cells = "".join(f'<td{" class=number" if isinstance(v, (int, float)) else ""}>{escape(format_value(v))}</td>'
@@ -146,14 +146,14 @@ def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
 
 def _figure(name: str, path: Path) -> str:
     """A live figure; its description is what a screen reader says in its place."""
-    content = read_json(path)
-    # "</script>" inside a string would end the script element
-    data, layout = (json.dumps(content["figure"][key]).replace("</", "<\\/") for key in ("data", "layout"))
+    from moelab.viz.theme import in_script
+    content = read_json(path, FigureFile)
+    key, data, layout = map(in_script, (name, content["figure"]["data"], content["figure"]["layout"]))
     return f"""<figure>
 <div class="plot" id="{escape(name)}" role="img" aria-label="{escape(content['alt'])}"></div>
 <figcaption>{escape(content['caption'])}</figcaption>
 <noscript><p>{escape(content['alt'])}</p></noscript>
-<script>figures[{json.dumps(name)}] = () => Plotly.newPlot({json.dumps(name)}, {data}, {layout},
+<script>figures[{key}] = () => Plotly.newPlot({key}, {data}, {layout},
   {{responsive: true, displaylogo: false}});</script>
 </figure>"""
 

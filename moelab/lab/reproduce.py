@@ -17,6 +17,7 @@ from moelab.files import read_json
 from moelab.lab.report import write_report
 from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, is_side_by_side, notebooks,
                                run_notebook, split_assignments)
+from moelab.records import MetricsFile
 from moelab.table import format_value, text_table
 
 SHOWN_METRICS = 3
@@ -49,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
         start, status, first = time.monotonic(), "ok", ""
         try:
             metrics = run_notebook(path, parameters[path], args.results, args.timeout) / "metrics.json"
-            found = read_json(metrics)["metrics"] if metrics.exists() else {}
+            found = read_json(metrics, MetricsFile)["metrics"] if metrics.exists() else {}
             first = "; ".join(f"{name} {format_value(m['value'])} {m['unit']} [{m['kind']}]"
                               for name, m in list(found.items())[:SHOWN_METRICS])
         except NotebookFailed as failure:

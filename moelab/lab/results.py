@@ -34,11 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, write_json
+from moelab.records import KINDS
 
 SCHEMA = "moelab.metrics/1"
-#: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
-#: modelled: a fitted formula; paper: a source's figure
-KINDS = ("exact", "measured", "simulated", "modelled", "paper")
 
 
 def new_run_id() -> str:

@@ -22,12 +22,14 @@ import time
 import tokenize
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from moelab.arguments import number
 from moelab.comparison import is_named
 from moelab.files import CHECKOUT, read_json, remove_leftovers, results_root, write_json
 from moelab.lab.results import about, new_run_id, part_name
+from moelab.records import RunFile
+from moelab.schema import Must, naming, parse_json, typed
 
 CELL_TIMEOUT = 1200.0
 
@@ -68,10 +70,34 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
     return found
 
 
+class _Metadata(TypedDict):
+    tags: NotRequired[list[str]]
+
+
+class Cell(TypedDict):
+    """A cell of a notebook, as far as the runner reads it."""
+
+    cell_type: Literal["code", "markdown", "raw"]
+    metadata: _Metadata
+    source: str | list[str]
+
+
+class _Notebook(TypedDict):
+    nbformat: Annotated[int, Must(lambda version: version == 4, "4; Jupyter saves others as such")]
+    metadata: dict[str, Any]
+    cells: list[Cell]
+
+
+def cells_of(path: str | Path) -> list[Cell]:
+    """The cells of a notebook; FileNotFoundError, or ValueError if it is none."""
+    with naming(path, "notebook", "Jupyter"):
+        return typed(parse_json(Path(path).read_bytes()), _Notebook)["cells"]
+
+
 def inspect(path: str | Path) -> dict[str, Parameter]:
     """The parameters of a notebook, from its tagged cell; papermill's own reader ignores lines with two `=`."""
-    cells = [cell for cell in read_json(Path(path))["cells"] if "parameters" in cell["metadata"].get("tags", ())]
-    source = "".join(cells[0]["source"]) if cells else ""
+    source = next(("".join(cell["source"]) for cell in cells_of(path)
+                   if "parameters" in cell["metadata"].get("tags", ())), "")
     try:
         statements = ast.parse(source).body
     except SyntaxError as error:
@@ -94,7 +120,7 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
 
 def is_side_by_side(path: Path) -> bool:
     """Whether other notebooks may run beside this one."""
-    return any("side-by-side" in cell["metadata"].get("tags", ()) for cell in read_json(path)["cells"])
+    return any("side-by-side" in cell["metadata"].get("tags", ()) for cell in cells_of(path))
 
 
 def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
@@ -221,6 +247,6 @@ def main(args: argparse.Namespace) -> int:
     except NotebookFailed as failure:
         print(f"moelab: {failure}", file=sys.stderr)
         return 1
-    ran = read_json(directory / "run.json")
+    ran = read_json(directory / "run.json", RunFile)
     print(f"{path.stem} finished in {ran['seconds']:.1f} s, {memory_of(ran) or 'memory unknown'}: {directory}")
     return 0

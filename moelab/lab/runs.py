@@ -6,6 +6,7 @@ import argparse
 
 from moelab.files import finished_runs, read_json, results_root
 from moelab.lab.runner import memory_of, notebooks
+from moelab.records import RunFile
 from moelab.table import text_table
 
 
@@ -18,7 +19,7 @@ def main(args: argparse.Namespace) -> int:
     names = {path.stem for path in notebooks()} | {path.name for path in (root / "runs").glob("*") if path.is_dir()}
     for name in sorted(names):
         runs = finished_runs(name, root, lab=True)
-        abouts = [read_json(run / "run.json") if (run / "run.json").exists() else {} for run in runs]
+        abouts = [read_json(run / "run.json", RunFile) if (run / "run.json").exists() else {} for run in runs]
         rows += [[name, run.name, f"{about['seconds']:.0f} s" if about else "", memory_of(about),
                   " ".join(f"{key}={value}" for key, value in about.get("parameters", {}).items())]
                  for run, about in zip(runs, abouts)] or [[name, "no finished run", "", "", ""]]

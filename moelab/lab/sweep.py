@@ -37,7 +37,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from moelab.arguments import whole
 from moelab.bench import BENCHES, parser_of
@@ -49,6 +49,8 @@ from moelab.lab.results import environment
 from moelab.lab.runner import (add_run_options, check_parameters, notebooks, read_literal, run_notebook,
                                split_assignments)
 from moelab.progress import progress
+from moelab.records import Metric, MetricsFile
+from moelab.schema import Amount, naming, typed
 from moelab.table import text_table
 
 LOST = 3                                # times that a worker may be lost without any point being finished
@@ -58,12 +60,26 @@ Work = Callable[[Point], dict[str, Any]]        # a point → {"metrics": as in 
 Found = Iterator[tuple[Point, dict[str, Any]]]  # points as they end, each with its row or {"error": why}
 
 
+class At(TypedDict):
+    """Where, when and by which commit a point was run."""
+
+    host: str
+    seconds: Amount
+
+
 class Row(NamedTuple):
     """A finished point: metrics as in metrics.json; where, when and by which commit it was run."""
 
     point: Point
-    metrics: dict[str, dict[str, Any]]
-    at: dict[str, Any]
+    metrics: dict[str, Metric]
+    at: At
+
+
+class _Column(TypedDict):
+    """What a column of the table says of itself."""
+
+    role: Literal["point", "metrics", "at"]
+    name: str
 
 
 def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
@@ -80,7 +96,7 @@ def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
 def notebook_point(notebook: str, results: str | None, timeout: float, point: Point) -> dict[str, Any]:
     """Run a notebook, by name or path, with these parameters."""
     directory = run_notebook(notebooks([notebook])[0], point, results, timeout)
-    return {"metrics": read_json(directory / "metrics.json")["metrics"], "run": str(directory)}
+    return {"metrics": read_json(directory / "metrics.json", MetricsFile)["metrics"], "run": str(directory)}
 
 
 def bench_point(name: str, point: Point) -> dict[str, Any]:
@@ -224,20 +240,17 @@ def write(path: Path, rows: list[Row]) -> None:
 
 def read(path: str | Path) -> list[Row]:
     """The rows of a sweep's table. ValueError: no such file, or not of a sweep."""
-    import pyarrow
     from pyarrow import parquet
-    try:
+    with naming(path, "table of a sweep", "`python -m moelab sweep`"):
         table = parquet.read_table(path)
-        abouts = [{name.decode(): text.decode() for name, text in field.metadata.items()} for field in table.schema]
-    except (OSError, pyarrow.ArrowException, AttributeError) as error:
-        raise ValueError(f"{path} is no table of a sweep ({error}); `python -m moelab sweep` makes one") from None
-    rows = [Row({}, {}, {}) for _ in range(table.num_rows)]
-    for about, column in zip(abouts, table.columns):
-        for row, cell in zip(rows, column.to_pylist()):
-            if cell is not None:
-                getattr(row, about["role"])[about["name"]] = cell if about["role"] != "metrics" else {
-                    "value": cell, "unit": about["unit"], "kind": about["kind"]}
-    return rows
+        rows = [Row({}, {}, {})._asdict() for _ in range(table.num_rows)]
+        for field, column in zip(table.schema, table.columns):
+            about = typed({name.decode(): text.decode() for name, text in (field.metadata or {}).items()}, _Column)
+            for row, cell in zip(rows, column.to_pylist()):
+                if cell is not None:
+                    row[about["role"]][about["name"]] = cell if about["role"] != "metrics" else {
+                        "value": cell, "unit": about.get("unit"), "kind": about.get("kind")}
+        return typed(rows, list[Row])
 
 
 def varied(rows: Sequence[Row]) -> list[str]:

@@ -17,19 +17,20 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from moelab.arguments import number, whole
-from moelab.files import read_json, write_json
+from moelab.files import load_json, write_json
 from moelab.models import opening, plugged
 from moelab.models.fast_decode import FastDecode
 from moelab.offloading.microbenchmarks import COPY, MATMUL, Microbenchmarks, experts_bytes, shards_of
@@ -37,11 +38,15 @@ from moelab.offloading.threads import step_back
 from moelab.progress import progress
 from moelab.registry import make
 from moelab.schedule.requests import Delays
+from moelab.schema import Amount, Count, Must, Size
 from moelab.specs import DeviceSpec, Figure
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
 FORMAT = "moelab.profile/2"
+#: what no part of one expert takes
+ABSURD = 3600.0
+Seconds = Annotated[float, Must(lambda seconds: 0 <= seconds < ABSURD, "seconds, of less than an hour")]
 MINIMUM = 3                                                     # rounds, however long they take
 
 
@@ -58,22 +63,23 @@ class Profile:
         mean clock rate after it; None where that is not known.
     """
 
-    seconds: dict[str, list[float]]
-    nbytes: dict[str, int]
-    experts_bytes: list[list[list[int]]]
-    K: int
-    N: int
+    seconds: Annotated[dict[str, Annotated[list[Seconds], Must(len, "a list of samples")]], Must(
+        lambda seconds: _complete(seconds), "samples of all reads, of decoding and of computing")]
+    nbytes: Annotated[dict[str, Count], Must(lambda of: {"full", "e", "sm"} <= of.keys(), "full, e and sm")]
+    experts_bytes: list[list[Annotated[list[Count], Must(lambda pair: len(pair) == 2, "two numbers")]]]
+    K: Size
+    N: Size
     model: str
     codec: str
     dtype: str
     mode: str
-    workers: int
-    threads: int
+    workers: Size
+    threads: Size
     when: str
     machine: str
-    load_average: float | None = None
-    others: float | None = None
-    clock_mhz: float | None = None
+    load_average: Amount | None = None
+    others: Amount | None = None
+    clock_mhz: Amount | None = None
 
     def median(self, name: str) -> float:
         if name not in self.seconds:
@@ -171,16 +177,15 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; FileNotFoundError if there is none, ValueError if the file is something else."""
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"no profile at {path}; `python -m moelab profile STORE --output {path}` makes one")
-        try:
-            fields = read_json(path)
-            if fields.pop("format") != FORMAT:
-                raise ValueError("of another format")
-            return cls(**fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no profile ({FORMAT}): {error}; measure again") from error
+        return load_json(path, FORMAT, "profile", f"`python -m moelab profile STORE --output {path}`", cls)
+
+
+def _complete(seconds: dict[str, list[float]]) -> bool:
+    """Whether there is all that `Profile.delays`, `other` and `head` are made of."""
+    computed = [name.split() for name in seconds if re.fullmatch("(expert|other|head) [1-9][0-9]{0,8}", name)
+                and min(seconds[name]) > 0]
+    return {kind for kind, _ in computed} == {"expert", "other", "head"} and seconds.keys() >= {
+        "read E", "read SM", "read both", "decompress", "recover", "decode"}
 
 
 def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1, seconds: float = 10.0, seed: int = 0,

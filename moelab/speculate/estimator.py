@@ -18,12 +18,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.files import load_tensors, save_tensors
 from moelab.registry import find
-from moelab.speculate.signals import check_model
+from moelab.schema import Size, checked
+from moelab.speculate.signals import check_geometry, check_model
 
 FORMAT = "moelab.estimator/2"
 
@@ -86,12 +88,21 @@ class Estimator(nn.Module):
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
         """Read an estimator of `model`, of the kind that was saved, onto its device; ValueError if it is not readable,
         another model's, or of a kind that is not registered."""
-        tensors, about = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)")
-        check_model(model, about["model_id"], f"{path} was trained for",
+        estimator = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)",
+                                 {"kind": str, "config": dict[str, Size], "model_id": str}, _loaded)
+        check_model(model, estimator.model_id, f"{path} was trained for",
                     "moelab.speculate.train trains one for this model")
-        estimator = find("estimator", about["kind"])(**json.loads(about["config"]), model_id=about["model_id"])
-        estimator.load_state_dict(tensors)
+        check_geometry(model, (estimator.config["L"], estimator.config["E"]), path)
         return estimator.to(getattr(model, "device", "cpu")).eval()
+
+
+def _loaded(tensors: dict[str, Tensor], kind: str, config: dict[str, int], model_id: str) -> Estimator:
+    with torch.device("meta"):                  # no memory for what the file only claims to have
+        estimator = find("estimator", kind)(**config, model_id=model_id)
+    for name, parameter in estimator.state_dict().items():
+        checked(tensors, name, ("float32",), parameter.shape)
+    estimator.load_state_dict(tensors, assign=True)
+    return estimator
 
 
 class ResidualEstimator(Estimator):

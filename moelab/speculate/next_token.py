@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import torch
@@ -25,12 +25,18 @@ from torch import Tensor
 
 from moelab.files import load_tensors, save_tensors
 from moelab.progress import progress
-from moelab.speculate.signals import check_model
+from moelab.schema import Must, Positive, checked
+from moelab.speculate.signals import check_geometry, check_model
 from moelab.trace import RoutingTrace
 
 FORMAT = "moelab.next_token/1"
 #: strengths of the ridge that are tried, in mean squares of an input
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+
+
+class _About(TypedDict):
+    half_life: Positive
+    discount: Annotated[float, Must(lambda share: 0 <= share < 1, "from 0 to below 1")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +70,12 @@ class NextToken:
     def load(cls, path: str | Path, model: Any) -> NextToken:
         """Read what was fitted for `model`. ValueError if it is not readable or another model's."""
         fits = "moelab.speculate.next_token.fit(trace)"
-        tensors, about = load_tensors(path, FORMAT, "next-token regression", f"{fits}.save(path)")
-        check_model(model, about["model_id"], f"{path} was fitted to", f"{fits} fits one to a trace of this one")
-        return cls(tensors["W"], **json.loads(about["about"]), model_id=about["model_id"])
+        found = load_tensors(path, FORMAT, "next-token regression", f"{fits}.save(path)",
+                             {"about": _About, "model_id": str}, lambda tensors, about, model_id: cls(
+                                 checked(tensors, "W", ("float32",), (None, None, None)), **about, model_id=model_id))
+        check_model(model, found.model_id, f"{path} was fitted to", f"{fits} fits one to a trace of this one")
+        check_geometry(model, found.shape, path)
+        return found
 
 
 def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> NextToken:

@@ -30,6 +30,7 @@ from moelab.models.patches import Patches, change
 from moelab.models.seam import Run
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
+from moelab.schema import checked
 
 FORMAT = "moelab.default_vectors/2"
 
@@ -74,15 +75,29 @@ class DefaultVectors:
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
         """Read the default vectors of `model`; ValueError if they are not readable or another model's."""
-        tensors, about = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)")
-        vectors = cls(**tensors, weighted=json.loads(about["weighted"]), model_id=about["model_id"])
+        vectors = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)",
+                               {"weighted": bool, "model_id": str}, cls._loaded)
         vectors.check(model)
+        check_geometry(model, vectors.counts.shape, path)
         return vectors
+
+    @classmethod
+    def _loaded(cls, tensors: dict[str, Tensor], weighted: bool, model_id: str) -> DefaultVectors:
+        d = checked(tensors, "d", ("float32",), (None, None, None))
+        return cls(d, checked(tensors, "shared", ("float32",), d.shape[::2]),
+                   checked(tensors, "counts", ("int64",), d.shape[:2], 0), weighted, model_id)
 
 
 def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
     if not same_source(mine := identity(model), model_id):
         raise ValueError(f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}")
+
+
+def check_geometry(model: nn.Module, shape: Sequence[int], path: str | Path) -> None:
+    """ValueError unless a file's (L, E) are the model's."""
+    if tuple(shape) != (wanted := (spec_of(model).L, spec_of(model).E)):
+        raise ValueError(f"{path} is damaged: it is of {tuple(shape)} layers and experts, the model of {wanted}; make "
+                         "it again")
 
 
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from moelab.datasets import REMEMBERED
 from moelab.files import atomic, read_json, results_root
 from moelab.intervals import t95
 from moelab.ndp.fit import JUDGED
+from moelab.records import BenchFile, MetricsFile
 from moelab.viz import theme
 from moelab.viz.figures import (DASHED, NOTE, add_lines, bar_look, bars, differences, finish, hover, interval, panels,
                                 power_ticks)
@@ -142,11 +143,11 @@ def dropping(results: Mapping[str, Any]) -> Figure:
 
 
 def bench(name: str) -> Callable[[Path], Any]:
-    return lambda root: read_json(root / "bench" / f"{name}.json")["results"]
+    return lambda root: read_json(root / "bench" / f"{name}.json", BenchFile)["results"]
 
 
 def notebook(name: str) -> Callable[[Path], Any]:
-    return lambda root: read_json(root / "baseline" / f"{name}.json")["metrics"]
+    return lambda root: read_json(root / "baseline" / f"{name}.json", MetricsFile)["metrics"]
 
 
 #: picture → (what it is drawn from, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -33,12 +34,17 @@ def show(fig: Figure, caption: str, alt: str, name: str | None = None) -> None:
     display({theme.PLOTLY: drawn, "text/plain": f"[Figure: {alt}]"}, raw=True,
             metadata={"moelab_figure": name} if name else {})
     if caption.strip():
-        display({"text/markdown": f"*{caption.strip()}*", "text/plain": caption}, raw=True)
+        display({"text/markdown": inert(f"*{caption.strip()}*"), "text/plain": caption}, raw=True)
 
 
 def say(text: str) -> None:
     """Show text as Markdown."""
-    display(Markdown(text))
+    display(Markdown(inert(text)))
+
+
+def inert(markdown: str) -> str:
+    """Markdown in which nothing that is told, such as the name of a folder, is HTML, a link or a picture."""
+    return re.sub(r"(?<=\])[(\[:]|<(?=[A-Za-z/!?])", lambda found: f"&#{ord(found[0])};", markdown)
 
 
 def table(first: Iterable[Mapping[str, Any]] | Sequence[str], *rows: Sequence[Any]) -> None:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moelab.files import atomic
+from moelab.files import atomic, read_json
+from moelab.records import BenchFile
 from moelab.viz import theme
 from moelab.viz.figures import add_points, bar_look, finish, hover, panels, point_look
 from moelab.viz.plotly_json import Figure
@@ -53,7 +53,7 @@ def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str,
 
 
 def main(source: str, destination: str) -> int:
-    conditions, rows, limits, *_ = json.loads(Path(source).read_text())["results"].values()
+    conditions, rows, limits, *_ = read_json(Path(source), BenchFile)["results"].values()
     pictures = theme.render_png([theme.to_json(beside_memory(conditions, rows, limits))])
     for picture in pictures:
         with atomic(destination) as path:

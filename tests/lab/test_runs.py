@@ -13,12 +13,14 @@ def put(results, run_id, value, smoke=True, notebook="01_calibration", figures=(
     folder = results / "runs" / notebook / run_id
     metrics = {"hits": value, "name": "lru"} | more
     for name in figures:
-        write_json(folder / "figures" / f"{name}.json", {"figure": run_id, "caption": name})
+        write_json(folder / "figures" / f"{name}.json", {
+            "figure": {"data": [{"name": run_id}], "layout": {}}, "caption": name, "alt": name})
     write_json(folder / "metrics.json", {
         "params": {"smoke": smoke}, "seed": 0,
         "metrics": {name: {"value": of, "unit": "", "kind": "exact"} for name, of in metrics.items()},
         "figures": {name: {"file": f"figures/{name}.json"} for name in figures}})
-    write_json(folder / "run.json", {"seconds": 3.0, "parameters": {"smoke": smoke}})
+    write_json(folder / "run.json", {"seconds": 3.0, "parameters": {"smoke": smoke}, "env": {
+        "git": None, "versions": {}, "device": "cpu", "cpu": "x", "cores": 1}})
     return folder
 
 
@@ -78,6 +80,6 @@ def test_only_figures_that_both_have_are_paired(results):
     one, other = (put(results, run, 1, figures=names, **more) for run, names, more in (
         ("20250101-1", ("a", "b"), {"gone": 1}), ("20250102-1", ("b", "c"), {})))
     found = compare(one, other)
-    assert {name: [of["figure"] for of in both] for name, both in found.figures.items()} == {
+    assert {name: [of["figure"]["data"][0]["name"] for of in both] for name, both in found.figures.items()} == {
         "b": ["20250101-1", "20250102-1"]}
     assert {m.name: m.note for m in found.metrics}["gone"] == "only one has it"

@@ -315,7 +315,7 @@ def test_errors_say_what_to_do(measured, store, tmp_path):
         Profile.load(tmp_path / "none.json")
     for content in ("{", "[]", '{"format": "other"}', '{"format": "moelab.profile/2"}'):
         (tmp_path / "x.json").write_text(content)
-        with pytest.raises(ValueError, match="x.json is no profile"):
+        with pytest.raises(ValueError, match="x.json is no readable profile"):
             Profile.load(tmp_path / "x.json")
     with pytest.raises(KeyError, match="expert 1"):
         measured.median("expert 3")

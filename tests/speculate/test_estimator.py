@@ -118,5 +118,5 @@ def test_loading_refuses_what_is_not_this_models_estimator(model, tmp_path):
     with pytest.raises(ValueError, match="no estimator"):
         Estimator.load(tmp_path / "x.safetensors", model)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="not a readable"):
+    with pytest.raises(ValueError, match="no readable"):
         Estimator.load(path, model)

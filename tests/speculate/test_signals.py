@@ -214,7 +214,7 @@ def test_bad_files_are_refused(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="but no default vectors"):
         DefaultVectors.load(record(model, PROMPTS).save(tmp_path / "trace.safetensors"), model)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="not a readable safetensors file"):
+    with pytest.raises(ValueError, match="no readable"):
         DefaultVectors.load(path, model)
     with pytest.raises(ValueError, match="prompts is empty"):
         default_vectors(model, [])

@@ -32,9 +32,9 @@ def runs(results):
     folders = [put(results, run, value, smoke=smoke, figures=("curve", "map"), time=2.0 * value)
                for run, value, smoke in (("20250101-1", 4, True), ("20250102-1-lab", 6, False))]
     for folder, y in zip(folders, ((1, 2), (3, 5))):
-        (folder / "figures" / "curve.json").write_text(json.dumps({"figure": line(*y), "caption": "hits"}))
+        (folder / "figures" / "curve.json").write_text(json.dumps({"figure": line(*y), "caption": "hits", "alt": ""}))
         heat = {"data": [{"type": "heatmap", "z": [list(y)]}], "layout": {}}
-        (folder / "figures" / "map.json").write_text(json.dumps({"figure": heat, "caption": "map"}))
+        (folder / "figures" / "map.json").write_text(json.dumps({"figure": heat, "caption": "map", "alt": ""}))
     return folders
 
 

@@ -4,7 +4,7 @@
     "fp16"     every operation's result rounded to its declared type, sums in fp32: what a good fp16 device would give
 
 It knows the operations of `ffn_graph` and `attention_graph`, as coremltools defines them (opset iOS 18); a program with
-another one is refused by its name. Every result must have the shape and the type that the file declares for it. In fp16
+another one, or with an option that is not computed here, is refused by its name. Every result must have the shape and the type that the file declares for it. In fp16
 mode alarms tell where real chips went wrong for others: inputs and results that fp16 cannot hold, sums inside a mean
 that it cannot (a unit may add in fp16), matrix products above 32752 (inf on one chip) and slices above 4094 (clamped on
 another). What neither mode knows: which unit runs an operation, and how it accumulates inside products.
@@ -32,11 +32,11 @@ FLOATS = ("fp16", "fp32", "fp64")
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, strides: Any = 1, pad_type: str = "valid",
-          groups: Any = 1, **other: Any) -> Tensor:
+          groups: Any = 1, pad: Any = None, dilations: Any = None) -> Tensor:
     """A 1×1 convolution [N, Cin, *space] → [N, Cout, *space] as a product over rows of channels, so that a result does
-    not depend on the layout."""
-    if pad_type == "custom" or any(n != 1 for n in (*weight.shape[2:], *np.ravel(strides), int(groups))):
-        raise ValueError("only convolutions of 1×1 are")
+    not depend on the layout. Of one weight a channel, nothing is padded but by "custom", and nothing dilated."""
+    if pad_type not in ("valid", "same", "same_lower") or any(n != 1 for n in (*weight.shape[2:], *np.ravel(strides), int(groups))):
+        raise ValueError("only 1×1 convolutions are, without strides, groups and custom padding")
     last = x.movedim(1, -1)
     rows = F.linear(last.reshape(-1, x.shape[1]).contiguous(), weight.flatten(1), bias)
     return rows.view(*last.shape[:-1], -1).movedim(-1, 1).contiguous()
@@ -47,27 +47,48 @@ def _matmul(x: Tensor, y: Tensor, transpose_x: Any = False, transpose_y: Any = F
     return torch.matmul(x.contiguous(), y.contiguous())
 
 
-def _split(x: Tensor, axis: Any, num_splits: Any) -> list[Tensor]:
-    return [part.contiguous() for part in x.chunk(int(num_splits), int(axis))]
+def _split(x: Tensor, axis: Any, num_splits: Any = None, split_sizes: Any = None) -> list[Tensor]:
+    if split_sizes is None:
+        split_sizes = [x.shape[int(axis)] // int(num_splits)] * int(num_splits)
+    return [part.contiguous() for part in x.split([int(n) for n in split_sizes], int(axis))]
+
+
+#: mode of the operation gelu → what it computes
+GELU: dict[str, Callable[[Tensor], Tensor]] = {
+    "EXACT": F.gelu, "TANH_APPROXIMATION": lambda x: F.gelu(x, approximate="tanh"),
+    "SIGMOID_APPROXIMATION": lambda x: x * torch.sigmoid(1.702 * x)}
 
 
 def _gelu(x: Tensor, mode: str = "EXACT") -> Tensor:
-    return F.gelu(x, approximate="tanh" if mode == "TANH_APPROXIMATION" else "none")
+    if mode not in GELU:
+        raise ValueError(f"mode is {mode}; it can be {', '.join(GELU)}")
+    return GELU[mode](x)
+
+
+def _concat(values: list[Tensor], axis: Any, interleave: Any = False) -> Tensor:
+    if interleave:
+        raise ValueError("interleave is true; only concatenation one after the other is")
+    return torch.cat(values, int(axis))
+
+
+def _axes(x: Tensor, axes: Any) -> list[int]:
+    """Those of a reduction: all of them by default."""
+    return list(range(x.dim())) if axes is None else [int(axis) for axis in axes]
 
 
 #: MIL operation → what it computes of the operation's parameters by name: floats as tensors, the others as they are
 OPS: dict[str, Callable[..., Any]] = {
     "conv": _conv, "matmul": _matmul, "split": _split, "gelu": _gelu,
-    "concat": lambda values, axis, interleave=False: torch.cat(values, int(axis)),
+    "concat": _concat,
     "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),
     "softmax": lambda x, axis=-1: torch.softmax(x, int(axis)),
     "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y,
     "minimum": lambda x, y: torch.minimum(x, y), "relu": lambda x: torch.relu(x),
     "sigmoid": lambda x: torch.sigmoid(x), "silu": lambda x: F.silu(x),
     "clip": lambda x, alpha, beta: x.clamp(float(alpha), float(beta)),
-    "rsqrt": lambda x, epsilon: 1 / torch.sqrt(x + epsilon),
-    "reduce_mean": lambda x, axes, keep_dims: x.mean(axes.tolist(), keepdim=bool(keep_dims)),
-    "reduce_max": lambda x, axes, keep_dims: x.amax(axes.tolist(), keepdim=bool(keep_dims)),
+    "rsqrt": lambda x, epsilon=1e-12: 1 / torch.sqrt(x + epsilon),
+    "reduce_mean": lambda x, axes=None, keep_dims=False: x.mean(_axes(x, axes), keepdim=bool(keep_dims)),
+    "reduce_max": lambda x, axes=None, keep_dims=False: x.amax(_axes(x, axes), keepdim=bool(keep_dims)),
 }
 
 
@@ -121,11 +142,14 @@ class Evaluator:
                      for parameter, names in op.inputs.items()}
             try:
                 made = OPS[op.type](**given)
+                made = made if isinstance(made, list) else [made]
+                if len(made) != len(op.outputs):
+                    raise ValueError(f"it makes {len(made)} results, and the file declares {len(op.outputs)}")
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 raise ValueError(f"{self.path}: the {op.type} {op.name} is not evaluated: {error}") from error
             if self.mode == "fp16" and op.type == "reduce_mean" and op.outputs[0].dtype == "fp16":
-                self._look(given["x"].abs().sum(given["axes"].tolist()), op.name, op.type, FP16_MAX, "sum")
-            for value, tensor in zip(op.outputs, made if isinstance(made, list) else [made], strict=True):
+                self._look(given["x"].abs().sum(_axes(given["x"], given.get("axes"))), op.name, op.type, FP16_MAX, "sum")
+            for value, tensor in zip(op.outputs, made):
                 values[value.name] = self._declared(tensor, value, op.type, op.name)
             for name in last_used & values.keys():
                 del values[name]

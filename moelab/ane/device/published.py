@@ -8,19 +8,20 @@ Figure 14's smallest gain at 4096 and 1024 is 1.56 in §5.3 and 1.44 in §5.8; A
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moelab.claims import ledger
+from moelab.schema import Positive, Size
 
 
 class Sample(NamedTuple):
     """One static configuration that was timed: G experts of capacity C in one graph, all of a layer's experts run."""
 
-    G: int
-    C: int
-    mode: str                       # "serial", or "parallel", all graphs at once
-    ms: float                       # of one expert slot, of which a layer has E·C
-    mj: float | None = None
+    G: Size
+    C: Size
+    mode: Literal["serial", "parallel"]     # parallel: all graphs at once
+    ms: Positive                            # of one expert slot, of which a layer has E·C
+    mj: Positive | None = None
 
 
 #: the expert that Table 5 was timed on, PhiMoE's in fp16: H, I, weights and bytes

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from moelab.ane.coreml.ffn_graph import Expert, pack, save_ffn
 from moelab.ane.device.mac import CoreMLRunner
 from moelab.ane.device.published import REFERENCE_H, REFERENCE_I, TABLE_5, Sample
 from moelab.ane.device.rates import MODES
-from moelab.files import read_json, write_json
+from moelab.files import load_json, write_json
 from moelab.progress import progress
 
 FORMAT = "moelab.ane.samples/1"
@@ -128,14 +128,10 @@ def save_samples(path: str | Path, samples: Sequence[Sample], device: str) -> Pa
 
 def load_samples(path: str | Path) -> tuple[list[Sample], str]:
     """(samples, device) of `save_samples`; ValueError for another file."""
-    found = read_json(Path(path))
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} has no samples of format {FORMAT}; `moelab ane calibrate` writes them")
-    try:
-        samples = [Sample(**entry) for entry in found["samples"]]
-        if not all(s.G >= 1 and s.C >= 1 and s.mode in MODES and s.ms > 0 and (s.mj is None or s.mj > 0)
-                   for s in samples):
-            raise ValueError("a size, a mode or a time that is none")
-        return samples, str(found["device"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"the samples of {path} are damaged ({error}); `moelab ane calibrate` writes them") from error
+    found = load_json(path, FORMAT, "file of samples", "`moelab ane calibrate`", _Samples)
+    return found["samples"], found["device"]
+
+
+class _Samples(TypedDict):
+    device: str
+    samples: list[Sample]

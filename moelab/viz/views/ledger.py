@@ -14,6 +14,7 @@ from typing import Any
 from moelab import claims as ledger
 from moelab.comparison import saved_runs
 from moelab.files import read_json
+from moelab.records import FigureFile, MetricsFile
 from moelab.viz.figures import EDGE, finish, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
@@ -33,7 +34,7 @@ def figure_of(row: ledger.Row, results: str | Path | None = None) -> Path | None
     notebook, *metrics = row.claim.metric or ("",)
     asked = _words(" ".join(metrics))
     for run in reversed(saved_runs(notebook, results) if notebook else []):
-        figures = read_json(run / "metrics.json").get("figures", {})
+        figures = read_json(run / "metrics.json", MetricsFile).get("figures", {})
         shared = {name: (len(asked & _words(name)), len(asked & _words(of.get("caption", ""))))
                   for name, of in figures.items()}
         if best := max(shared, key=shared.get, default=""):
@@ -77,7 +78,7 @@ def tell(row: ledger.Row, results: str | Path | None = None) -> Detail:
     path = figure_of(row, results)
     if path is None:
         return Detail(html_rows([row.claim.title, ""], rows))
-    kept = read_json(path)
+    kept = read_json(path, FigureFile)
     return Detail(html_rows([row.claim.title, ""], rows) + f"<em>{escape(kept['caption'])}</em>",
                   Figure(kept["figure"]["data"], kept["figure"]["layout"]))
 

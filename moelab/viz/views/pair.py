@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from base64 import b64decode
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from moelab.comparison import HEAD, Comparison, Metric, are_numbers, compare, find_run, saved_runs
-from moelab.files import results_root
+from moelab.files import read_json, results_root
+from moelab.records import MetricsFile
 from moelab.viz.figures import EDGE, finish, interval, point_look
 from moelab.viz.plotly_json import Figure, merged
 from moelab.viz.theme import BLUE, VERMILLION
@@ -113,7 +113,7 @@ def runs(a: str | Path | None = None, b: str | Path | None = None, results: str 
     def compared(a: str, b: str) -> Comparison:
         return compare(known[a], known[b], results)
     names = list(dict.fromkeys(name for run in known.values()
-                               for name in json.loads((run / "metrics.json").read_text()).get("figures", {})))
+                               for name in read_json(run / "metrics.json", MetricsFile).get("figures", {})))
 
     def compute(a: str, b: str, figure: str) -> tuple[Comparison, str]:
         found = compared(a, b)

@@ -6,7 +6,6 @@ them in the browser, so it needs no kernel, and a saved page plays as well.
 
 from __future__ import annotations
 
-import json
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -158,7 +157,7 @@ class Scrubber(View):
 
     def html(self) -> str:
         script = (Path(__file__).with_name("player.js")).read_text(encoding="utf-8")
-        data = json.dumps(content(self.data[0])).replace("<", "\\u003c")
+        data = theme.in_script(content(self.data[0]))
         return f"""<!doctype html><meta charset="utf-8"><title>{escape(self.data[0].name)}</title>
 <body style="font-family: system-ui, sans-serif"><div id="view"></div><p>{escape(self.words[0])}</p>
 <script type="module">

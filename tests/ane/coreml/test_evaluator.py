@@ -1,5 +1,6 @@
 """The evaluator's operations against coremltools' own inference of constants, torch and numpy's fp16."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,10 @@ CASES = [
     ("add", dict(x=X, y=Y)), ("sub", dict(x=X, y=Y)), ("mul", dict(x=X, y=Y)), ("minimum", dict(x=X, y=Y)),
     ("add", dict(x=X, y=np.float32(2))), ("sub", dict(x=np.float32(1), y=X)), ("sigmoid", dict(x=X)),
     ("relu", dict(x=X)), ("gelu", dict(x=X, mode="EXACT")), ("gelu", dict(x=X, mode="TANH_APPROXIMATION")),
+    ("gelu", dict(x=X, mode="SIGMOID_APPROXIMATION")), ("gelu", dict(x=X)),
+    ("rsqrt", dict(x=POSITIVE)), ("reduce_mean", dict(x=X)), ("reduce_max", dict(x=X)),
+    ("reduce_mean", dict(x=X, axes=[1])), ("concat", dict(values=(X, Y), axis=-1, interleave=False)),
+    ("matmul", dict(x=X, y=Y, transpose_x=True, transpose_y=False)),
     ("rsqrt", dict(x=POSITIVE, epsilon=np.float32(1e-3))),
     ("clip", dict(x=X, alpha=np.float32(-0.5), beta=np.float32(1))),
     ("softmax", dict(x=X, axis=1)), ("softmax", dict(x=X)), ("matmul", dict(x=X, y=Y, transpose_x=True)),
@@ -75,7 +80,7 @@ def test_convolution(shape):
     direct = F.conv1d if x.dim() == 3 else F.conv2d
     torch.testing.assert_close(OPS["conv"](x=x, weight=w, bias=b), direct(x, w, b), atol=1e-12, rtol=0)
     for options in ({"weight": w.expand(-1, -1, *[3] * len(shape[2:]))}, {"strides": np.array([2])}, {"groups": 2},
-                    {"pad_type": "custom", "pad": np.array([1, 0])}):
+                    {"pad_type": "custom", "pad": np.array([1, 0])}, {"pad_type": "full"}):
         with pytest.raises(ValueError, match="1×1"):
             OPS["conv"](**{"x": x, "weight": w} | options)
 
@@ -83,7 +88,43 @@ def test_convolution(shape):
 def test_what_coremltools_does_not_infer():
     x = torch.arange(24.0).view(2, 3, 4)
     assert [t.tolist() for t in OPS["split"](x=x, num_splits=3, axis=1)] == [x[:, i:i + 1].tolist() for i in range(3)]
+    assert [t.tolist() for t in OPS["split"](x=x, split_sizes=np.array([1, 2]), axis=1)] == [
+        x[:, :1].tolist(), x[:, 1:].tolist()]
     torch.testing.assert_close(OPS["silu"](x=x), x / (1 + (-x).exp()))
+
+
+def interleaved(x):
+    return mb.concat(values=(x, x), axis=1, interleave=True, name="y")
+
+
+def strided(x):
+    return mb.conv(x=x, weight=np.ones((4, 4, 1, 1), np.float16), strides=[2, 2], name="y")
+
+
+def padded(x):
+    return mb.conv(x=x, weight=np.ones((4, 4, 1, 1), np.float16), pad_type="custom", pad=[1, 1, 0, 0], name="y")
+
+
+@pytest.mark.parametrize("body, told", [(interleaved, "concat y .*interleave"), (strided, "conv y .*strides"),
+                                        (padded, "conv y .*custom padding")])
+def test_an_option_that_is_not_computed_is_refused_by_its_name(body, told, tmp_path):
+    evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 4, 6, 6), body))
+    with pytest.raises(ValueError, match=told):
+        evaluate({"x": torch.zeros(1, 4, 6, 6)})
+    for name, options in (("gelu", {"mode": "ELSE"}), ("relu", {"alpha": 1.0}), ("softmax", {"beta": 2.0})):
+        with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+            OPS[name](x=torch.zeros(2), **options)
+
+
+@pytest.mark.parametrize("mode", ["EXACT", "TANH_APPROXIMATION", "SIGMOID_APPROXIMATION"])
+def test_every_kind_of_gelu_in_a_program(mode, tmp_path):
+    x = np.linspace(-4, 4, 64, dtype=np.float16)[None]
+    path = save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.gelu(x=x, mode=mode, name="y"))
+    found, of = Evaluator(path)({"x": x})["y"].numpy(), x.astype(float)
+    phi = {"EXACT": lambda v: 0.5 * (1 + np.vectorize(math.erf)(v / math.sqrt(2))),
+           "TANH_APPROXIMATION": lambda v: 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v ** 3))),
+           "SIGMOID_APPROXIMATION": lambda v: 1 / (1 + np.exp(-1.702 * v))}[mode]
+    np.testing.assert_allclose(found, of * phi(of), rtol=1e-9, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------- whole programs

@@ -248,5 +248,5 @@ def test_samples_of_table_5_refit_the_published_model(tmp_path):
     with pytest.raises(ValueError, match="ane calibrate"):
         load_samples(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match="bad.json cannot be read"):
+    with pytest.raises(ValueError, match="bad.json is no readable file of samples"):
         load_samples(tmp_path / "bad.json")
