@@ -16,6 +16,8 @@ from inspect import isfunction, signature
 from math import isfinite
 from typing import Any, NamedTuple
 
+from moelab.table import text_table
+
 
 class Entry(NamedTuple):
     home: Any                   # "module:attribute", imported when it is made, or the class or function itself
@@ -51,10 +53,17 @@ def names(kind: str) -> list[str]:
     return list(entries(kind))
 
 
-def describe(kind: str) -> dict[str, tuple[str, str]]:
+class Described(dict[str, tuple[str, str]]):
+    """Name → (what it is for, "use" or "teaching"), which prints as a table."""
+
+    def __repr__(self) -> str:
+        return text_table(["name", "what it is for", "of"], [(name, *told) for name, told in self.items()])
+
+
+def describe(kind: str) -> Described:
     """Name → (what it is for, "use" or "teaching")."""
-    return {name: (entry.purpose() if callable(entry.purpose) else entry.purpose,
-                   "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()}
+    return Described({name: (entry.purpose() if callable(entry.purpose) else entry.purpose,
+                             "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()})
 
 
 def require(what: str, name: str, known: Iterable[str]) -> None:
