@@ -21,7 +21,8 @@ class Parser(ArgumentParser):
     def add_argument(self, *names: Any, **options: Any) -> Action:
         """As argparse's; `choices` are read by `one_of`."""
         if choices := list(options.pop("choices", ())):
-            options = {"metavar": f"{{{','.join(choices)}}}", "type": one_of(choices)} | options
+            shown = {"metavar": f"{{{','.join(choices)}}}"} if names[0].startswith("-") else {}
+            options = shown | {"type": one_of(choices)} | options
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:

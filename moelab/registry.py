@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import isfunction, signature
+from inspect import Parameter, isfunction, signature
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -114,10 +114,12 @@ def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
 
 
 def _check(option: str, value: Any, annotation: str) -> None:
-    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; others are not looked at."""
+    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; of others, for a text only."""
     kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
     wanted = [part.strip() for part in annotation.split("|")]
     if not set(wanted) <= kinds.keys():
+        if isinstance(value, str) and annotation not in ("Any", str(Parameter.empty)):
+            raise TypeError(f"{option}={value!r} is not of type {annotation}")
         return
     fits = any(isinstance(value, kinds[one]) and (one == "bool" or not isinstance(value, bool)) for one in wanted)
     if not fits or isinstance(value, float) and not isfinite(value):
