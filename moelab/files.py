@@ -1,11 +1,19 @@
-"""Where moelab's own files are, and files that are written atomically: JSON, text, tensors."""
+"""Where moelab's own files are, paths that people give, and files that are written atomically: JSON, text, tensors."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import platform
+import re
+import shutil
+import stat
+import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +21,11 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 #: the clone of the repository that this package runs from; None once it is installed without one
 CHECKOUT = _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "notebooks").is_dir() else None
+
+
+def absolute(path: str | Path) -> Path:
+    """The path that a person has given, "~" expanded, absolute: the working folder may be another one later."""
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def shipped(name: str) -> Path:
@@ -37,7 +50,7 @@ def small_model() -> Path:
 
 def results_root(results: str | Path | None = None) -> Path:
     """Where results lie: the argument, else $MOELAB_RESULTS, else `results/` of the clone or the working folder."""
-    return Path(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path.cwd()) / "results").resolve()
+    return absolute(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path.cwd()) / "results").resolve()
 
 
 #: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself
@@ -57,8 +70,32 @@ def finished_runs(notebook: str, results: str | Path | None = None, lab: bool = 
 def cache_root() -> Path:
     """Where stores are kept that were converted on the way: $MOELAB_CACHE, else `data/cache` of the clone, else
     ~/.cache/moelab."""
-    kept = CHECKOUT / "data" / "cache" if CHECKOUT else Path.home() / ".cache" / "moelab"
-    return Path(os.environ.get("MOELAB_CACHE") or kept).resolve()
+    kept = CHECKOUT / "data" / "cache" if CHECKOUT else "~/.cache/moelab"
+    return absolute(os.environ.get("MOELAB_CACHE") or kept).resolve()
+
+
+def cache_folder(name: str) -> Path:
+    """The folder of that name in the cache; where that cannot be written, a temporary one, and a warning says so."""
+    return _writable_or_temporary(cache_root() / name)
+
+
+@lru_cache(maxsize=None)
+def _writable_or_temporary(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _probe(folder)
+    except OSError as error:
+        warnings.warn(f"nothing can be kept in {folder} ({error.strerror}), so it is measured and computed anew each "
+                      f"time; set MOELAB_CACHE to a folder that can be written", stacklevel=3)
+        folder = Path(tempfile.mkdtemp(prefix="moelab-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _probe(folder: Path) -> None:
+    """OSError unless a file can be written in a folder: a question about rights does not see a full disk."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(1 << 16))
 
 
 def from_hub(name: str, patterns: list[str]) -> Path:
@@ -87,21 +124,85 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def stamp(path: str | Path) -> tuple[int, ...]:
+    """Another one for a file that was changed or replaced: device, inode, bytes, when its content and when anything of
+    it was changed, in ns. A time of the content can be set, as `cp -p` and `rsync` do; the last cannot. () for none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def writable(path: str | Path) -> Path:
+    """The absolute path, behind links, of a file that is to be written; to be asked before the work that makes it.
+
+    Raises ValueError: there is something that is no regular file; OSError: it cannot be written, and why.
+    """
+    path = _target(path)
+    folder = next(parent for parent in path.parents if parent.exists())
+    try:
+        _probe(folder)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}", str(folder)) from error
+    return path
+
+
+def _target(path: str | Path) -> Path:
+    """`writable`, but for the folder."""
+    path = Path(os.path.realpath(absolute(path)))
+    if path.exists():
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
+            raise ValueError(f"{path} is a {kind}, and a file is to be written there; give another name")
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} is there and write-protected; give another name, or change its permissions")
+    return path
+
+
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """A new file or folder beside `path` to write to; it takes `path`'s place when the block ends without an error."""
-    path = Path(path)
+    """A path to write a file or folder to, which takes the place of `path` when the block ends without an error.
+
+    Readers find the old or the new one, whole, and the last of several writers wins. A link stays, and what it leads
+    to is replaced. Raises what `writable` raises.
+    """
+    path = _target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    yield part
-    os.replace(part, path)
+    remove_leftovers(path.parent)
+    mine = f".{path.name[:40]}@{platform.node()}@{os.getpid()}@"
+    folder = Path(tempfile.mkdtemp(".part", mine, path.parent))     # new, and nobody else's: it follows no link
+    try:
+        part = folder / path.name
+        yield part
+        if part.is_file():
+            with open(part, "rb+") as file:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the folders NAME@HOST@PROCESS.part of processes of this machine that are gone."""
+    for part in folder.glob("*@*@*.part"):
+        found = re.fullmatch(r".*@([^@]+)@(\d+)(@\w+)?\.part", part.name)
+        if not found or found[1] != platform.node():
+            continue
+        try:
+            os.kill(int(found[2]), 0)
+        except (ProcessLookupError, OverflowError):
+            shutil.rmtree(part, ignore_errors=True)
+        except OSError:             # it runs, and belongs to somebody else
+            pass
 
 
 def write_text(path: str | Path, text: str) -> Path:
     """Write UTF-8 text atomically; returns the path."""
     with atomic(path) as part:
         part.write_text(text, encoding="utf-8")
-    return Path(path)
+    return absolute(path)
 
 
 def write_json(path: str | Path, content: Any) -> Path:
@@ -109,10 +210,10 @@ def write_json(path: str | Path, content: Any) -> Path:
     return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: str | Path) -> Any:
     """The content of a JSON file; what cannot be read is named in a ValueError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(absolute(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); delete it or make it again") from error
 
@@ -122,7 +223,7 @@ def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str
     from safetensors.torch import save_file
     with atomic(path) as part:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, about)
-    return Path(path)
+    return absolute(path)
 
 
 def load_tensors(path: str | Path, form: str, what: str, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -131,7 +232,8 @@ def load_tensors(path: str | Path, form: str, what: str, remedy: str) -> tuple[d
     Raises FileNotFoundError, ValueError: no such file; not a whole file, or of another format.
     """
     from safetensors import SafetensorError, safe_open
-    if not Path(path).is_file():
+    path = absolute(path)
+    if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one")
     try:
         with safe_open(path, "pt") as file:

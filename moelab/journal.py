@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,45 +15,77 @@ except ImportError:         # no file locks: two writers at once are not noticed
     fcntl = None
 
 
+HEADER = b"moelab journal\n\n"
+
+
 class Journal:
     """The journal at `path`, created if there is none and locked until it is closed; `fresh` empties it.
 
-    lines : its records up to the first damaged one, by the CRC-32 that ends each; what follows is truncated.
+    lines : its records. Each ends with its CRC-32; those that are damaged are left out, and `damaged` counts them.
+        What a kill has left of the last one, without an end, is removed.
 
-    Raises FileExistsError: another process has it open.
+    Raises FileExistsError: another process has it open; ValueError: the file is no journal, and stays as it is.
     """
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
-        self.path, self.lines, good = path, [], 0
-        self._file = open(path, "a+b")
+        self.path, self.lines, self.damaged = path, [], 0
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file, and a journal is to be kept there; remove it")
+        self._file = open(path, "a+b", buffering=0)
+        try:
+            self._lock()
+            self._file.seek(0)
+            self._read(self._file.read(), fresh)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
         if fcntl is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                self._file.close()
-                raise FileExistsError(f"another process is writing {path.with_suffix('')}; wait for it") from None
-        self._file.seek(0)
-        for line in () if fresh else self._file.read().splitlines(keepends=True):
+                raise FileExistsError(f"another process is writing {self.path.with_suffix('')}; wait for it") from None
+
+    def _read(self, raw: bytes, fresh: bool) -> None:
+        for line in raw.split(b"\n")[:-1]:
             text, _, check = line.rpartition(b"\t")
-            if check != b"%08x\n" % zlib.crc32(text):
-                break
             try:
+                if check != b"%08x" % zlib.crc32(text):
+                    raise ValueError
                 self.lines.append(json.loads(text))
             except (ValueError, RecursionError):
-                break
-            good += len(line)
-        self._file.truncate(good)
+                self.damaged += line not in (b"", HEADER.strip())
+        if not self.lines and not HEADER.startswith(raw[:len(HEADER)]):
+            raise ValueError(f"{self.path} is no journal of moelab's, or nothing of it can be read, so it is not "
+                             f"written to; move it, or give another name")
+        if fresh or not self.lines and len(raw) < len(HEADER):
+            self.restart([])
+        else:
+            self._file.truncate(raw.rfind(b"\n") + 1)
+        if self.damaged:
+            warnings.warn(f"{self.damaged} records in {self.path} are damaged and left out", stacklevel=4)
 
     def append(self, records: list[Any]) -> None:
         """Add a line for each record and wait until they are on the disk."""
-        for record in records:
-            text = json.dumps(record, separators=(",", ":")).encode()
-            self._file.write(b"%s\t%08x\n" % (text, zlib.crc32(text)))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        texts = [json.dumps(record, separators=(",", ":")).encode() for record in records]
+        self._write(b"".join(b"%s\t%08x\n\n" % (text, zlib.crc32(text)) for text in texts))    # one end may be damaged
+
+    def _write(self, content: bytes) -> None:
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while content:
+                content = content[self._file.write(content):]
+            os.fsync(self._file.fileno())
+        except BaseException:
+            self._file.truncate(before)                     # the next record begins a line of its own
+            raise
 
     def restart(self, records: list[Any]) -> None:
+        """Empty it, and begin with these records."""
+        self.lines, self.damaged = [], 0
         self._file.truncate(0)
+        self._write(HEADER)
         self.append(records)
 
     def remove(self) -> None:

@@ -23,7 +23,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moelab.files import CHECKOUT, LAB, results_root, write_json
+from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, write_json
 
 SCHEMA = "moelab.metrics/1"
 #: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
@@ -77,20 +76,6 @@ def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> 
 def part_name(run: str) -> str:
     """What a run's directory is called until it is finished: by it, `remove_leftovers` knows who writes there."""
     return f"{run}@{platform.node()}@{os.getpid()}.part"
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the `.part` directories of runs on this machine whose process is gone."""
-    for part in folder.glob("*@*@*.part"):
-        _, host, pid = part.stem.split("@")
-        if host != platform.node():
-            continue
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            shutil.rmtree(part, ignore_errors=True)
-        except OSError:             # it runs, and belongs to somebody else
-            pass
 
 
 def annotated(cells: Iterable[str]) -> list[str]:

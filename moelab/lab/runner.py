@@ -26,8 +26,8 @@ from typing import Any
 
 from moelab.arguments import number
 from moelab.comparison import is_named
-from moelab.files import CHECKOUT, read_json, results_root, write_json
-from moelab.lab.results import about, new_run_id, part_name, remove_leftovers
+from moelab.files import CHECKOUT, read_json, remove_leftovers, results_root, write_json
+from moelab.lab.results import about, new_run_id, part_name
 
 CELL_TIMEOUT = 1200.0
 

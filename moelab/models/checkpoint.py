@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from moelab.files import absolute, stamp
 from moelab.models import deepseek
 from moelab.store.headers import Stored, read_folder, read_json
-from moelab.store.layout import INDEX, ExpertStore
+from moelab.store.layout import INDEX, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
@@ -31,12 +32,14 @@ class Checkpoint:
 
     files : the files that hold weights; tensors : every tensor in them by its key.
     store : the expert store that holds the experts, if the folder is one.
+    stamps : config.json and the files that hold weights, each with its `stamp` when the checkpoint was found.
     """
 
     folder: Path
     files: tuple[Path, ...]
     tensors: dict[str, Stored] = field(repr=False)
     store: ExpertStore | None = None
+    stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def at(cls, folder: str | Path) -> Checkpoint:
@@ -46,7 +49,7 @@ class Checkpoint:
         ValueError: a file is cut off, not safetensors or contradicts itself; an index and its shards disagree; a
             name or a link leads out of the folder; a store that is damaged or unfinished.
         """
-        folder = Path(folder)
+        folder = absolute(folder)
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no checkpoint folder at {folder}")
         if folder.suffix == ".part" and Path(f"{folder}.jsonl").exists():
@@ -59,7 +62,18 @@ class Checkpoint:
         stored = (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
         store = ExpertStore(folder) if stored else None
         files, tensors = read_folder(folder)
-        return cls(folder, tuple(files), tensors, store)
+        stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
+        return cls(folder, tuple(files), tensors, store, stamps)
+
+    def require_unchanged(self, *files: Path, mapped: bool = False) -> None:
+        """StoreError if one of these files, or of all, is not the one any more that was found.
+
+        mapped : for what was mapped of them, which a file that takes the place of another one does not change.
+        """
+        for file in files or self.stamps:
+            now, before = stamp(file), self.stamps[file]
+            if now != before and not (mapped and now[:2] != before[:2]):
+                raise StoreError(f"{file} was changed since the model was opened from it; open it again")
 
     def read(self, key: str, part: int | None = None) -> torch.Tensor:
         """A tensor, or its part [part:part+1], by plain reads into new memory at a multiple of 64 bytes.
@@ -69,6 +83,7 @@ class Checkpoint:
         """
         entry = self.tensors[key] if part is None else self.tensors[key].slice(part)
         tensor = entry.empty()
+        self.require_unchanged(entry.file)
         with open(entry.file, "rb", buffering=0) as f:
             f.seek(entry.begin)
             view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

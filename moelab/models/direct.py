@@ -27,12 +27,12 @@ import torch
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.completeness import Examined, LoadingPlan, complete
-from moelab.models.identity import changed, of_checkpoint
+from moelab.models.identity import of_checkpoint
 from moelab.models.seam import MoELayer, Weights, banks
 from moelab.store import fewbit, packings
 from moelab.store.codecs import Plane
 from moelab.store.headers import NAMES, Stored
-from moelab.store.layout import Chunk, ExpertStore, Extent, StoreError, TensorEntry, aligned
+from moelab.store.layout import Chunk, ExpertStore, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
 
@@ -163,7 +163,6 @@ class CheckpointStore(ExpertStore):
 
     def __init__(self, model: Examined, dtype: torch.dtype) -> None:
         self.model, self.dtype, self.spec, self.folder = model, dtype, model.spec, model.checkpoint.folder
-        self._changed = {file: changed(file) for file in model.checkpoint.files}
         self._forms: dict[tuple, str] = {}                      # what a parameter is made of → its format
         self.layers: list[CheckpointLayer] = []
         for index in range(len(model.plan.layers)):
@@ -235,8 +234,7 @@ class CheckpointStore(ExpertStore):
     def _extents(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
         target, at, read = plane.shards[0], 0, {}
         for pattern, stored in source.stored.items():
-            if changed(stored.file) != self._changed[stored.file]:
-                raise StoreError(f"{stored.file} was changed since the model was opened from it; open it again")
+            self.model.checkpoint.require_unchanged(stored.file)
             if source.plain:
                 memory, at = target[at:at + stored.nbytes], at + stored.nbytes
             else:

@@ -2,9 +2,10 @@
 experts were rounded, the format: "0123456789abcdef-int4".
 
 An identity covers the key, dtype, shape and bytes of every tensor of the checkpoint: all bytes of a small tensor,
-samples of a large one (a change that leaves every sample untouched is not seen). Shards, files, stores and
-`open_model(dtype=…)` do not count. A model that moelab opened has its checkpoint's identity as long as samples of its
-weights are those that were loaded; one that was changed, or opened by something else, has one of its live tensors.
+samples of a large one. It names the model that a calibration, a trace or an estimator is of, and is no key of a cache:
+a change that leaves every sample untouched is not seen. Shards, files, stores and `open_model(dtype=…)` do not count.
+A model that moelab opened has its checkpoint's identity as long as samples of its weights are those that were loaded;
+one that was changed, or opened by something else, has one of its live tensors.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ def opened_from(model: torch.nn.Module) -> str:
     """Identity of what a model was opened from, whatever was done to its weights since; "" for nothing known."""
     origin = vars(model).get("_moelab_origin")
     return origin.identity if origin is not None else ""
+
+
+def require_unwritten(model: torch.nn.Module) -> None:
+    """StoreError if somebody writes to the files that a model was opened from: some of its weights are mapped."""
+    origin = vars(model).get("_moelab_origin")
+    if origin is not None and isinstance(origin.made_from, Checkpoint):
+        origin.made_from.require_unchanged(mapped=True)
 
 
 def same_source(a: str, b: str) -> bool:
@@ -91,32 +99,15 @@ class _Origin:
 
     def __init__(self, origin: Checkpoint | str, model: torch.nn.Module) -> None:
         self.weights = _looks(model)
-        self._known = origin if isinstance(origin, str) else None
-        if self._known is None:
-            self._checkpoint, self._times = origin, _times(origin)
+        self.made_from, self._known = origin, origin if isinstance(origin, str) else None
 
     @property
     def identity(self) -> str:
         """Of the checkpoint, read when it is first asked for: most runs never ask."""
         if self._known is None:
-            if _times(self._checkpoint) != self._times:
-                raise ValueError(f"{self._checkpoint.folder} was changed since the model was opened from it, so "
-                                 f"nothing tells which model that is; open it again")
-            self._known = of_checkpoint(self._checkpoint, load_config(self._checkpoint.folder))
+            self.made_from.require_unchanged()                  # else nothing tells which model it was
+            self._known = of_checkpoint(self.made_from, load_config(self.made_from.folder))
         return self._known
-
-
-def _times(checkpoint: Checkpoint) -> list[tuple[int, int]]:
-    return [changed(path) for path in (checkpoint.folder / "config.json", *checkpoint.files)]
-
-
-def changed(path: Path) -> tuple[int, int]:
-    """When a file was changed, in nanoseconds, and its size; (−1, −1) for none."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return -1, -1
-    return stat.st_mtime_ns, stat.st_size
 
 
 def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from typing import Any
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
+from moelab.models.identity import require_unwritten
 from moelab.models.patches import Dressed, Patches, dress, put
 from moelab.models.seam import MoELayer, discover, named
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
@@ -199,6 +200,7 @@ class Session:
             return                                              # the encoder, called by the model
         if self._is_cancelled():
             raise Cancelled
+        require_unwritten(module)
         ids = next((x for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"),
                                 *args[:1]) if x is not None), None)
         shape = ids.shape[:2] if ids is not None else (0,)

@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from moelab.__main__ import main
-from moelab.files import CHECKOUT, finished_runs
-from moelab.lab.runner import (NotebookFailed, check_parameters, convert, inspect, notebooks, remove_leftovers,
-                               run_notebook)
+from moelab.files import CHECKOUT, finished_runs, remove_leftovers
+from moelab.lab.runner import (NotebookFailed, check_parameters, convert, inspect, notebooks, run_notebook)
 from tests.lab.conftest import GOOD
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
