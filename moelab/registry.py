@@ -75,6 +75,11 @@ def require(what: str, name: str, known: Iterable[str]) -> None:
         raise ValueError(f"there is no {what} {name!r}.{hint} There are: {', '.join(known)}")
 
 
+def like(kind: str, text: Any) -> str | None:
+    """The name of a kind that a text is but for its case; None: there is none."""
+    return next((name for name in names(kind) if name.lower() == str(text).lower()), None)
+
+
 def find(kind: str, name: str) -> Any:
     """What is registered under a name: a class or a function. ValueError: there is none of that name or in its home."""
     known = entries(kind)

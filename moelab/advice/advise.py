@@ -106,7 +106,7 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
     notes += unmeasured(ways, allowed)
 
     def best_of(ways: list[Way], loss: float = allowed) -> Way:
-        return next(way for way in ways if way.within(loss))
+        return next(way for way in (ways if elsewhere else fitting(found, ways, loss)[0]) if way.within(loss))
     through, _ = beyond(device)
     options = [(f"{size(1.5 * nbytes)} of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
                (f"a {through} twice as fast", best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)))]

@@ -1,4 +1,4 @@
-"""`python -m moelab sweep`: a notebook or a bench at every point of a grid, here or on a cluster, and one table of it.
+"""`moelab sweep`: a notebook or a bench at every point of a grid, here or on a cluster, and one table of it.
 
 Points run one at a time, in processes of their own, since they measure times; `--workers` runs several at once. Each
 finished point is in a journal beside the table, so the same command goes on where it was cut off, and a larger grid
@@ -9,7 +9,7 @@ On several machines, start Dask in a clone of the same commit, one thread a work
 
     dask scheduler                                      # prints tcp://HEAD:8786
     dask worker tcp://HEAD:8786 --nthreads 1            # on every machine
-    python -m moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tcp://HEAD:8786
+    moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tcp://HEAD:8786
 
 On SLURM, dask-jobqueue (`pip install dask-jobqueue`) does the first two; a file to start from:
 
@@ -230,7 +230,7 @@ def read(path: str | Path) -> list[Row]:
         table = parquet.read_table(path)
         abouts = [{name.decode(): text.decode() for name, text in field.metadata.items()} for field in table.schema]
     except (OSError, pyarrow.ArrowException, AttributeError) as error:
-        raise ValueError(f"{path} is no table of a sweep ({error}); `python -m moelab sweep` makes one") from None
+        raise ValueError(f"{path} is no table of a sweep ({error}); `moelab sweep` makes one") from None
     rows = [Row({}, {}, {}) for _ in range(table.num_rows)]
     for about, column in zip(abouts, table.columns):
         for row, cell in zip(rows, column.to_pylist()):

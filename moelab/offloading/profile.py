@@ -173,7 +173,7 @@ class Profile:
         """Read a profile; FileNotFoundError if there is none, ValueError if the file is something else."""
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"no profile at {path}; `python -m moelab profile STORE --output {path}` makes one")
+            raise FileNotFoundError(f"no profile at {path}; `moelab profile STORE --output {path}` makes one")
         try:
             fields = read_json(path)
             if fields.pop("format") != FORMAT:
