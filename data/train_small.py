@@ -24,7 +24,7 @@ The shipped weights: stages one and two ran with that older form of yes/no quest
 and four, each `--from` the result before, as they stand here. All four in one go were not run.
 
 `--shape wide` trains another model, of twice as many and narrower experts in fewer layers: whether what was found on
-the small one holds on it says `python -m moelab bench recall_and_misses --model FOLDER`. It is not shipped.
+the small one holds on it says `moelab bench recall_and_misses --model FOLDER`. It is not shipped.
 
 Shapes: S tokens of context, B sequences a step with B·S = 2048 throughout, E experts, V vocabulary.
 """

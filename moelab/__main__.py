@@ -1,4 +1,4 @@
-"""The command line: `python -m moelab COMMAND`, or `moelab COMMAND` once installed.
+"""The command line: `moelab COMMAND`, or `python -m moelab COMMAND` where the package is not installed.
 
 A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one line in COMMANDS.
 """
@@ -12,6 +12,8 @@ import os
 import sys
 
 from moelab import __version__
+from moelab.arguments import Parser
+from moelab.registry import require
 
 #: name → (module, what it does, an example of its arguments)
 COMMANDS = {
@@ -51,17 +53,22 @@ COMMANDS = {
 }
 
 
+#: what goes wrong for reasons that lie outside of moelab; any other error is a mistake in it
+FORESEEN = (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryError)
+
+
 def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
-    """The parser; only the chosen command's arguments are known to it."""
-    parser = argparse.ArgumentParser(
-        prog="moelab", description="Mixture-of-experts models on machines too small for them.")
+    """The parser; only the chosen command's arguments are known to it. ValueError: there is no such command."""
+    parser = Parser(prog="moelab", description="Mixture-of-experts models on machines too small for them.")
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
+    if chosen is not None:
+        require("command", chosen, COMMANDS)
     for name, (module, purpose, example) in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".",
-                                      epilog=f"example: python -m moelab {name} {example}".rstrip(),
+                                      epilog=f"example: moelab {name} {example}".rstrip(),
                                       formatter_class=argparse.RawDescriptionHelpFormatter)
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if name == chosen:
@@ -74,9 +81,12 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 (it found a failure), 2 (bad input), 130 (interrupted), 141 (who
     read its output has left, as `head` does)."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):      # what a terminal's encoding lacks is shown as "?"
+            stream.reconfigure(errors="replace")
     try:
         try:
-            return _run(arguments)
+            return _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             sys.stdout.flush()                  # the interpreter would at its end, and complain
     except BrokenPipeError:
@@ -84,25 +94,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 141                              # 128 + SIGPIPE, what a shell says of other tools
 
 
-def _run(arguments: list[str] | None) -> int:
+def _run(arguments: list[str]) -> int:
     """`main`, but for a reader who leaves."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser(arguments)
-    if not arguments:
-        parser.print_help()
-        return 2
-    args = parser.parse_args(arguments)
     try:
+        parser = build_parser(arguments)
+        if not arguments:
+            parser.print_help()
+            return 2
+        args = parser.parse_args(arguments)
         return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         raise
-    except (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        if args.debug:
+    except Exception as error:
+        if "--debug" in arguments:
             raise
-        print(f"moelab: {told(error)}", file=sys.stderr)
+        bug = "" if isinstance(error, FORESEEN) else (
+            f"{type(error).__name__}: this is a mistake in moelab, please report it with what --debug shows: ")
+        print(f"moelab: {bug}{told(error)}", file=sys.stderr)
         return 2
 
 

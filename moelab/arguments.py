@@ -6,9 +6,38 @@
 from __future__ import annotations
 
 import math
-from argparse import ArgumentTypeError
+import re
+from argparse import Action, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from moelab.registry import require
+
+
+class Parser(ArgumentParser):
+    """argparse's, which tells what is wrong in one line, with the nearest name; names may be in any case."""
+
+    def add_argument(self, *names: Any, **options: Any) -> Action:
+        """As argparse's; `choices` are read by `one_of`."""
+        if choices := list(options.pop("choices", ())):
+            shown = {"metavar": f"{{{','.join(choices)}}}"} if names[0].startswith("-") else {}
+            options = shown | {"type": one_of(choices)} | options
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, but what nobody knows is an error already in the parser of a subcommand, which knows more."""
+        namespace, left = super().parse_known_args(args, namespace)
+        if left:
+            option = left[0].partition("=")[0]
+            close = get_close_matches(option, re.findall(r"--[a-z][\w-]*", self.format_help()), n=1)
+            hint = f"; did you mean {close[0]}?" if close and option.startswith("-") else \
+                "; a size is one word, such as 16GB" if re.fullmatch("[kmgt]i?b?", left[0].lower()) else ""
+            self.error(f"nothing here takes {' '.join(left)}{hint}")
+        return namespace, left
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"moelab: {message} ({self.prog} --help)\n")
 
 
 def whole(least: int = 0) -> Callable[[str], int]:
@@ -39,13 +68,16 @@ def number(least: float = -math.inf, *, above: float = -math.inf, most: float = 
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Reads one of `names`, within `several`; for one word alone use argparse's `choices`."""
+    """Reads one of `names`, in any case."""
     names = list(names)
+    known = {name.lower(): name for name in names}
 
     def read(text: str) -> str:
-        if text not in names:
-            raise ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
+        try:
+            require("choice", name := text if text in names else known.get(text.lower(), text), names)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+        return name
     return read
 
 

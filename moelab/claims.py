@@ -1,4 +1,4 @@
-"""`python -m moelab claims`: every quantitative claim of the five sources, what answers it, and a verdict by rule.
+"""`moelab claims`: every quantitative claim of the five sources, what answers it, and a verdict by rule.
 
 `data/claims.toml` is the ledger. A claim is a number, a range, a word or an order (`above`, `below`), and is answered
 by metrics of a notebook or of a bench, or by what testing it would need. Its verdict is the first that applies:

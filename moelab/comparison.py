@@ -86,7 +86,7 @@ def find_run(run: str | Path, results: str | Path | None = None) -> Path:
     newest = [path for name in matches for path in saved_runs(name, results)][-1:]
     if not newest:
         raise ValueError(f"{run} is neither the folder of a saved run nor a notebook that has one; there are runs of "
-                         f"{', '.join(names) or 'none'}: `python -m moelab list`")
+                         f"{', '.join(names) or 'none'}: `moelab list`")
     return newest[0]
 
 

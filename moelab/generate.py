@@ -1,4 +1,4 @@
-"""`python -m moelab generate [MODEL]`: text from a model, in memory, within a budget or on several processes.
+"""`moelab generate [MODEL]`: text from a model, in memory, within a budget or on several processes.
 
     moelab generate --prompt "the red fox" --max-new-tokens 40
     moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,10 +34,12 @@ from moelab.arguments import number, whole
 from moelab.calibration import Calibration
 from moelab.models import eager
 from moelab.models.fast_decode import DENSE
+from moelab.models.greedy import greedy, not_followed
 from moelab.models.opening import require_tokenizer
+from moelab.offloading.budget import memory
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
-from moelab.opening import DEFAULT_POLICY, open_model
+from moelab.opening import DEFAULT_POLICY, make_predictor, open_model
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, route_in_sequence, spread
 
@@ -68,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint folder, a store or a hub id (default: the small model)")
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--memory", metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
                         "(default: all in memory)")
     parser.add_argument("--cache", choices=CACHES, metavar="NAME",
                         help=f"with --memory, who is evicted (default: {DEFAULT_POLICY})")
@@ -76,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "to keep in which state, chosen by simulation (default: whole experts)")
     parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")
+    parser.add_argument("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
     parser.add_argument("--cache-aware", type=number(0), metavar="MARGIN", help="with --memory and --executor fast, "
                         "lossy: experts in memory are chosen before others that lead them by less than so many logits")
     parser.add_argument("--workers", type=whole(1), metavar="N",
@@ -120,6 +124,10 @@ def _listed(kind: str) -> str:
 def main(args: argparse.Namespace) -> int:
     options = {"model": args.model, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
                "executor": args.executor, "dtype": args.dtype, "stream": not args.json, "perfetto": args.perfetto}
+    if args.estimator is not None:
+        if args.prefetch != "estimator":
+            raise ValueError("--estimator FILE is for --prefetch estimator")
+        args.prefetch = estimating(args.estimator)
     calibration = Calibration.load(args.calibration) if args.calibration else None
     if "RANK" in os.environ:
         if given := [f"--{name.replace('_', '-')}" for name in ALONE if getattr(args, name) is not None]:
@@ -135,8 +143,17 @@ def main(args: argparse.Namespace) -> int:
         result = generate(**options, calibration=calibration, **{
             name: value for name in ALONE if (value := getattr(args, name)) is not None})
     if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps(asdict(result), ensure_ascii=False) if args.json else _told(result))
+        print(json.dumps(asdict(result)) if args.json else _told(result))
     return 0
+
+
+def estimating(path: str) -> Callable[[Any], Any]:
+    """What makes the predictor "estimator" of a model, by a file of `Estimator.save`. FileNotFoundError: there is none.
+    """
+    from moelab.speculate import Estimator
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"no estimator at {path}; moelab.speculate.train trains one (notebook 04)")
+    return lambda model: make_predictor(model, "estimator", estimator=Estimator.load(path, model))
 
 
 def generate(model: str | None = None, prompt: str | None = None, max_new_tokens: int = 32,
@@ -176,6 +193,8 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
         for reason in getattr(network, "reasons", ()):
             print(reason, file=sys.stderr)
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        if other := not_followed(network):
+            print(f"decoding greedily, not by its generation_config.json's {other}", file=sys.stderr)
     with network:
         made = _generate(network, prompt, max_new_tokens, parallel, stream)
         if perfetto is not None and int(os.environ.get("RANK", 0)) == 0:
@@ -193,7 +212,7 @@ def _generate(network: Any, prompt: str, max_new_tokens: int, parallel: str | No
     start = time.perf_counter()
     with torch.inference_mode():
         out = network.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
-                               max_new_tokens=max_new_tokens, do_sample=False, logits_processor=same,
+                               max_new_tokens=max_new_tokens, logits_processor=same, **greedy(network),
                                streamer=TextStreamer(network.tokenizer, skip_prompt=True, skip_special_tokens=True)
                                if stream else None)
     seconds = time.perf_counter() - start

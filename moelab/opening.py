@@ -25,7 +25,7 @@ from moelab.models.patches import Patches, put
 from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
 from moelab.offloading.offload import DEFAULT_POLICY, offload
 from moelab.offloading.session import Session
-from moelab.speculate import Predictor, Speculation, default_vectors, takes
+from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vectors, takes
 from moelab.store.layout import ExpertStore
 
 #: further options with `memory`: those of `offload` and of `Reader`
@@ -55,7 +55,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     prefetch : with `memory`, which experts of the next layer are loaded ahead: a name of `moelab.names("predictor")`, a
         predictor, or what makes one of the model. No bit of the output changes. It is on in tokens once that was seen
         to be faster, see `moelab.offloading.prefetch_gate`.
-    calibration : counts of this very model, for executors with static capacities and for plan="auto".
+    calibration : counts of this very model, for executors with static capacities, for plan="auto" and for
+        prefetch="static".
     dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's); where to, or the CPU.
         On a GPU, `memory` is for its own, and mode="pinned" keeps all experts in the CPU's.
     workers : with `memory`, threads that decompress.
@@ -94,9 +95,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
     if not isinstance(calibration, Calibration | None):
         raise TypeError(f"the calibration is {calibration!r}; it must be a moelab.Calibration: calibrate(trace) counts "
                         f"one, Calibration.load(path) reads one")
-    if prefetch is not None:
-        _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
-               "a Predictor, or what makes one of a model")
+    _check_prefetch(prefetch, calibration)
     if quantize is not None:
         source = kept_store(source.folder if isinstance(source, ExpertStore) else source, quantize=quantize)
     if memory is None:
@@ -120,7 +119,7 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         if executor != "exact":
             model.moelab.enter(_executing(model, executor, calibration, dense))
         if prefetch is not None:
-            model.moelab.enter(_prefetching(model, prefetch))
+            model.moelab.enter(_prefetching(model, prefetch, calibration))
         if cache_aware is not None:
             model.moelab.enter(_routing(model, cache_aware))
         model.moelab.reset()                            # of what was run to measure default vectors
@@ -141,13 +140,26 @@ def _check_executor(executor: Any) -> None:
            "a function of (x, ids, weights, experts), or an object that is called like one")
 
 
+def _check_prefetch(prefetch: Any, calibration: Calibration | None) -> None:
+    """As `_check`; ValueError for a name whose predictor needs what nobody can measure, but a calibration for one."""
+    if prefetch is None:
+        return
+    _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
+           "a Predictor, or what makes one of a model")
+    lacking = [part for part in takes(prefetch) if part not in ("vectors", "seed")] if isinstance(prefetch, str) else []
+    if lacking and not (prefetch == "static" and calibration is not None):
+        raise ValueError(f"the predictor {prefetch} needs {' and '.join(f'{p}={INGREDIENTS[p]}' for p in lacking)}: "
+                         f"prefetch=lambda model: moelab.opening.make_predictor(model, {prefetch!r}, "
+                         f"{', '.join(f'{p}=…' for p in lacking)})")
+
+
 def _check_device(device: Any) -> None:
     """ValueError for one that torch does not know, or that is not here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"the device is {str(device)!r}, where torch cannot compute here "
-                         f"({str(error).splitlines()[0]}); `python -m moelab doctor` says what there is") from error
+                         f"({str(error).splitlines()[0]}); `moelab doctor` says what there is") from error
 
 
 @contextmanager
@@ -161,6 +173,7 @@ def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration
     Raises ValueError: a model that `open_model` has not opened, options without a name; TypeError: no executor.
     """
     _check_executor(executor)
+    _check_prefetch(prefetch, calibration)
     if options and not isinstance(executor, str):
         raise ValueError(f"using takes no {', '.join(options)}: it changes executor, prefetch, calibration and "
                          f"cache_aware, and all else are options of an executor that is given by its name")
@@ -171,7 +184,7 @@ def using(model: Any, *, executor: Any = None, prefetch: Any = None, calibration
         if executor is not None:
             stack.enter_context(_executing(model, executor, calibration, **options))
         if prefetch is not None:
-            stack.enter_context(_prefetching(model, prefetch))
+            stack.enter_context(_prefetching(model, prefetch, calibration))
         if cache_aware is not None:
             stack.enter_context(_routing(model, cache_aware))
         yield model
@@ -212,12 +225,13 @@ def make_executor(model: Any, name: str, calibration: Calibration | None = None,
 
 
 @contextmanager
-def _prefetching(model: Any, prefetch: Any) -> Iterator[None]:
+def _prefetching(model: Any, prefetch: Any, calibration: Calibration | None = None) -> Iterator[None]:
     session = model.moelab
     if session.engine is None:
         raise ValueError("all experts of this model are in memory, so nothing can be prefetched: open it with memory=")
     before = session.speculation
-    with Speculation(model, make_predictor(model, prefetch), mode="hint") as speculation:
+    popularity = {"trace": calibration} if prefetch == "static" else {}
+    with Speculation(model, make_predictor(model, prefetch, **popularity), mode="hint") as speculation:
         session.speculation = speculation
         try:
             yield

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.models import MoELayer, identity, spec_of
+from moelab.models.greedy import greedy
 from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress
 from moelab.specs import MoESpec
@@ -98,7 +99,8 @@ def run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dic
     if max_new_tokens == 0 and not model.config.is_encoder_decoder:
         model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)      # no logits: they can be gigabytes
     else:
-        model.generate(ids, attention_mask=mask, max_new_tokens=max(max_new_tokens, 1), do_sample=False, **options)
+        model.generate(ids, attention_mask=mask, max_new_tokens=max(max_new_tokens, 1),
+                       **greedy(model) | options)
 
 
 def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, around: list[Stream]) -> list[Any]:

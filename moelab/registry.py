@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import isfunction, signature
+from inspect import Parameter, isfunction, signature
 from math import isfinite
 from typing import Any, NamedTuple
+
+from moelab.table import text_table
 
 
 class Entry(NamedTuple):
@@ -51,10 +53,17 @@ def names(kind: str) -> list[str]:
     return list(entries(kind))
 
 
-def describe(kind: str) -> dict[str, tuple[str, str]]:
+class Described(dict[str, tuple[str, str]]):
+    """Name → (what it is for, "use" or "teaching"), which prints as a table."""
+
+    def __repr__(self) -> str:
+        return text_table(["name", "what it is for", "of"], [(name, *told) for name, told in self.items()])
+
+
+def describe(kind: str) -> Described:
     """Name → (what it is for, "use" or "teaching")."""
-    return {name: (entry.purpose() if callable(entry.purpose) else entry.purpose,
-                   "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()}
+    return Described({name: (entry.purpose() if callable(entry.purpose) else entry.purpose,
+                             "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()})
 
 
 def require(what: str, name: str, known: Iterable[str]) -> None:
@@ -64,6 +73,11 @@ def require(what: str, name: str, known: Iterable[str]) -> None:
         close = get_close_matches(str(name).lower(), (lower := {one.lower(): one for one in known}), n=1)
         hint = f" Did you mean {lower[close[0]]!r}?" if close else ""
         raise ValueError(f"there is no {what} {name!r}.{hint} There are: {', '.join(known)}")
+
+
+def like(kind: str, text: Any) -> str | None:
+    """The name of a kind that a text is but for its case; None: there is none."""
+    return next((name for name in names(kind) if name.lower() == str(text).lower()), None)
 
 
 def find(kind: str, name: str) -> Any:
@@ -105,10 +119,12 @@ def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
 
 
 def _check(option: str, value: Any, annotation: str) -> None:
-    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; others are not looked at."""
+    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; of others, for a text only."""
     kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
     wanted = [part.strip() for part in annotation.split("|")]
     if not set(wanted) <= kinds.keys():
+        if isinstance(value, str) and annotation not in ("Any", str(Parameter.empty)):
+            raise TypeError(f"{option}={value!r} is not of type {annotation}")
         return
     fits = any(isinstance(value, kinds[one]) and (one == "bool" or not isinstance(value, bool)) for one in wanted)
     if not fits or isinstance(value, float) and not isfinite(value):

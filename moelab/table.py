@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from html import escape
+from itertools import zip_longest
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any
 
 
@@ -94,10 +97,23 @@ def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str],
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns aligned under their heads, for the terminal; cells are written by `format_value`."""
-    rows = [list(map(format_value, row)) for row in rows]
-    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *rows]
+    """Columns aligned under their heads, for the terminal; cells are written by `format_value`, and the widest are
+    wrapped at blanks where a table is wider than the terminal ($COLUMNS), or than 100 characters where there is none.
+    """
+    rows = [list(head), *([format_value(cell) for cell in row] for row in rows)]
+    columns = list(zip(*rows))
+    widths = [max(map(len, column)) for column in columns]
+    least = [min(24, max((len(word) for cell in column for word in cell.split()), default=0)) for column in columns]
+    over = sum(widths) + 2 * len(widths) - get_terminal_size((100, 24)).columns
+    while over > 0 and (wide := [i for i in range(len(widths)) if widths[i] > least[i]]):
+        widths[max(wide, key=widths.__getitem__)] -= 1
+        over -= 1
+    lines = []
+    for row in rows:
+        cells = [wrap(cell, width) if len(cell) > width else [cell] for cell, width in zip(row, widths)]
+        lines += zip_longest(*cells, fillvalue="")
+        if row is rows[0]:
+            lines.append(["-" * width for width in widths])
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
                      for line in lines)
 

@@ -23,7 +23,7 @@ BASE = {"specs", "progress", "files", "registry", "schema"}
 DIRECTIONS = {
     "schema": set(), "specs": {"schema"}, "configs": set(),
     "progress": set(), "table": set(), "cards": set(), "datasets": set(),
-    "kernels": {"progress"}, "arguments": set(), "files": {"schema"}, "intervals": set(), "registry": set(),
+    "kernels": {"progress"}, "arguments": {"registry"}, "files": {"schema"}, "intervals": set(), "registry": {"table"},
     "journal": set(),
     "records": {"schema"}, "claims": set(), "comparison": set(),
     "store": set(),

@@ -22,8 +22,8 @@ def test_every_command_has_help_with_an_example_that_can_be_read(command, capsys
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0
-    example = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("example: python -m moelab "))
-    arguments = shlex.split(example.removeprefix("example: python -m moelab "))
+    example = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("example: moelab "))
+    arguments = shlex.split(example.removeprefix("example: moelab "))
     assert arguments[0] == command and build_parser(arguments).parse_args(arguments)
 
 

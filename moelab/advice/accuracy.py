@@ -1,4 +1,4 @@
-"""`bench advise`: is the advised way the fastest, and does it take as long as was predicted?
+"""Advice: is the advised way the fastest, and does it take as long as was predicted?
 
 Synthetic models of three shapes, shares of their experts as budgets, throttled disks, and a loss that is not or is
 allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once on that

@@ -18,12 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moelab.advice.answer import Advice, beyond, more_of
+from moelab.advice.answer import Advice, beyond, more_of, unmeasured
+from moelab.advice.disk import fitting
 from moelab.advice.machine import here
 from moelab.advice.model import find_model
 from moelab.advice.ways import ZIPF, Way, hit_rates, least, possible, zipf
 from moelab.arguments import number, whole
 from moelab.cards import load_device
+from moelab.offloading import budget
 from moelab.offloading.budget import RESERVE, parse_budget
 from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.registry import names, require
@@ -75,14 +77,9 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
         if Path(device).suffix != ".toml":              # your own card is told what it lacks
             require("card of a device with a host link or a disk", device, filter(_has_rates, names("device")))
         device = load_device(device)
-    if memory == "auto":
-        memory = device["memory_gb"] * 1e9
-    try:
-        nbytes = parse_budget(memory, 0, 0)
-    except ValueError:
-        nbytes = 0
+    nbytes = parse_budget(memory, 0, 0, lambda: round(device["memory_gb"] * 1e9) + RESERVE)
     if not nbytes:                                      # of a share, too: it would be one of the experts
-        raise ValueError(f"memory is {memory!r}; it is that of the whole process, in bytes, such as '8GB', or 'auto'")
+        raise ValueError(f"memory is {memory!r}; it is that of the whole process, such as '8GB', or 'auto'")
     rates = MachineRates.of(device)
     shares, popularity = (zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed") if calibration is None else \
         (_shares(calibration, spec), "as the calibration counted")
@@ -105,16 +102,19 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
                          popularity=popularity, counted=calibration is not None, on_card=elsewhere,
                          decompress_gbs=decompress_gbs, verify=verify)
 
+    ways, notes = fitting(found, ways, allowed) if not elsewhere else (ways, [])
+    notes += unmeasured(ways, allowed)
+
     def best_of(ways: list[Way], loss: float = allowed) -> Way:
-        return next(way for way in ways if way.within(loss))
+        return next(way for way in (ways if elsewhere else fitting(found, ways, loss)[0]) if way.within(loss))
     through, _ = beyond(device)
     options = [(f"{size(1.5 * nbytes)} of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
                (f"a {through} twice as fast", best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)))]
     if not (few := best_of(ways, math.inf)).within(allowed):
         options.append((f"{few.form} experts, of unknown loss", few))
-    elsewhere = [way for part in (0.5, 0.75, 1.5, 2.0) for way in arithmetic(rates, int(part * nbytes))]
+    others = [way for part in (0.5, 0.75, 1.5, 2.0) for way in arithmetic(rates, int(part * nbytes))]
     return Advice(found, device, nbytes, context, batch, allowed, tuple(ways), more_of(best_of(ways), options),
-                  popularity, tuple(way for way in dict.fromkeys(elsewhere) if way not in ways))
+                  popularity, tuple(way for way in dict.fromkeys(others) if way not in ways), tuple(notes))
 
 
 def _has_rates(name: str) -> bool:
@@ -125,16 +125,17 @@ def _has_rates(name: str) -> bool:
 
 
 def parse_loss(loss: str | float) -> float:
-    """A relative increase of language loss: "1%", 0.01; "any" is infinity. ValueError for anything else."""
+    """A relative increase of language loss: "1%", 0.01; "any" is infinity. ValueError for anything else, a bare 1, too,
+    which somebody means as 1 %."""
     try:
-        text = str(loss).strip()
+        text = str(loss).strip().lower()
         value = math.inf if text == "any" else float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        if value >= 0 and (text == "any" or value <= 1):
+        if 0 <= value < 1 or text in ("any", "100%"):
             return value
     except ValueError:
         pass
-    raise ValueError(f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 1, such as 0.01 or '1%', "
-                     f"or 'any'")
+    raise ValueError(f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as '1%' or "
+                     f"0.01, or 'any'")
 
 
 def _shares(calibration: str | Path, spec: MoESpec) -> Any:
@@ -143,7 +144,7 @@ def _shares(calibration: str | Path, spec: MoESpec) -> Any:
     found = Calibration.load(calibration)
     if found.spec.fingerprint() != spec.fingerprint():
         raise ValueError(f"{calibration} was counted on {found.spec.name}, whose geometry is another than "
-                         f"{spec.name}'s; calibrate this model: python -m moelab calibrate MODEL FILE")
+                         f"{spec.name}'s; calibrate this model: moelab calibrate MODEL FILE")
     counts = found.counts().double()
     return (counts / counts.sum(1, keepdim=True).clamp(min=1) * spec.K).clamp(max=1).numpy()
 
@@ -151,12 +152,12 @@ def _shares(calibration: str | Path, spec: MoESpec) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a card's name, a hub id, a checkpoint folder or a store; without it, "
                                                  "the small model")
-    parser.add_argument("--memory", default="auto", help="of the whole process, such as 8GB; auto (default): what is "
+    parser.add_argument("--memory", type=budget.memory, default="auto", metavar="SIZE", help="of the whole process, such as 8GB; auto (default): what is "
                                                          "available")
     parser.add_argument("--context", type=whole(1), help=f"tokens of a sequence (default: {CONTEXT}, or "
                                                            "as many as the model takes)")
     parser.add_argument("--batch", type=whole(1), default=1, help="sequences at a time (default: 1)")
-    parser.add_argument("--loss", default=0.0, help="more language loss that few bits may cost, such as 1%%, or any "
+    parser.add_argument("--loss", default=0.0, metavar="SHARE", help="more language loss that few bits may cost, such as 1%%, or any "
                                                     "(default: none)")
     parser.add_argument("--device", help="a device card's name or a .toml instead of this machine")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")

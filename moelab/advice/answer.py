@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -66,7 +68,7 @@ class Advice:
 
     @property
     def commands(self) -> list[str]:
-        return [" ".join(["python -m moelab", command, source, *(f"--{name} {value}" for name, value in given.items())])
+        return [" ".join(["moelab", command, source, *(f"--{name} {value}" for name, value in given.items())])
                 for command, source, given in self.steps if command == "convert" or self.best.pools is None]
 
     @property
@@ -133,6 +135,14 @@ class Advice:
         except ModuleNotFoundError:
             return print(self)
         draw(self)
+
+
+def unmeasured(ways: Iterable[Way], loss: float) -> list[str]:
+    """A note where the loss that is allowed changes nothing."""
+    if not 0 < loss < math.inf or any(way.loss for way in ways):
+        return []
+    return ["The loss that is allowed changes nothing, as that of few bits has not been measured of this model: "
+            "--verify measures it, --loss any does without"]
 
 
 def beyond(device: DeviceSpec) -> tuple[str, str]:

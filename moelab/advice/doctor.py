@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from moelab.advice.disk import nearest
 from moelab.advice.machine import disk_rate, memory_rate
 from moelab.bench.machine import read_ahead
 from moelab.files import cache_root, folder_bytes
@@ -33,26 +34,47 @@ HUB = "huggingface.co"
 
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
     """(what, what was found) of this machine; `folder` is on the disk that is measured."""
-    yield "system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    yield "cores", f"{os.cpu_count()}; {_features()}"
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield "memory", f"{size(total)}, {size(available())} available; read at {size(memory_rate())}/s"
-    rates = {requests: disk_rate(folder, requests) for requests in (1, 4, 16)}
-    yield "disk", (", ".join(f"{size(rate)}/s with {requests} request{'s' * (requests > 1)}"
-                             for requests, (rate, _) in rates.items())
-                   + f" ({rates[1][1]}); {size(shutil.disk_usage(folder).free)} free"
-                   + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(Path(folder))) else ""))
-    yield "CUDA", _cuda()
-    yield "Neural Engine", ("Core ML can run models here" if sys.platform == "darwin" else
-                            "none: this is no Mac; models can be converted and checked, not run")
-    yield "hub", _hub()
-    yield "kernels", _kernels()
-    yield "cache", f"{cache_root()}, {size(folder_bytes(cache_root()))}"
+    for what, find in {"system": _system, "cores": lambda: f"{os.cpu_count()}; {_features()}", "memory": _memory,
+                       "disk": lambda: _disk(Path(folder)), "CUDA": _cuda, "Neural Engine": _ane, "hub": _hub,
+                       "kernels": _kernels, "cache": _cache}.items():
+        try:
+            yield what, find()
+        except OSError as error:
+            yield what, f"unknown: {error.strerror or error} ({error.filename or folder})"
     for package, purpose in PACKAGES.items():
         try:
             yield package, version(package)
         except PackageNotFoundError:
             yield package, f"not installed: without it, {purpose} will not run"
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+
+
+def _memory() -> str:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{size(total)}, {size(available())} available; read at {size(memory_rate())}/s"
+
+
+def _disk(folder: Path) -> str:
+    rates = {requests: disk_rate(folder, requests) for requests in (1, 4, 16)}
+    return (", ".join(f"{size(rate)}/s with {requests} request{'s' * (requests > 1)}"
+                      for requests, (rate, _) in rates.items())
+            + f" ({rates[1][1]}); {size(shutil.disk_usage(folder).free)} free"
+            + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(folder)) else ""))
+
+
+def _ane() -> str:
+    return ("Core ML can run models here" if sys.platform == "darwin" else
+            "none: this is no Mac; models can be converted and checked, not run")
+
+
+def _cache() -> str:
+    there = nearest(root := cache_root())
+    if there.is_dir() and os.access(there, os.W_OK):
+        return f"{root}, {size(folder_bytes(root))}; {size(shutil.disk_usage(there).free)} free"
+    return f"{root} cannot be written: choose another place by $MOELAB_CACHE"
 
 
 def _features() -> str:

@@ -66,9 +66,11 @@ def flops(n: int = 768) -> float:
 def disk_rate(folder: str | Path | None = None, requests: int = 1, total: int = 48 << 20) -> tuple[float, str]:
     """(bytes/s of reads of `READ` bytes at random places past the page cache, so many at a time; what was read).
 
-    folder : of the model, whose largest file is read; without one, a file is written and removed again.
+    folder : of the model, whose largest file is read; where it has none itself, a file is written and removed again.
+
+    Raises OSError: nothing can be read or written there.
     """
-    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size >= PROBE] \
+    files = [path for path in Path(folder).iterdir() if path.is_file() and path.stat().st_size >= PROBE] \
         if folder is not None else []
     if files:
         file = max(files, key=lambda path: path.stat().st_size)

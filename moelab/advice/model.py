@@ -7,7 +7,7 @@ a config leaves its facts to transformers' defaults.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +29,8 @@ AS_IS = "as it is"
 @dataclass(frozen=True)
 class Model:
     """A model without its weights: what opens it, its geometry, bytes of all other weights and how they are known, its
-    folder if it is here, the form that an expert store has, and how many tokens a sequence may have, if that is known.
-    """
+    folder if it is here, the form that an expert store has, how many tokens a sequence may have, if that is known, and
+    how many bytes of weights are to be downloaded."""
 
     source: str
     spec: MoESpec
@@ -39,6 +39,7 @@ class Model:
     folder: Path | None = None
     stored: str | None = None
     most: int | None = None
+    download: int = 0
 
     @property
     def dense(self) -> int:
@@ -60,14 +61,15 @@ def find_model(model: str | Path | None) -> Model:
     """A model's geometry and bytes, without its weights. Raises FileNotFoundError, ValueError."""
     text, path = str(model), small_model() if model is None else Path(model).expanduser()
     for name in registry.names("model"):
-        if text == name or text == load_card(name).get("hub") and not path.exists():
-            return _of_card(name)
+        if text.lower() in (name.lower(), load_card(name).get("hub", "").lower()) and not path.exists():
+            return _to_download(_of_card(name))
     if not path.exists() and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
     home = path if path.exists() or text.count("/") != 1 else from_hub(text, ["config.json"])
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
         spec, config = _read_config(file, path.resolve().name if path.exists() else text)
-        return Model(text, spec, _others(spec, config), "estimated from its geometry", most=_most(config))
+        found = Model(text, spec, _others(spec, config), "estimated from its geometry", most=_most(config))
+        return found if path.exists() else _to_download(found)
     from moelab.models.checkpoint import Checkpoint
     from moelab.models.opening import find, model_name
     folder = find(model)
@@ -77,6 +79,16 @@ def find_model(model: str | Path | None) -> Model:
     if (store := checkpoint.store) is not None:
         return Model(str(folder), spec, everything, "exact", folder, store.quantized or store.codec, most)
     return Model(str(folder), spec, max(everything - spec.experts_bytes, 0), "exact", folder, most=most)
+
+
+def _to_download(model: Model) -> Model:
+    """A model on the hub, with the bytes of its weights that are not in the hub client's cache."""
+    if "/" not in model.source:                                     # a card's own, which the hub does not have
+        return model
+    from huggingface_hub.constants import HF_HUB_CACHE
+    kept = Path(HF_HUB_CACHE, f"models--{model.source.replace('/', '--')}", "blobs")
+    here = sum(file.stat().st_size for file in kept.glob("*"))
+    return replace(model, download=max(model.spec.experts_bytes + model.others - here, 0))
 
 
 def _of_card(name: str) -> Model:

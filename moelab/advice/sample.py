@@ -27,7 +27,7 @@ from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.bench.measure import load_average
 from moelab.cache.residency import Pools, Residency
-from moelab.files import cache_root
+from moelab.files import cache_folder
 from moelab.models import opening
 from moelab.models.synthesize import VOCABULARY, synthesize
 from moelab.offloading.observed import Observed
@@ -95,13 +95,12 @@ def measured(model: Model, forms: Sequence[str], executor: str, end: float = mat
     sample, files, found = sample_spec(model.spec), {}, {}
     for form in forms:
         key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor)))
-        files[form] = cache_root() / "advice" / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
+        files[form] = cache_folder("advice") / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
         if files[form].is_file():
             found[form] = Profile.load(files[form])
     wanted = [form for form in forms if form not in found or disturbed(found[form])]
     start, least = time.monotonic(), max(LEAST - len(found), 0)
-    (cache_root() / "advice").mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_root() / "advice") as folder:
+    with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
         stores, new = {}, {}
         for form in progress(wanted, "measuring this machine", unit="forms") if wanted else ():
             each = (time.monotonic() - start) / max(len(new), 1) + TURNS

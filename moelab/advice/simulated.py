@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from moelab.advice import verify as real
-from moelab.advice.answer import Advice, beyond, more_of
+from moelab.advice.answer import Advice, beyond, more_of, unmeasured
+from moelab.advice.disk import fitting
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import disturbed, machine, sample_costs
 from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Look, Scene, Search, card_costs,
                                  forms_of, predicted, scene, twice_as_fast, typical)
 from moelab.advice.ways import Way, fitted
-from moelab.files import cache_root, read_json, write_json
+from moelab.files import cache_folder, read_json, write_json
 from moelab.offloading.profile import Profile
 from moelab.offloading.simulator import flat
 from moelab.specs import DeviceSpec
@@ -100,6 +101,8 @@ def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of:
         return kept.corrected(way, search.batch) if kept and way else way
     ways = sorted(map(corrected, {(way.name, way.budget): way for way in search.found}.values()),
                   key=lambda way: (way.tpot, not way.lossless))
+    ways, short = fitting(search.model, ways, search.allowed) if kept else (ways, [])
+    notes += short + unmeasured(ways, search.allowed)
     best = next((way for way in ways if way.within(search.allowed)), None)
     if best is None:
         raise ValueError(f"nothing that fits {size(search.memory)} is known to lose no more than "
@@ -164,7 +167,7 @@ def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:
 def profile_file(model: Model, kept: real.Kept, batch: int, bandwidth: float | None = None) -> Path:
     """Where the profile of the model itself is kept."""
     slow = f"-{bandwidth:g}" if bandwidth else ""
-    return cache_root() / "advice" / f"{kept.identity}-{model.stored or 'checkpoint'}-{batch}{slow}.profile.json"
+    return cache_folder("advice") / f"{kept.identity}-{model.stored or 'checkpoint'}-{batch}{slow}.profile.json"
 
 
 def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **within: int) -> tuple[Look | None, str]:

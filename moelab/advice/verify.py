@@ -30,7 +30,7 @@ from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
 from moelab.bench.measure import load_average
-from moelab.files import cache_root
+from moelab.files import cache_folder
 from moelab.journal import Journal
 from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.progress import progress
@@ -195,7 +195,7 @@ class Kept:
     """
 
     def __init__(self, identity: str) -> None:
-        self.identity, self.path = identity.partition("-")[0], cache_root() / "advice" / "measured.journal"
+        self.identity, self.path = identity.partition("-")[0], cache_folder("advice") / "measured.journal"
         self.records = [record for record in self._write([])
                         if (record["machine"], record["model"]) == (machine(), self.identity)]
 
@@ -208,7 +208,6 @@ class Kept:
 
     def _write(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Append to the journal, which another process may hold for a moment; returns what was in it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         for last in [False] * 50 + [True]:
             try:
                 journal = Journal(self.path)

@@ -1,4 +1,4 @@
-"""`python -m moelab ane …`: plan, convert, lint and check models for the Neural Engine, and use them on a Mac.
+"""`moelab ane …`: plan, convert, lint and check models for the Neural Engine, and use them on a Mac.
 
     moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
     moelab ane plan MODEL --calibration FILE                        with the counts of `moelab calibrate MODEL FILE`
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moelab import cards
+from moelab import cards, registry
 from moelab.arguments import number, several, whole
 from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
@@ -254,8 +254,8 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""
-    if model in cards.MODELS:
-        return cards.load_model(model), None
+    if card := registry.like("model", model):
+        return cards.load_model(card), None
     from moelab.models import find, identity, opening
     from moelab.models.checkpoint import load_config
     try:

@@ -1,4 +1,4 @@
-"""Measurements: `python -m moelab bench NAME` prints a table and, last, one JSON document."""
+"""Measurements: `moelab bench NAME` prints a table and, last, one JSON document."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import argparse
 import json
 import os
 import platform
+import re
 import signal
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
+from moelab.arguments import Parser
 from moelab.table import format_value, head_and_rows, text_table
 
 #: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured
@@ -24,12 +28,21 @@ BENCHES = {name: f"moelab.bench.{name}" for name in (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=sorted(BENCHES), help="what to measure")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them")
+    listed = text_table(["bench", "what it measures"], [(name, purpose(name)) for name in BENCHES])
+    parser.epilog = f"{listed}\n\n{parser.epilog or ''}"
+
+
+def purpose(name: str) -> str:
+    """The first sentence of a bench's docstring, read from its file, as importing all of them takes seconds."""
+    source = find_spec(BENCHES[name]).origin
+    told = Path(source).read_text(encoding="utf-8").split('"""')[1].split("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=[.?])\s", told)[0]
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The options of a bench, from its `OPTIONS`, option → (reader, or argparse's own arguments; help), and with the
     defaults of its `run`."""
-    module, parser = import_module(BENCHES[name]), argparse.ArgumentParser(prog=f"moelab bench {name}")
+    module, parser = import_module(BENCHES[name]), Parser(prog=f"moelab bench {name}")
     for option, (how, purpose) in getattr(module, "OPTIONS", {}).items():
         how = how if isinstance(how, dict) else {"type": how}
         default = signature(module.run).parameters[how.get("dest", option)].default

@@ -191,7 +191,7 @@ def run(only: Iterable[str] = SECTIONS, folder: str | None = None, scale: float 
         prompt: int = 128, decode: int = 32, shares: Iterable[float] = (0.25, 0.5), llama_bench: str | None = None,
         model: str | MoESpec = "Qwen3-30B-A3B") -> dict[str, Any]:
     if not torch.cuda.is_available():
-        raise ValueError("this bench needs a CUDA GPU, and torch finds none here (python -m moelab doctor)")
+        raise ValueError("this bench needs a CUDA GPU, and torch finds none here (moelab doctor)")
     device, only, shares = torch.device("cuda", 0), list(only), list(shares)
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     found: dict[str, Any] = {"conditions": {

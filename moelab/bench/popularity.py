@@ -4,7 +4,7 @@ NPUMoE §4.1, §5.1 and §5.8. Prompts of the train split calibrate, those of th
 library file, no manual page and no key. The overlap is NPUMoE's Overlap@K, of which it does not say whether popularity
 at run time is that of all unseen prompts together (`pooled`) or of each by itself (`per_prompt`).
 
-`python -m moelab bench popularity` asks whether overlap across data sets is low because calibrations are small: it
+`moelab bench popularity` asks whether overlap across data sets is low because calibrations are small: it
 calibrates on disjoint groups of ever more prompts, each against all unseen prompts of another source, in prefill. How
 many the paper takes it does not say. Intervals, 95 %, are over groups. Models differ in their number of experts, so
 "above chance" is (overlap − k/E) / (1 − k/E).

@@ -43,7 +43,7 @@ class NextTokenPolicy(_ByPriority):
         layer, expert = key
         if layer not in self._inputs:
             raise ValueError("the policy next-token decides by what routers see, and was not told: it runs with "
-                             "a model, not with a recorded run: python -m moelab bench recall_and_misses compares it")
+                             "a model, not with a recorded run: moelab bench recall_and_misses compares it")
         if self._turn[layer] != step:
             self._turn[layer] = step
             self._uses[layer] *= self._decay

@@ -1,4 +1,4 @@
-"""`python -m moelab calibrate MODEL FILE`: count a model's expert popularity once, for all that predicts (NPUMoE §3.3).
+"""`moelab calibrate MODEL FILE`: count a model's expert popularity once, for all that predicts (NPUMoE §3.3).
 
     moelab calibrate small small.calibration.safetensors
     moelab calibrate Qwen/Qwen3-30B-A3B qwen.safetensors --prompts 64 --new-tokens 32 --external

@@ -1,4 +1,4 @@
-"""`python -m moelab evaluate [MODEL|STORE]`: accuracy of running a model in several modes, each against the baseline.
+"""`moelab evaluate [MODEL|STORE]`: accuracy of running a model in several modes, each against the baseline.
 
     moelab evaluate                                                     the small model, moelab's own tasks
     moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator estimator.safetensors
@@ -29,6 +29,7 @@ from moelab.arguments import whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, write_json
+from moelab.offloading.budget import memory
 from moelab.offloading.cache_aware import require_margin
 from moelab.opening import make_executor
 from moelab.store.layout import INDEX
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
     parser.add_argument("--decode-only", action="store_true", help="speculate in decode steps only, as a server would; "
                         "moelab's own tasks are then scored in decode steps")
-    parser.add_argument("--memory", help="for experts, such as 50%% or 2GB, the others stay on disk; of a store, what "
+    parser.add_argument("--memory", type=memory, help="for experts, such as 50%% or 2GB, the others stay on disk; of a store, what "
                         "this machine has left if not given")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
     parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="texts a forward pass (%(default)s); "
@@ -127,15 +128,12 @@ def parse_mode(text: str) -> tuple[str, str]:
             return mode, str(require_margin(float(predictor)))
         except ValueError as error:
             raise ValueError(f"{text!r}: {error}; write {CACHE_AWARE}:0.5") from None
-    if mode not in MODES:
-        raise ValueError(f"there is no mode {mode!r}; there are baseline, {', '.join(MODES)}, {EXECUTOR}:NAME, "
-                         f"{CACHE_AWARE}:MARGIN")
+    registry.require("mode", mode, ["baseline", *MODES, EXECUTOR, CACHE_AWARE])
     predictor = predictor or ("estimator" if mode == "router-free" else DEFAULT_PREDICTOR)
-    usable = [name for name in PREDICTORS if name != "oracle"]
-    if predictor not in usable:
-        raise ValueError(f"{text!r}: the predictor is {predictor!r}; it can be {', '.join(usable)}" + (
-            " (an oracle must be given what these very prompts choose: see moelab.speculate.scoring)"
-            if predictor == "oracle" else ""))
+    if predictor == "oracle":
+        raise ValueError(f"{text!r}: an oracle must be given what these very prompts choose: see "
+                         f"moelab.speculate.scoring")
+    registry.require("predictor", predictor, [name for name in PREDICTORS if name != "oracle"])
     if mode == "router-free" and predictor != "estimator":
         raise ValueError(f"{text!r}: without routers only the estimator can choose experts; write router-free")
     return mode, predictor

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from moelab.evaluation.accuracy import TASKS, Modes, Samples, task_prompts
+from moelab.models.greedy import greedy
 from moelab.progress import progress
 
 ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
@@ -148,6 +149,9 @@ def _adapter(model: Any, batch_size: int, label: str) -> Any:
                 return getattr(HFLM, method)(self, requests, disable_tqdm=True)
         return answer
 
+    def generate(self: Any, *args: Any, **options: Any) -> Any:
+        return HFLM._model_generate(self, *args, **greedy(model) | options)
+
     methods = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-    return type("OpenModel", (HFLM,), {name: with_bar(name) for name in methods})(
+    return type("OpenModel", (HFLM,), {name: with_bar(name) for name in methods} | {"_model_generate": generate})(
         pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""`python -m moelab check`: compares the newest run of every notebook with the committed baseline.
+"""`moelab check`: compares the newest run of every notebook with the committed baseline.
 
     exact, paper          equal
     simulated, modelled   within a relative tolerance, 2 % unless the baseline's metric has its own "tolerance"
@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     results = results_root(args.results)
     names = _names(args.notebooks, results)
     if not names:
-        raise ValueError(f"nothing to check: no baseline and no run in {results}; first: python -m moelab reproduce")
+        raise ValueError(f"nothing to check: no baseline and no run in {results}; first: moelab reproduce")
     failed = compared = 0
     for name in names:
         path, found = results / "baseline" / f"{name}.json", _newest_metrics(name, results)
@@ -118,10 +118,10 @@ def main(args: argparse.Namespace) -> int:
             else:
                 _update(path, found)
         elif not path.exists():
-            print(f"{name}: no baseline; `python -m moelab check {name} --update` writes it")
+            print(f"{name}: no baseline; `moelab check {name} --update` writes it")
             failed += bool(args.notebooks)      # asked for by name, it is expected to be there
         elif found is None:
-            print(f"{name}: FAILED, no finished run; `python -m moelab run {name}` makes one")
+            print(f"{name}: FAILED, no finished run; `moelab run {name}` makes one")
             compared, failed = compared + 1, failed + 1
         else:
             rows = compare(read_json(path, MetricsFile), found)

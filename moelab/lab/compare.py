@@ -1,4 +1,4 @@
-"""`python -m moelab compare`: two runs side by side, the two newest of a notebook or any two; or a sweep's points."""
+"""`moelab compare`: two runs side by side, the two newest of a notebook or any two; or a sweep's points."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
         runs = saved_runs(path.stem, results_root(args.results))[-2:]
         if len(runs) < 2:
             raise ValueError(f"{path.stem} has {len(runs)} finished run(s), and two are compared; "
-                             f"`python -m moelab run {path.stem}` makes one")
+                             f"`moelab run {path.stem}` makes one")
     elif len(runs) > 2:
         raise ValueError(f"{len(runs)} runs are given; two are compared")
     found = compare(*runs, args.results)

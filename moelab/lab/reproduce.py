@@ -1,4 +1,4 @@
-"""`python -m moelab reproduce`: runs the notebooks, prints a table and writes the report.
+"""`moelab reproduce`: runs the notebooks, prints a table and writes the report.
 
 Notebooks that measure times run one after the other; those tagged `side-by-side` then two at a time, unless a model is
 given, of which there may be memory for one only. A notebook that fails does not stop the others, but sets the exit

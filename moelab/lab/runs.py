@@ -1,4 +1,4 @@
-"""`python -m moelab list`: the notebooks, and of each its finished runs, those in JupyterLab (-lab) included."""
+"""`moelab list`: the notebooks, and of each its finished runs, those in JupyterLab (-lab) included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m moelab sweep`: a notebook or a bench at every point of a grid, here or on a cluster, and one table of it.
+"""`moelab sweep`: a notebook or a bench at every point of a grid, here or on a cluster, and one table of it.
 
 Points run one at a time, in processes of their own, since they measure times; `--workers` runs several at once. Each
 finished point is in a journal beside the table, so the same command goes on where it was cut off, and a larger grid
@@ -9,7 +9,7 @@ On several machines, start Dask in a clone of the same commit, one thread a work
 
     dask scheduler                                      # prints tcp://HEAD:8786
     dask worker tcp://HEAD:8786 --nthreads 1            # on every machine
-    python -m moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tcp://HEAD:8786
+    moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tcp://HEAD:8786
 
 On SLURM, dask-jobqueue (`pip install dask-jobqueue`) does the first two; a file to start from:
 
@@ -241,7 +241,7 @@ def write(path: Path, rows: list[Row]) -> None:
 def read(path: str | Path) -> list[Row]:
     """The rows of a sweep's table. ValueError: no such file, or not of a sweep."""
     from pyarrow import parquet
-    with naming(path, "table of a sweep", "`python -m moelab sweep`"):
+    with naming(path, "table of a sweep", "`moelab sweep`"):
         table = parquet.read_table(path)
         rows = [Row({}, {}, {})._asdict() for _ in range(table.num_rows)]
         for field, column in zip(table.schema, table.columns):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from moelab import registry
+from moelab.cards import load_card
 from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, blamed
@@ -151,6 +153,11 @@ def find(name_or_path: str | Path | None) -> Path:
         raise FileNotFoundError(f"there is nothing at {path} yet: its conversion was cut off; run the same convert "
                                 f"command again and it goes on")
     text = str(name_or_path)
+    if card := registry.like("model", text):
+        hub = load_card(card).get("hub")
+        raise ValueError(f"{card} is a card, the geometry of a model without its weights: give "
+                         + f"its hub id, {hub}, or " * bool(hub)
+                         + f"a folder; `moelab synthesize FOLDER --model {card}` writes one with random weights")
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
     return from_hub(text, ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])

@@ -6,12 +6,15 @@ v1: `memory.limit_in_bytes`, v2: `memory.max`. Needs root and Linux; where it is
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+
+#: of all control groups
+ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,13 @@ class Limit:
 
 
 @contextmanager
-def memory_limit(nbytes: int | None, root: Path = Path("/sys/fs/cgroup")) -> Iterator[Limit]:
+def memory_limit(nbytes: int | None, root: Path = ROOT) -> Iterator[Limit]:
     """A new control group of so many bytes, removed at the end; None limits nothing. root : of all groups."""
     if nbytes is None:
         yield Limit(None, "no limit")
         return
     v1 = (root / "memory" / "memory.limit_in_bytes").exists()
-    parent = root / "memory" if v1 else root / _own_group()
+    parent = root / "memory" if v1 else own_groups(root)[0]
     folder = parent / f"moelab-{os.getpid()}-{time.monotonic_ns()}"
     with ExitStack() as stack:
         try:
@@ -56,11 +59,19 @@ def memory_limit(nbytes: int | None, root: Path = Path("/sys/fs/cgroup")) -> Ite
         yield limit
 
 
-def _own_group() -> str:
+def own_groups(root: Path = ROOT) -> list[Path]:
+    """The folders of the control groups that limit this process's memory, its own first, then those around it; in a
+    container the outermost is what is mounted as `root`."""
     try:
-        return re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.M)[1]
-    except (OSError, TypeError):
-        return ""
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        lines = []                      # no Linux
+    v1 = root / "memory"
+    own = [v1 / path.lstrip("/") for _, kinds, path in lines if "memory" in kinds.split(",")] + [
+        mount / path.lstrip("/") for _, kinds, path in lines if not kinds for mount in (root, root / "unified")]
+    found = [group for folder in [*own, v1, root] for group in (folder, *folder.parents)
+             if group.is_relative_to(root) and ".." not in group.parts and group.is_dir()]
+    return list(dict.fromkeys(found)) or [root]
 
 
 def _remove(folder: Path) -> None:

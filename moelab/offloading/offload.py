@@ -114,7 +114,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
                          + f", {ahead} of them prefetched" * bool(ahead))
     if (auto := auto and sizes.sm > 0) and calibration is None:
         raise ValueError("plan='auto' divides the memory by how popular experts are: give calibration=, which "
-                         "`python -m moelab calibrate MODEL FILE` makes")
+                         "`moelab calibrate MODEL FILE` makes")
     kept = room - scratch
     if staging is None and device.type != "cpu":            # a load takes less than a call that computes some of them
         staging = max(1, min(2 * store.spec.K, kept // (4 * sizes.in_flight)))

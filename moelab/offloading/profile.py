@@ -177,7 +177,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; FileNotFoundError if there is none, ValueError if the file is something else."""
-        return load_json(path, FORMAT, "profile", f"`python -m moelab profile STORE --output {path}`", cls)
+        return load_json(path, FORMAT, "profile", f"`moelab profile STORE --output {path}`", cls)
 
 
 def _complete(seconds: dict[str, list[float]]) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moelab import recording
-from moelab.models import MoELayer, spec_of
+from moelab.models import MoELayer, identity, spec_of
 from moelab.models.stream import check_routers, streams
 from moelab.registry import Entry, find
 from moelab.speculate.signals import DefaultVectors, check_model, quasi_hidden
@@ -36,9 +36,10 @@ Estimate = Callable[[Tensor, int], Tensor]
 #: what predictors are made of, as keyword arguments, and where it comes from
 INGREDIENTS = {
     "vectors": "moelab.speculate.default_vectors(model, prompts)",
-    "estimator": "a trained moelab.speculate.Estimator",
+    "estimator": "a trained moelab.speculate.Estimator (--estimator FILE)",
     "choice": "moelab.speculate.scoring.choose(trace, model, vectors, estimator)",
-    "trace": "moelab.record(model, prompts)", "seed": "an integer"}
+    "trace": "moelab.record(model, prompts), or for static calibration= (--calibration FILE of `moelab calibrate`)",
+    "seed": "an integer"}
 
 
 def takes(name: str) -> list[str]:
@@ -237,11 +238,16 @@ class Frequency(Predictor):
 
 
 class Static(Predictor):
-    """The layer's most popular experts of a recorded trace, the same for every token, with their mean weights."""
+    """The layer's most popular experts of a recorded trace, the same for every token, with their mean weights; of a
+    calibration, which counts no weights, with equal ones."""
 
-    def __init__(self, model: nn.Module, *, trace: RoutingTrace | None = None, ahead: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, trace: Any = None, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
         self._needs(trace=trace)
+        if not isinstance(trace, RoutingTrace):
+            chosen = trace.require(identity(model), self.spec).counts().topk(self.spec.K).indices.to(self.device)
+            self.popular = [t[:, None] for t in (chosen, torch.full_like(chosen, 1 / self.spec.K, dtype=torch.float32))]
+            return
         of_model(trace, model)
         ids, weights = (t.movedim(1, 0).flatten(1).to(self.device) for t in (trace.ids.long(), trace.weights))
         self.popular = [t[:, None] for t in popular(ids, weights, self.spec.E, self.spec.K)]     # [L, 1, K] each

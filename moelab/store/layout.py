@@ -304,7 +304,7 @@ class ExpertStore:
             unfinished = self.folder.with_name(self.folder.name + ".part").is_dir()
             raise FileNotFoundError(f"there is no expert store at {self.folder}" + (
                 ": its conversion was cut off; run the same convert command again and it goes on" if unfinished else
-                f" (no {INDEX}); make one with `python -m moelab convert SOURCE {self.folder}`"))
+                f" (no {INDEX}); make one with `moelab convert SOURCE {self.folder}`"))
         if (size := regular_file(index)) > INDEX_LIMIT:
             raise StoreError(f"{index} has {size:,} bytes; an index has {INDEX_LIMIT:,} at most")
         fields = unseal(index.read_bytes(), index)

@@ -1,4 +1,4 @@
-"""The picture of a model that is larger than the machine, from what `python -m moelab bench scale` has printed last.
+"""The picture of a model that is larger than the machine, from what `moelab bench scale` has printed last.
 
     python -m moelab.viz.scale_figure results/bench/scale.json results/bench/scale.png
 """

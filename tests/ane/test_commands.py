@@ -1,4 +1,4 @@
-"""`python -m moelab ane …`: what it prints, writes and answers with."""
+"""`moelab ane …`: what it prints, writes and answers with."""
 
 import json
 

@@ -246,7 +246,6 @@ def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_pa
     (tmp_path / "v2" / "cgroup.controllers").write_text("memory")
     monkeypatch.setattr(control_group, "_remove",
                         lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()])
-    monkeypatch.setattr(control_group, "_own_group", lambda: "")
     (tmp_path / "v1" / "memory").mkdir(parents=True)
     (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("-1")
     for root, parent, file in ((tmp_path / "v2", "", "memory.max"), (tmp_path / "v1", "memory",

@@ -1,4 +1,4 @@
-"""What `python -m moelab bench NAME` prints for a person."""
+"""What `moelab bench NAME` prints for a person."""
 
 import json
 

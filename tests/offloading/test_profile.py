@@ -311,7 +311,7 @@ def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
 
 
 def test_errors_say_what_to_do(measured, store, tmp_path):
-    with pytest.raises(FileNotFoundError, match="python -m moelab profile"):
+    with pytest.raises(FileNotFoundError, match="moelab profile"):
         Profile.load(tmp_path / "none.json")
     for content in ("{", "[]", '{"format": "other"}', '{"format": "moelab.profile/2"}'):
         (tmp_path / "x.json").write_text(content)

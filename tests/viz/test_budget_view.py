@@ -95,7 +95,7 @@ def test_cards_and_other_machines(monkeypatch):
     monkeypatch.setattr(budget, "GRID", 3)
     view = views.budget("Phi-tiny-MoE", policies=("lru",), devices=("jetson-agx-orin-32gb", "rtx-a6000"), share=30.0)
     assert view.data.how.startswith("assumed") and view.data.device == "jetson-agx-orin-32gb"
-    assert view.commands[0].startswith("python -m moelab view budget Phi-tiny-MoE -p share=30.0 -p policies=lru")
+    assert view.commands[0].startswith("moelab view budget Phi-tiny-MoE -p share=30.0 -p policies=lru")
     with pytest.raises(ValueError, match="nothing to explore"):
         views.budget()
     with pytest.raises(TypeError, match="a view is of a model"):

@@ -52,7 +52,7 @@ def test_two_runs_beside_each_other(runs):
     assert ratios == {"hits": 1.5, "time": 1.5}
     by_name = {row["metric"]: row for row in table(view)}
     assert by_name["smoke"]["A"] == "True" and by_name["hits"]["B ÷ A"] == "1.500 ×"
-    assert view.commands[0] == f"python -m moelab compare {runs[0]} {runs[1]}"
+    assert view.commands[0] == f"moelab compare {runs[0]} {runs[1]}"
     view.set(figure="curve")
     assert [(trace.name, list(trace.y)) for trace in view.figure.data] == [("A hits", [1, 2]), ("B hits", [3, 5])]
     view.set(figure="map")

@@ -1,4 +1,4 @@
-"""`python -m moelab view NAME [MODEL]`: a view without Jupyter, as a page, a table or what it says.
+"""`moelab view NAME [MODEL]`: a view without Jupyter, as a page, a table or what it says.
 
     moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
     moelab view theatre --memory 25% -p way=hint --output theatre.csv
@@ -22,6 +22,7 @@ from moelab import open_model, registry
 from moelab.arguments import whole
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.files import write_text
+from moelab.offloading.budget import memory
 from moelab.viz import views
 from moelab.viz.views.recorded import TOKENS, Recorded
 
@@ -40,11 +41,11 @@ def _command(name: str, found: Recorded, **values: Any) -> tuple[str, str]:
     arguments = ", ".join(_arguments(values))
     if found.source is None:                            # a card, or a run of which nobody knows what it was of
         what = repr(found.name) if found.name in registry.names("model") else "run"
-        return (" ".join(["python -m moelab view", name, found.name, *words]),
+        return (" ".join(["moelab view", name, found.name, *words]),
                 f"from moelab.viz import views\nviews.{name}({what}).set({arguments})")
     opened = {} if found.memory is None else {"memory": found.memory} | found.options
     flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
-    return (" ".join(["python -m moelab view", name, _word(found.source), *flags, *words]),
+    return (" ".join(["moelab view", name, _word(found.source), *flags, *words]),
             f"import moelab\nfrom moelab.viz import views\n"
             f"with moelab.open_model({', '.join([repr(found.source), *_arguments(opened)])}) as lm:\n"
             f"    view = views.{name}({', '.join(['lm', *_arguments(found.asked)])}).set({arguments})\nview")
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="*", help="a checkpoint folder, a store, a hub id or, for budget, a card's name "
                                                 "(default: the small model); of arena MODULE:CLASS; of runs two "
                                                 "folders or notebooks; of claims a source")
-    parser.add_argument("--memory", default="50%", help="for experts, where the run is recorded (default: %(default)s)")
+    parser.add_argument("--memory", type=memory, default="50%", help="for experts, where the run is recorded (default: %(default)s)")
     parser.add_argument("--cache", default=DEFAULT_POLICY, metavar="NAME", help="who is evicted (default: %(default)s)")
     parser.add_argument("--prefetch", metavar="NAME", help="what predicts which experts to load ahead")
     parser.add_argument("--prompt", help="the text that is gone on from")
@@ -91,8 +92,9 @@ def main(args: argparse.Namespace) -> int:
     if args.counts is not None and args.view != "model_map":
         raise ValueError(f"--counts is for the view model_map, not for {args.view}")
     model = args.what[0] if args.what else None
-    if args.view not in OF_A_MODEL or args.view == "budget" and model in registry.names("model"):
-        what = [_class(model)] if args.view == "arena" else args.what
+    card = registry.like("model", model)
+    if args.view not in OF_A_MODEL or args.view == "budget" and card:
+        what = [_class(model)] if args.view == "arena" else [card] if card else args.what
         more = {"counts": args.counts} if args.counts is not None else {}
         return _write(turned(make(*what, **more), args.parameter), args.output)
     with open_model(model, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:

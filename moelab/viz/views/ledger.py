@@ -102,7 +102,7 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
 
     def command(source: str, verdict: str) -> tuple[str, str]:
         told = f" -p verdict='{verdict}'" if verdict else ""
-        return (f"python -m moelab view claims {source}".rstrip() + told,
+        return (f"moelab view claims {source}".rstrip() + told,
                 f"from moelab.viz import views\nviews.claims({source!r}, {verdict!r})")
     return Detailed(
         "claims", {"source": menu("source", source, titles),

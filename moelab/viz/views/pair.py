@@ -33,7 +33,7 @@ def everyone(results: str | Path | None = None) -> dict[str, Path]:
     root = results_root(results)
     runs = [run for folder in (root / "runs").glob("*") for run in saved_runs(folder.name, root)]
     if not runs:
-        raise ValueError(f"there is no saved run in {root / 'runs'}; `python -m moelab run 01 -p smoke=true` makes one")
+        raise ValueError(f"there is no saved run in {root / 'runs'}; `moelab run 01 -p smoke=true` makes one")
     return {f"{run.parent.name} {run.name}": run for run in sorted(runs, key=lambda run: run.name, reverse=True)}
 
 
@@ -134,7 +134,7 @@ def runs(a: str | Path | None = None, b: str | Path | None = None, results: str 
 
     def command(a: str, b: str, figure: str) -> tuple[str, str]:
         paths = [str(known[name]) for name in (a, b)]
-        return (f"python -m moelab compare {' '.join(paths)}",
+        return (f"moelab compare {' '.join(paths)}",
                 f"from moelab.viz import views\nviews.runs({paths[0]!r}, {paths[1]!r})")
 
     def tell(data: tuple[Comparison, str], name: str) -> Detail:

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from moelab import open_model
+from moelab.models.greedy import greedy
 from moelab.offloading.engine import Cancelled
 
 
@@ -68,8 +69,8 @@ class RealRun:
                 raise Cancelled
             n = len(found.new)
             with torch.inference_mode():
-                self.lm.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n,
-                                 min_new_tokens=n, logits_processor=[after])
+                self.lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n,
+                                 logits_processor=[after], **greedy(self.lm))
             took = [session.forwards[i].end - session.forwards[i].start for i in explorer.decode]
             hit_rate = session.run.counters.hit_rate()
         self.lm = None

@@ -13,6 +13,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.cards import load_model
 from moelab.datasets import prompts
+from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun, EngineSettings
@@ -109,7 +110,7 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
     session, ids = lm.moelab, torch.tensor([prompt_ids(lm, prompt)])
     before, first = deepcopy(session.residency), len(session.forwards)
     with torch.inference_mode(), ungated(session.engine) if session.engine else nullcontext():
-        out = lm.generate(ids.to(lm.device), attention_mask=torch.ones_like(ids).to(lm.device), do_sample=False,
+        out = lm.generate(ids.to(lm.device), attention_mask=torch.ones_like(ids).to(lm.device), **greedy(lm),
                           max_new_tokens=tokens, min_new_tokens=tokens)
     run = session.run.since(first)
     new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1]:].tolist()

@@ -181,7 +181,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
 
     def command(colour: str) -> tuple[str, str]:
         file = file_of(counts) if colour == POPULARITY else None
-        words = ["python -m moelab view model_map", *([str(model)] if model else []),
+        words = ["moelab view model_map", *([str(model)] if model else []),
                  *([f"--counts {file}"] if file else []), f"-p colour='{colour}'"]
         given = f"counts={str(file)!r}, " if file else ""
         return " ".join(words), \
