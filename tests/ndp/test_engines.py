@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from moelab.cards import load_model
 from moelab.ndp.closed_form import layer_seconds
-from moelab.ndp.conservation import check, conserve
 from moelab.ndp.costs import Costs
 from moelab.ndp.event_simulation import event_seconds, simulate_layer
 from moelab.ndp.plans import make_plan
 from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
 from moelab.ndp.systems import SYSTEMS
 from tests.ndp import toy
+from tests.ndp.conservation import check, conserve
 
 
 def test_two_units_one_expert_each_by_hand():

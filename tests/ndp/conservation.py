@@ -1,4 +1,4 @@
-"""A check of the simulation that notebook 07 reports: every activated expert once, bytes as formulas, no overlap.
+"""A check of the simulation: every activated expert once, bytes as formulas, no overlap.
 
 The steps of random models of one layer, machines, systems and routings are planned and simulated, and their events
 compared with the routing itself. The closed form is compared too, plans for which it is exact apart from the others.
@@ -22,7 +22,6 @@ from moelab.ndp.plans import Plan
 from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.simulation import NDPRun
 from moelab.ndp.systems import SYSTEMS, System
-from moelab.progress import progress
 from moelab.specs import Event, MoESpec
 
 
@@ -81,7 +80,7 @@ def random_configuration(rng: random.Random) -> tuple[str, MoESpec, Hardware, Sy
 def conserve(configurations: int = 10_000, seed: int = 0) -> dict[str, Any]:
     """Check random configurations: the problems found, and the ratio of event simulation to closed form."""
     rng, found, layers, ratios = random.Random(seed), [], 0, {True: [], False: []}
-    for i in progress(range(configurations), "conservation", unit="configuration"):
+    for i in range(configurations):
         name, _, machine, system, routing = random_configuration(rng)
         run = NDPRun(machine, system, routing)
         steps = [(routing.prefill[:, 0], run.prefill_step(0, routing.counts()[0]))]
