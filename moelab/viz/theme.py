@@ -9,9 +9,9 @@ import json
 import subprocess
 import sys
 import tempfile
-import zlib
 from base64 import b64encode
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -110,32 +110,13 @@ def render_png(figures: list[dict[str, Any]], seconds: float = 30.0) -> list[byt
 
 
 def in_few_colours(png: bytes) -> bytes:
-    """A browser's PNG with a palette of at most 256 colours, a third of the size; another kind comes back as it is.
-
-    The palette is of the colours that fill most pixels; what antialiasing mixed beside them becomes the nearest.
-    """
-    parts, at = {}, 8
-    while at < len(png):
-        size = int.from_bytes(png[at:at + 4])
-        parts[png[at + 4:at + 8]] = parts.get(png[at + 4:at + 8], b"") + png[at + 8:at + 8 + size]
-        at += 12 + size
-    head, lines = parts[b"IHDR"], np.frombuffer(zlib.decompress(parts[b"IDAT"]), np.uint8)
-    width, height = (int.from_bytes(head[i:i + 4]) for i in (0, 4))
-    if head[8:] != b"\x08\x06\0\0\0" or (lines := lines.reshape(height, -1))[:, 0].tolist() != [2] * height:
-        return png                                              # not RGBA, or a line is not coded by the one above
-    rgb = np.cumsum(lines[:, 1:].reshape(height, width, 4)[..., :3], 0, np.uint8).astype(np.int32)
-    colours, place, counts = np.unique(rgb @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True)
-    often = colours[np.argsort(-counts, kind="stable")]
-    _, first = np.unique(often & 0xF0F0F0, return_index=True)   # of much the same colours the one that is used most
-    kept = often if len(often) <= 256 else often[np.sort(first)[:256]]
-    split = [(of[:, None] >> np.array([16, 8, 0])) & 255 for of in (colours, kept)]
-    nearest = ((split[0][:, None] - split[1]) ** 2).sum(2).argmin(1).astype(np.uint8)
-    picture = np.zeros((height, width + 1), np.uint8)           # each line begins with 0: as it is
-    picture[:, 1:] = nearest[place].reshape(height, width)
-    made = {b"IHDR": head[:8] + b"\x08\x03\0\0\0", b"PLTE": split[1].astype(np.uint8).tobytes(),
-            b"IDAT": zlib.compress(picture.tobytes(), 9), b"IEND": b""}
-    return png[:8] + b"".join(len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4)
-                              for name, body in made.items())
+    """A browser's PNG with a palette of at most 256 colours, a third of the size; another kind comes back as it is."""
+    from PIL import Image
+    picture, made = Image.open(BytesIO(png)), BytesIO()
+    if picture.mode != "RGBA":
+        return png
+    picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(made, "PNG", optimize=True)
+    return made.getvalue()
 
 
 def _write_png(folder: Path) -> None:
