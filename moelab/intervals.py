@@ -22,27 +22,9 @@ Interval = tuple[float, float, float]
 
 @lru_cache(maxsize=1024)
 def t95(freedom: int) -> float:
-    """How many standard errors a 95 % interval reaches to either side; nan without a degree of freedom.
-
-    The angle whose share of Student's distribution is 0.95, by bisection (Abramowitz and Stegun 26.7.3 and 26.7.4).
-    """
-    if freedom < 1:
-        return math.nan
-
-    def share(angle: float) -> float:
-        sine, cosine = math.sin(angle), math.cos(angle)
-        odd, total = freedom % 2, 0.0
-        term = cosine if odd else 1.0
-        for i in range(1 + odd, freedom, 2):
-            total += term
-            term *= cosine**2 * i / (i + 1)
-        return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if share(middle) < 0.95 else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+    """How many standard errors a 95 % interval reaches to either side; nan without a degree of freedom."""
+    from scipy.special import stdtrit                       # takes a moment to import
+    return float(stdtrit(freedom, 0.975)) if freedom > 0 else math.nan
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> float:

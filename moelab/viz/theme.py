@@ -110,12 +110,12 @@ def render_png(figures: list[dict[str, Any]], seconds: float = 30.0) -> list[byt
 
 
 def in_few_colours(png: bytes) -> bytes:
-    """A PNG with a palette of at most 256 colours, a third of the size; one with a palette comes back as it is."""
+    """A browser's PNG with a palette of at most 256 colours, a third of the size; another kind comes back as it is."""
     from PIL import Image
-    picture = Image.open(BytesIO(png))
-    if picture.mode == "P":
+    picture, made = Image.open(BytesIO(png)), BytesIO()
+    if picture.mode != "RGBA":
         return png
-    picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(made := BytesIO(), "PNG", optimize=True)
+    picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(made, "PNG", optimize=True)
     return made.getvalue()
 
 
@@ -128,11 +128,6 @@ def _write_png(folder: Path) -> None:
     pio.write_images(figures, [folder / f"{i}.png" for i in range(len(figures))], format="png",
                      width=[fig.layout.width or 800 for fig in figures],
                      height=[fig.layout.height or 420 for fig in figures])
-
-
-def in_script(value: Any) -> str:
-    """JSON inside a <script>, which nothing in it can end or turn into a comment."""
-    return json.dumps(value).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
 
 
 def plotly_js() -> str:

@@ -7,6 +7,7 @@ from moelab.advice.accuracy import aims, contenders, run, summary
 from moelab.advice.model import AS_IS
 from moelab.advice.ways import Way
 from moelab.specs import MoESpec
+from tests.depth import depth
 
 SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 64, vocab=1024, heads=2, kv_heads=1, head_dim=32)
 
@@ -17,8 +18,9 @@ def two_forms(monkeypatch):
         monkeypatch.setattr(module, "forms_of", lambda model: [AS_IS, "bf12"])
 
 
+@pytest.mark.stress
 def test_settings_are_advised_and_run(in_this_process, two_forms, tmp_path):
-    found = run((0.4,), (50, 100), folder=tmp_path, quick=True, specs=(SPEC, SPEC))
+    found = run((0.4,), (50, 100), folder=tmp_path, quick=True, specs=depth((SPEC,), (SPEC, SPEC)))
     assert set(found["settings"]) == {f"tiny, 40% of experts, 50 MB/s, {loss}" for loss in accuracy.LOSSES}
     for row in found["settings"].values():
         assert row["advised ÷ best"] >= 1 and row["predicted s"] > 0 and row["measured s"] > 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moelab.bench import parallel
+from tests.depth import depth
 
 
 def test_placements_are_judged_by_what_they_have_not_seen():
@@ -17,7 +18,8 @@ def test_placements_are_judged_by_what_they_have_not_seen():
         assert [sum(one.device_load) for one in by_layer] == pytest.approx(seen.sum(1).tolist())
 
 
-@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.stress
+@pytest.mark.parametrize("rounds", depth([1], [0, 1]))
 def test_bytes_are_counted_whether_or_not_it_is_timed(rounds):
     found = parallel.run(16, (2,), rounds=rounds)
     assert ("one layer (measured)" in found) == (rounds > 0)
