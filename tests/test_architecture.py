@@ -16,14 +16,14 @@ HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
 COMMON = {"specs", "configs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
-          "registry", "journal"}
+          "registry", "journal", "forks"}
 #: what cards, configs and datasets may use of these
 BASE = {"specs", "progress", "files", "registry"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "configs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
     "kernels": {"progress"}, "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
-    "journal": set(),
+    "journal": set(), "forks": set(),
     "claims": set(), "comparison": set(),
     "store": set(),
     "models": {"store"},
@@ -58,7 +58,8 @@ ONLY_IN = {
 #: package → the only parts that may import it outside a function
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
-WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal", "lab",
+WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal",
+                 "forks", "lab",
                  "claims", "comparison", "__main__", "__init__"}
 
 

@@ -14,6 +14,7 @@ copy (deepcopy, pickle) has it, too; a copy has nothing of what a `Patches` put 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,15 @@ from typing import Any
 STACKS = "_patched"             # the attribute under which an object keeps what was put on it
 HELD = "_old_forward"           # where accelerate's hooks keep a module's forward, and call it
 _lock = threading.RLock()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):             # a thread that a child does not have may have taken it
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 class Absent:
