@@ -114,7 +114,8 @@ def test_openings_in_threads_beside_transformers_own(folders):
 
 def predictors(model):
     """One of each that can be used in any order of prompts; the oracle is for one order alone."""
-    vectors = default_vectors(model, [PROMPTS[0][0].tolist()])
+    with moelab.using(model, executor="exact"):
+        vectors = default_vectors(model, [PROMPTS[0][0].tolist()])
     random, spec = torch.Generator().manual_seed(0), model.spec
     matrices = torch.randn(spec.L, spec.E, spec.H, generator=random)
     made = {"vectors": vectors, "estimator": lambda q, layer: q.float() @ matrices[layer].T,
@@ -148,7 +149,7 @@ def test_generations_in_threads_with_every_prefetcher(folders, executor):
                 assert not in_threads(lm, wanted, depth(1, 30)), name
                 assert lm.moelab.metrics().prefill_tokens == depth(1, 30) * sum(p.numel() for p in PROMPTS)
                 run = lm.moelab.run.copy()
-            assert moelab.simulate(run).metrics.hit_rate == pytest.approx(run.counters.hit_rate, abs=1)
+            assert moelab.simulate(run).counters.requests == run.counters.requests
 
 
 @pytest.mark.parametrize("options", [{}, {"executor": "fast"}, {"memory": "100%", "executor": "fast"},
@@ -254,7 +255,7 @@ for options in WAYS:
     if options == WAYS[-2]:
         fork = multiprocessing.get_context("fork")
         with fork.Pool(2) as pool:
-            assert pool.map_async(eval, ["tokens()"] * 4).get(120) == [wanted] * 4
+            assert pool.map_async(tokens, [5] * 4).get(120) == [wanted] * 4
         loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=fork, timeout=60)
         assert [row[0].tolist() for row in loader] == [wanted] * 2
         if not (pid := os.fork()):                                      # one that only exits

@@ -21,6 +21,7 @@ from torch import nn
 from moelab.models import SeamExperts, discover, eager, open_checkpoint, patches, plug, plugged, unplug
 from moelab.models.patches import Dressed, Patches, bare, change, dress, put, take
 from moelab.models.seam import seam_class
+from moelab.models.stream import FOUND
 
 from tests.depth import depth
 from . import tiny
@@ -359,7 +360,7 @@ def snapshot(model):
     found = {}
     for name, module in model.named_modules():
         hooks = [len(value) for key, value in vars(module).items() if "_hooks" in key and value is not None]
-        found[name] = type(module), {key: id(value) for key, value in vars(module).items()}, hooks
+        found[name] = type(module), {key: id(value) for key, value in vars(module).items() if key != FOUND}, hooks
     return found
 
 
