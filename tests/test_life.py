@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -327,9 +326,3 @@ def test_an_error_of_reading_does_not_keep_the_model(folders):
     del lm
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("options", [{}, {"memory": "50%"}, {"executor": "fast"}], ids=str)
-def test_an_opened_model_goes_to_no_other_process(folders, options):
-    with moelab.open_model(folders["bf16"], **options) as lm, pytest.raises(TypeError, match="open it again"):
-        pickle.dumps(lm)

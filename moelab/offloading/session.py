@@ -39,7 +39,7 @@ class InTurn(Dressed):
 
 
 class OpenedModel(InTurn):
-    """Mixin over a transformers model: `with open_model(…) as lm` closes it. Copies of it are transformers' own."""
+    """Mixin over a transformers model: `with open_model(…) as lm` closes it."""
 
     def __enter__(self) -> OpenedModel:
         return self
@@ -53,12 +53,6 @@ class OpenedModel(InTurn):
             raise ValueError("this model's experts are not in memory, so they would not be saved: copy its folder, "
                              "restore its store (moelab.restore), or open it without memory=")
         return super().save_pretrained(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.moelab.engine is not None:
-            raise TypeError("an offloaded model is bound to its threads, files and memory, so it cannot be copied or "
-                            "pickled: open it again, or without memory=")
-        return super().__reduce_ex__(protocol)
 
 
 @lru_cache(maxsize=None)
