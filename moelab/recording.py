@@ -7,7 +7,8 @@ sequences, whose results are not used, are left out: a batched trace equals the 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,20 +105,26 @@ def run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dic
 
 
 def _hook(stack: nn.Module, layers: list[MoELayer], writer: _Writer, around: list[Stream]) -> list[Any]:
+    me = threading.get_ident()
+
+    def mine(function: Callable[..., None]) -> Callable[..., None]:
+        """Of the passes that this thread runs, not those of others meanwhile."""
+        return lambda *args: function(*args) if threading.get_ident() == me else None
+
     def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
         writer.step(ids, kwargs.get("attention_mask"), [layer.index for layer in layers])
 
-    hooks = [stack.register_forward_pre_hook(before, with_kwargs=True),
-             stack.register_forward_hook(lambda *_: writer.flush())]
+    hooks = [stack.register_forward_pre_hook(mine(before), with_kwargs=True),
+             stack.register_forward_hook(mine(lambda *_: writer.flush()))]
     for layer in layers:
-        register, hook, options = layer.listening(partial(writer.put, layer.index))
+        register, hook, options = layer.listening(mine(partial(writer.put, layer.index)))
         hooks.append(register(hook, **options))
         if around:
             hooks.append(layer.router.register_forward_pre_hook(
-                lambda _m, args, i=layer.index: writer.see("router_inputs", i, args[0])))
+                mine(lambda _m, args, i=layer.index: writer.see("router_inputs", i, args[0]))))
             hooks.append(around[layer.index].entry.register_forward_pre_hook(
-                lambda _m, args, i=layer.index: writer.see("residuals", i, args[0])))
+                mine(lambda _m, args, i=layer.index: writer.see("residuals", i, args[0]))))
     return hooks
 
 

@@ -16,15 +16,15 @@ HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
 COMMON = {"specs", "configs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
-          "registry", "journal", "schema", "records"}
+          "registry", "journal", "schema", "records", "forks"}
 #: what cards, configs and datasets may use of these
 BASE = {"specs", "progress", "files", "registry", "schema"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "schema": set(), "specs": {"schema"}, "configs": set(),
     "progress": set(), "table": set(), "cards": set(), "datasets": set(),
-    "kernels": {"progress"}, "arguments": {"registry"}, "files": {"schema"}, "intervals": set(), "registry": {"table"},
-    "journal": set(),
+    "kernels": {"progress", "forks"}, "arguments": {"registry"}, "files": {"schema"}, "intervals": set(),
+    "registry": {"table"}, "journal": set(), "forks": set(),
     "records": {"schema"}, "claims": set(), "comparison": set(),
     "store": set(),
     "models": {"store"},
@@ -60,7 +60,7 @@ ONLY_IN = {
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
 WITHOUT_TORCH = {"schema", "records", "specs", "configs", "cards", "datasets", "progress", "table", "arguments",
-                 "files", "registry", "journal", "lab",
+                 "files", "registry", "journal", "forks", "lab",
                  "claims", "comparison", "__main__", "__init__"}
 
 

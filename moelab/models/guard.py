@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.models.dialects import BLOCKS, ROUTING
-from moelab.models.patches import HELD, STACKS
+from moelab.models.patches import STACKS
 from moelab.specs import MoESpec
 
 #: widths are divided by their greatest common divisor, as far as the widest stays this wide
@@ -24,7 +24,7 @@ WIDTH = 48
 TOKENS = 7
 #: attributes that are no settings of a module: torch's own, ours, accelerate's
 _NOT_SETTINGS = {*vars(nn.Module()), "forward", "source", "executor", "layer", "shapes", "_template", "_hf_hook",
-                 STACKS, HELD, "_is_hf_initialized"}
+                 STACKS, "_old_forward", "_is_hf_initialized"}
 _PASSED: set[Any] = set()
 
 

@@ -1,34 +1,48 @@
 """Whatever is put on a model and taken off again: hooks, methods, classes, executors, sources.
 
-Others patch the same model (accelerate, a notebook), before, above and between ours. So each owner keeps a `Patches`,
-whose end takes off what this owner put on, in any order with all others.
+Each owner keeps a `Patches`, whose end takes off what this owner put on; the owners of one model may end in any order.
+What others put there later (accelerate, a notebook) stays; what they had put there before is called from ours.
 
     hook    torch's own hooks
     wrap    a method (`forward`, `generate`): calls go through a link that stays valid for whoever has taken hold of
-            it, and passes on to what lies beneath once nothing of ours is left in it
+            it, and passes on to what lies beneath once it is taken off
     put     a value: the topmost shows            dress    a class made of the class beneath
 
-All state is kept on the object itself. What an owner that is a string ("plug") has put on belongs to the model, and a
-copy (deepcopy, pickle) has it, too; a copy has nothing of what a `Patches` put on.
+All state is kept on the object itself, which can then be neither copied nor pickled. What an owner that is a string
+("plug") has put on belongs to the model.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 STACKS = "_patched"             # the attribute under which an object keeps what was put on it
-HELD = "_old_forward"           # where accelerate's hooks keep a module's forward, and call it
 _lock = threading.RLock()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):             # a thread that a child does not have may have taken it
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 class Absent:
     """Stands for an attribute that an object does not have itself."""
+
+
+def bound(*_: Any) -> NoReturn:
+    """The `__reduce_ex__` of what cannot be copied."""
+    raise TypeError("a model that moelab has opened or changed is bound to its hooks, threads, files and memory, so it "
+                    "cannot be copied, pickled or sent to another process: open it again there")
 
 
 class Patches(ExitStack):
@@ -43,24 +57,22 @@ class Patches(ExitStack):
     def wrap(self, target: Any, name: str, around: Callable[[Callable], Callable]) -> None:
         """Let `around(below)` be called for the method `name`, where `below` is what would be called without it."""
         with _lock:
-            layer = (around,)                           # of its own identity: the same `around` may be put on twice
-            link = _link(target, name)
-            self.callback(link.remove, layer)
-            link.set((*link.layers, layer))
-            vars(target)[_place(target, name)] = link
+            link = _Link(target, name, vars(target).get(name))
+            self.callback(link.remove)
+            link.call = around(link.below)
+            vars(target)[name] = link
 
 
 class _Hook:
-    """A hook of torch's that a copy of its module has no part in."""
+    """A hook of torch's, which may be called once more while it is being removed."""
+
+    __reduce_ex__ = bound
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.handle = function, None
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
-
-    def __reduce__(self) -> tuple:
-        return _Hook, (_nothing,)
 
     def remove(self) -> None:
         self.function = _nothing
@@ -73,36 +85,40 @@ def _nothing(*_: Any) -> None:
 
 
 class _Link:
-    """Stands in an object in place of one of its methods; calls the topmost layer, or else what it found there."""
+    """Stands in an object in place of one of its methods, and of what it found there."""
 
-    __slots__ = ("target", "name", "below", "layers", "call")
+    __slots__ = ("target", "name", "found", "below", "call")
+    __reduce_ex__ = bound
 
-    def __init__(self, target: Any, name: str, below: Any) -> None:
-        self.target, self.name, self.below = weakref.ref(target), name, below
-        self.set(())
+    def __init__(self, target: Any, name: str, found: Any) -> None:
+        self.target, self.name, self.found = weakref.ref(target), name, found
+        self.below = self.call = partial(_of_class, self.target, name) if of_class(target, found) else found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
-    def set(self, layers: tuple) -> None:
-        own = self.below is None or getattr(self.below, "__self__", None) is self.target()
-        call = partial(_of_class, self.target, self.name) if own else self.below
-        for around, in layers:
-            call = around(call)
-        self.layers, self.call = layers, call
-
-    def remove(self, layer: tuple) -> None:
+    def remove(self) -> None:
+        """Pass on from now on; and go, where this is on top, with all beneath it that pass on."""
         with _lock:
-            self.set(tuple(other for other in self.layers if other is not layer))
-            if (target := self.target()) is not None:
-                _clear(target, self.name)
+            self.call, held = self.below, vars(self.target()) if self.target() is not None else {}
+            while isinstance(top := held.get(self.name), _Link) and top.passes_on:
+                if top.found is None:
+                    del held[self.name]
+                else:
+                    held[self.name] = top.found
+
+    @property
+    def passes_on(self) -> bool:
+        return self.call is self.below
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:                # `inspect.signature` follows it
         return getattr(type(self.target()), self.name).__get__(self.target())
 
-    def __reduce__(self) -> tuple:
-        return _copied, (self.target(), self.name, self.below)
+
+def of_class(target: Any, found: Any) -> bool:
+    """Whether what an object has in place of a method is none, or its class's own, as accelerate leaves it."""
+    return found is None or getattr(found, "__self__", None) is target
 
 
 def _of_class(target: weakref.ref, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -110,42 +126,12 @@ def _of_class(target: weakref.ref, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(type(target()), name)(target(), *args, **kwargs)
 
 
-def _copied(target: Any, name: str, below: Any) -> Any:
-    own = below is None or getattr(below, "__self__", None) is target
-    return MethodType(getattr(type(target), name), target) if own else below
-
-
-def _place(target: Any, name: str) -> str:
-    """Where a method is put: beneath accelerate's hooks, which would throw away what lies on them."""
-    return HELD if name == "forward" and HELD in vars(target) else name
-
-
-def _link(target: Any, name: str) -> _Link:
-    """The link in the place of a method, or one to be put there."""
-    there = vars(target).get(_place(target, name))
-    return there if _is_link(there, target) else _Link(target, name, there)
-
-
-def _is_link(value: Any, target: Any) -> bool:
-    return type(value) is _Link and value.target() is target
-
-
-def _clear(target: Any, name: str) -> None:
-    """Take off links that do nothing any more; one beneath something of others passes on."""
-    held = vars(target)
-    for place in () if name == "forward" and STACKS in held else (name, HELD):
-        while _is_link(top := held.get(place), target) and top.name == name and not top.layers:
-            if top.below is not None:
-                held[place] = top.below
-            elif place == name:
-                del held[place]
-            else:                                               # accelerate came after us, and calls what is here
-                held[place] = MethodType(getattr(type(target), name), target)
-
-
 def bare(module: Any) -> bool:
     """Whether a module's forward is the class's own, with nothing put on it by anybody."""
-    return getattr(module.forward, "__func__", None) is type(module).forward
+    there = vars(module).get("forward")
+    while isinstance(there, _Link) and there.passes_on:         # left behind beneath hooks that have gone, too
+        there = there.found
+    return of_class(module, there)
 
 
 class _Stack:
@@ -200,13 +186,13 @@ def dress(owner: Any, target: Any, make: Callable[[type], type]) -> None:
     with _lock:
         if make(type(target)) is type(target) and "__class__" not in vars(target).get(STACKS, {}):
             return
-        there = vars(target).get(place := _place(target, "forward"))
-        if there is not None and not _is_link(there, target) and getattr(there, "__self__", None) is not target:
+        there = vars(target).get("forward")
+        if not (of_class(target, there) or isinstance(there, _Link)):
             raise ValueError(f"this {type(target).__name__} has a forward of its own ({there!r:.80}), which does not "
                              f"ask the class's: take it off, put this on, and then that again")
         change(owner, target, "__class__", make)
-        if there is not None:
-            vars(target)[place] = _link(target, "forward")      # goes to the class's forward, whatever that is
+        if there is not None and of_class(target, there):
+            del vars(target)["forward"]                         # it is the class's, whatever that is
 
 
 def take(owner: Any, target: Any) -> None:
@@ -220,9 +206,8 @@ def take(owner: Any, target: Any) -> None:
             _write(target, name, stack.shown)
             if all(other is None for other, _ in stack.layers):
                 del stacks[name]
-        if not stacks and STACKS in vars(target):
-            del vars(target)[STACKS]
-            _clear(target, "forward")
+        if not stacks:
+            vars(target).pop(STACKS, None)
 
 
 def _read(target: Any, name: str) -> Any:
@@ -239,29 +224,6 @@ def _write(target: Any, name: str, value: Any) -> None:
 
 
 class Dressed:
-    """Mixin of the classes that `dress` makes: a copy has what lasts."""
+    """Mixin of the classes that `dress` makes."""
 
-    def __reduce_ex__(self, _: Any) -> tuple:
-        with _lock:
-            state, cls, stacks = dict(vars(self)), type(self), {}
-            makes: list[Callable[[type], type]] = []
-            for name, old in state.pop(STACKS, {}).items():
-                old.found(_read(self, name))
-                stack = _Stack(old.base)
-                stack.layers = [layer for layer in old.layers if layer[0] is None or isinstance(layer[0], str)]
-                stack.shown = stack.top(self, name, stack.layers)
-                if any(owner is not None for owner, _ in stack.layers):
-                    stacks[name] = stack
-                if name == "__class__":
-                    cls, makes = stack.base, [make for _, make in stack.layers]
-                elif stack.shown is Absent:
-                    state.pop(name, None)
-                else:
-                    state[name] = stack.shown
-            return _of, (cls, makes), state | ({STACKS: stacks} if stacks else {})
-
-
-def _of(cls: type, makes: list[Callable[[type], type]]) -> Any:
-    for make in makes:
-        cls = make(cls)
-    return cls.__new__(cls)
+    __reduce_ex__ = bound

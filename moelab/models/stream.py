@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -131,14 +130,14 @@ def times(factor: float, x: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------------------------------------------- measuring
 
-#: for each MoE layer of a model its stream, or None and the reason
-_found: WeakKeyDictionary[nn.Module, list[tuple[Stream | None, str]]] = WeakKeyDictionary()
+#: the attribute under which a model keeps for each of its MoE layers the stream, or None and the reason
+FOUND = "_streams"
 
 
 def _measured(model: nn.Module) -> list[tuple[Stream | None, str]]:
-    if model not in _found:
-        _found[model] = _measure(model)
-    return _found[model]
+    if FOUND not in vars(model):
+        vars(model)[FOUND] = _measure(model)
+    return vars(model)[FOUND]
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ leaves `_sound` False, and the next one begins by making everything anew from wh
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.residency import Request, Residency, Step
+from moelab.forks import renew_in_children
 from moelab.intervals import Mean
 from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
@@ -72,7 +74,7 @@ class Engine:
         self._mark, self.closed = None, False   # since when the model does something else than experts, in a forward
         self._began, self._computed = 0.0, 0.0  # the forward pass: when, and what the pipeline had computed by then
         # Its threads are started when they are needed, by `_recover`.
-        self.pipeline = Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched, held=held)
+        self._use(Pipeline(slots, reader, workers, self.timeline, ahead, run.fetched, held=held))
         self._sound, self._step = False, Step(-1, [], [])       # the step under way; None while it is decided about
         self.cancelled: Callable[[], bool] | None = None
         self.serial = self.decoding = False
@@ -82,6 +84,16 @@ class Engine:
         self._threads: int | None = None                        # as many as torch had before it got fewer
         self._share = Mean()                                    # of cores that the pipeline uses in a decode step
         self._banks: dict[int, tuple[Any, Any]] = {}            # of `token`, by first layer: what they are of, and they
+        renew_in_children(self)
+
+    def _use(self, pipeline: Pipeline) -> None:
+        """Threads, files and memory of this pipeline go with the engine, which they do not know."""
+        self.pipeline, self._with_me = pipeline, weakref.finalize(self, pipeline.end)
+
+    def forked(self) -> None:
+        """In a child process, the next layer makes everything anew."""
+        self._one, self._sound = threading.Lock(), False
+        self.pipeline.forked()
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one: return self._layer(x, ids, weights, experts)            # one line: see `Pipeline._locked`
@@ -149,8 +161,9 @@ class Engine:
             self.residency.forget(request.key for request in step.requests
                                   if request.state is not State.FULL or request.keep is not State.FULL)
         held = {key: slots for key, slots in old.queue.held.items() if self.residency.state(key) is not State.MISSED}
-        self.pipeline = Pipeline(old.slots, old.reader, self.workers, self.timeline, old.queue.ahead, self.run.fetched,
-                                 old, held)
+        self._with_me.detach()
+        self._use(Pipeline(old.slots, old.reader, self.workers, self.timeline, old.queue.ahead, self.run.fetched,
+                           old, held))
         old.slots = None                # or it keeps them, closed or not, until the garbage collector finds its cycle
         self.pipeline.open()
         self._step, self._sound = Step(-1, [], []), True
@@ -275,8 +288,8 @@ class Engine:
 
     def _free(self) -> None:
         self._sound = False
-        self.pipeline.stop()
-        self.pipeline.free()
+        self.pipeline.end()
+        self._with_me.detach()
 
     def _with_executor(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts,
                        step: Step, ready: Ready) -> Tensor:

@@ -188,6 +188,22 @@ class Pipeline:
         if self._sends and self.slots is not None:
             self.slots.link.rest()
 
+    def end(self) -> None:
+        """Stop, and let go of files and memory; by another thread where the garbage collector, which runs in any, asks
+        one of these to."""
+        self.halt()
+        if threading.current_thread() in self.threads:
+            threading.Thread(target=self.end, name="moelab close", daemon=True).start()
+            return
+        self.stop()
+        self.free()
+
+    def forked(self) -> None:
+        """In a child process there are no threads, and their locks may be taken: what runs ends with an error."""
+        self._lock, self.threads, self.closed = threading.Lock(), [], True
+        self._living.clear()
+        self._ready.put(RuntimeError("the process was forked while this model was loading experts: run it again"))
+
     def free(self) -> None:
         """Let go of files and memory, after `stop`."""
         self.reader.close()

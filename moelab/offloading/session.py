@@ -20,9 +20,11 @@ from typing import Any
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
+from moelab.forks import renew_in_children
 from moelab.models.identity import require_unwritten
 from moelab.models.patches import Dressed, Patches, dress, put
 from moelab.models.seam import MoELayer, discover, named
+from moelab.models.stream import stacks
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
 from moelab.offloading.pipeline import clock
@@ -33,8 +35,12 @@ from moelab.store.layout import ExpertStore
 LONGEST = 4096
 
 
-class OpenedModel(Dressed):
-    """Mixin over a transformers model: `with open_model(…) as lm` closes it. Copies of it are transformers' own."""
+class InTurn(Dressed):
+    """Mixin over an opened model, or what is called by itself of it: of all threads' calls, one runs at a time."""
+
+
+class OpenedModel(InTurn):
+    """Mixin over a transformers model: `with open_model(…) as lm` closes it."""
 
     def __enter__(self) -> OpenedModel:
         return self
@@ -49,25 +55,27 @@ class OpenedModel(Dressed):
                              "restore its store (moelab.restore), or open it without memory=")
         return super().save_pretrained(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.moelab.engine is not None:
-            raise TypeError("an offloaded model is bound to its threads, files and memory, so it cannot be copied or "
-                            "pickled: open it again, or without memory=")
-        return super().__reduce_ex__(protocol)
-
 
 @lru_cache(maxsize=None)
-def opened_class(cls: type) -> type:
-    """The class of an opened model, named as transformers names it."""
-    if issubclass(cls, OpenedModel):
+def in_turn_class(cls: type, mixin: type = InTurn) -> type:
+    """The class of a model, or a part of it, whose calls take turns, named as transformers names it."""
+    if issubclass(cls, InTurn):
         return cls
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    if hasattr(cls, "generate"):
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.moelab.turn: return cls.__call__(self, *args, **kwargs)       # one line: see `Pipeline._locked`
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__call__": __call__}
+    if mixin is OpenedModel and hasattr(cls, "generate"):
         @functools.wraps(cls.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self.moelab._counted(functools.partial(cls.generate, self), *args, **kwargs)
         members["generate"] = generate
-    return type(cls.__name__, (OpenedModel, cls), members)
+    return type(cls.__name__, (mixin, cls), members)
+
+
+def opened_class(cls: type) -> type:
+    """The class of an opened model."""
+    return in_turn_class(cls, OpenedModel)
 
 
 class Session:
@@ -108,6 +116,8 @@ class Session:
         self._alone: object = None                      # the latest of the latter
         self._cancelled: set[object] = set()
         self._model = id(model)
+        self.forked()
+        renew_in_children(self)
         self.reset()
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []        # `generate` calls it by itself
         with Patches() as patches:
@@ -119,10 +129,14 @@ class Session:
                 patches.hook(register, hook, **options)
             self._patches = patches.pop_all()
         self._parts = ExitStack()                       # what was put on the model besides
-        dress(self, model, opened_class)
-        put(self, model, "moelab", self)
-        if engine is not None:
-            weakref.finalize(model, engine.close)
+        for part in (model, *(stack for stack, _ in stacks(model))):
+            dress(self, part, opened_class if part is model else in_turn_class)
+            put(self, part, "moelab", self)
+
+    def forked(self) -> None:
+        """In a child process there are no other threads, so it is nobody's turn."""
+        self.turn, self._forward = threading.RLock(), None
+        self._calls.clear()
 
     def __repr__(self) -> str:
         parts = ["all experts in memory"] if self.engine is None else [
@@ -135,9 +149,12 @@ class Session:
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:
-        """Forget events, forwards and counts; what is in memory stays."""
+        """Forget events, forwards and counts, after the forward pass that runs; what is in memory stays."""
+        with self.turn: self._reset()                   # one line: see `Pipeline._locked`
+
+    def _reset(self) -> None:
         self.run.reset()
-        self._forward: tuple[int, float, int, str] | None = None        # module, since when, tokens, phase
+        self._forward: tuple[int, object, float, int, str] | None = None    # module, call, since when, tokens, phase
         self._routed: list[tuple[MoELayer, Any]] = []                   # ids [T, K] of the layers of a forward pass
 
     def metrics(self) -> Metrics:
@@ -178,7 +195,7 @@ class Session:
         """Between two tokens no forward runs, but the generation does: `cancel` must know."""
         me = threading.get_ident()
         outer = self._calls.get(me) if self._generates() else None      # or one that was interrupted has left it
-        self._calls[me], self._forward = object(), None
+        self._calls[me] = object()
         try:
             return generate(*args, **kwargs)
         finally:
@@ -196,7 +213,8 @@ class Session:
         return False
 
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        if id(module) != self._model and self._forward is not None and self._forward[0] == self._model:
+        if id(module) != self._model and self._forward is not None and self._forward[:2] == (
+                self._model, self._calls.get(threading.get_ident())):
             return                                              # the encoder, called by the model
         if self._is_cancelled():
             raise Cancelled
@@ -212,12 +230,13 @@ class Session:
         self.run.begin_forward()
         phase = "prefill" if length > 1 or not seen else "decode"
         start = clock() if self.engine is None else self.engine.begin_forward(phase)
-        self._forward, self._routed = (id(module), start, tokens, phase), []
+        self._forward = id(module), self._calls[threading.get_ident()], start, tokens, phase
+        self._routed = []
 
     def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
-        (_, start, tokens, phase), self._forward = self._forward, None
+        (*_, start, tokens, phase), self._forward = self._forward, None
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:              # of a resident model; where no engine has counted
             self.run.layer(layer.index, counts(routed, layer.E))

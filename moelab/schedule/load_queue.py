@@ -360,6 +360,7 @@ class LoadQueue:
         batch.loads[load.key] = load
         if load.phase is Phase.FAILED:
             batch.fail(load.error)
+            load.error = None
         elif load.phase is Phase.LOADED:
             self._loaded(load)
 
@@ -381,10 +382,12 @@ class LoadQueue:
             self._free_dropped(load)
             self._admit()
         elif error is not None:
-            load.phase, load.error = Phase.FAILED, error
+            load.phase = Phase.FAILED
             load.batch.reads = [(other, kinds) for other, kinds in load.batch.reads if other is not load]
-            if load.keep is not None:
-                load.batch.fail(error)
+            if load.keep is None:
+                load.error = error
+            else:
+                load.batch.fail(error)          # and not kept: who raises it hangs frames, and so the model, on it
         elif load.phase is Phase.LOADING and not (load.todo or load.reads or load.busy):
             load.phase = Phase.LOADED
             self._loaded(load)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moelab.forks import renew_in_children
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, PARTS, ExpertStore, Extent, StoreError, TensorEntry, aligned, run
@@ -133,8 +134,14 @@ class Reader:
         self._files: dict[tuple[str, Path], int] = {}           # a file of each layer, opened when it is first read
         self._runs: dict[tuple, tuple[int, int, int]] = {}      # part of an expert → offset, length, bytes to be read
         weakref.finalize(self, _close, self._files)
-        self._lock, self._free_at = threading.Lock(), 0.0
+        self._free_at = 0.0
+        self.forked()
+        renew_in_children(self)
         self.mode = mode if mode != "auto" else fastest_mode(store) if store.aligned else "buffered"
+
+    def forked(self) -> None:
+        """In a child process a thread that is not there may have taken the lock."""
+        self._lock = threading.Lock()
 
     def buffer(self, part: str = "both") -> np.ndarray:
         """A new buffer for this part of any expert of the store."""

@@ -114,7 +114,6 @@ def test_linear_layers_give_the_same_logits(name, tmp_path, monkeypatch):
         with FastDecode(model, rows=1e9) as fast:
             assert fast.linears > 10 and set(fast.rows) == {torch.float32}
             assert torch.allclose(model(ids).logits, logits, atol=1e-4, rtol=1e-4)
-            assert torch.allclose(copy.deepcopy(model)(ids).logits, logits, atol=1e-4, rtol=1e-4)
             with FastDecode(model) as again:
                 assert again.linears == again.norms == again.routers == again.attentions == 0   # not twice
         assert torch.equal(model(ids).logits, logits)
@@ -163,10 +162,10 @@ def test_rounded_layers_are_rounded_for_prompts_and_tokens_alike(name):
     """Against a model whose linear layers have the rounded weights themselves; all experts are chosen in both, as a sum
     in another order could else choose others."""
     model, ids = open_model(), torch.arange(3, 17)[None]
-    for module in model.modules():
+    twin = open_model()
+    for module in (*model.modules(), *twin.modules()):
         if hasattr(module, "top_k"):
             module.top_k = model.spec.E
-    twin = copy.deepcopy(model)
     for at, module in twin.named_modules():
         if type(module) is torch.nn.Linear:
             module.weight = torch.nn.Parameter(nearest(name, module.weight.detach()), requires_grad=False)

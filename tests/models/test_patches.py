@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moelab.models import SeamExperts, discover, eager, open_checkpoint, patches, plug, plugged, unplug
-from moelab.models.patches import Dressed, Patches, bare, change, dress, put, take
-from moelab.models.seam import seam_class
+from moelab.models.patches import Dressed, Patches, bare, change, dress, put
+from moelab.models.stream import FOUND
 
 from tests.depth import depth
 from . import tiny
@@ -114,11 +114,11 @@ def test_methods_are_what_a_list_says(kind):
         for operation in operations:
             if operation in OWNERS and operation in open_patches:
                 open_patches.pop(operation).close()
-                stack.remove(operation)
+                stack = [name for name in stack if name != operation]
             elif operation in OWNERS:
                 open_patches[operation] = Patches()
                 open_patches[operation].wrap(toy, "forward", around(operation))
-                stack.insert(stack.index("hooked") if "hooked" in stack else len(stack), operation)
+                stack.append(operation)
             elif operation == "hook":
                 for module in (toy, without):
                     add(module, says)
@@ -184,27 +184,6 @@ def louder(cls):
     return made
 
 
-@kinds
-@pytest.mark.parametrize("order", ["hook dress", "dress hook", "hook unhook dress"])
-def test_a_class_comes_beneath_the_hooks_of_others(kind, order):
-    add, remove = HOOKS[kind]
-    toy, mine = Toy(), Patches()
-    steps = {"hook": lambda: add(toy, says), "unhook": lambda: remove(toy), "dress": lambda: dress(mine, toy, louder)}
-    for step in order.split():
-        steps[step]()
-    hooked = [] if "unhook" in order else ["hooked"]
-    assert toy() == [*hooked, "louder", "own"]
-    if hooked:
-        remove(toy)
-        assert toy() == ["louder", "own"]
-        add(toy, says)
-        assert toy() == ["hooked", "louder", "own"]
-    mine.close()
-    assert toy() == [*hooked, "own"] and type(toy) is Toy
-    remove(toy)
-    assert toy() == ["own"] and set(vars(toy)) - {"forward"} == set(vars(Toy()))
-
-
 def test_a_class_that_would_not_be_asked_is_refused():
     toy = Toy()
     toy.forward = lambda: ["mine"]
@@ -240,7 +219,7 @@ def test_an_interruption_at_any_line_takes_everything_off():
             return mine.pop_all()
 
     def interrupted_at(toy, line):
-        seen, pairs = [0], {"_link", "set", "wrap", "put", "change", "dress", "top", "found", "_read", "_write"}
+        seen, pairs = [0], {"wrap", "put", "change", "dress", "top", "found", "_read", "_write"}
 
         def trace(frame, event, _):
             if frame.f_code.co_filename != patches.__file__ or frame.f_code.co_name not in pairs:
@@ -264,7 +243,7 @@ def test_an_interruption_at_any_line_takes_everything_off():
         if (mine := interrupted_at(toy, line)) is not None:
             break
         assert set(vars(toy)) == set(vars(Toy())) and type(toy) is Toy and toy() == ["own"], line
-    assert line > 40 and toy() == ["A", "louder", "own"]
+    assert line > 25 and toy() == ["A", "louder", "own"]
     mine.close()
     assert set(vars(toy)) == set(vars(Toy()))
 
@@ -287,37 +266,17 @@ def test_a_model_can_go_while_it_is_patched():
     assert gone() is None
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_a_copy_has_what_lasts_and_nothing_else(again):
-    toy, mine, calls = Toy(), Patches(), []
-    mine.wrap(toy, "forward", around("A"))
-    mine.hook(toy.register_forward_pre_hook, lambda *_: calls.append(1), with_kwargs=True)
-    mine.hook(toy.register_forward_hook, lambda *_: calls.append(2), always_call=True)
-    other = again(toy)
-    assert other() == ["own"] and not calls and bare(other)
-    assert toy() == ["A", "own"] and calls == [1, 2]
-    mine.close()
-    assert other() == ["own"] and toy() == ["own"]
-
-
-@kinds
-def test_a_dressed_copy(kind):
-    for lasting in ("plug", Patches()):
-        toy, mine = Toy(), Patches()
-        put(lasting, toy, "value", {"a": 1})
-        dress(mine, toy, louder)
-        dress(lasting, toy, louder)
-        put(mine, toy, "value", 2)
-        put(mine, toy, "more", 3)
-        HOOKS[kind][0](toy, says)
-        other = copy.deepcopy(toy)
-        HOOKS[kind][1](other)
-        if lasting == "plug":
-            assert other() == ["louder", "own"] and other.value == {"a": 1} and not hasattr(other, "more")
-            take("plug", other)
-        assert other() == ["own"] and type(other) is Toy
-        assert set(vars(other)) - {"forward"} == set(vars(Toy()))
-        assert toy() == ["hooked", "louder", "own"] and (toy.value, toy.more) == (2, 3)
+@pytest.mark.parametrize("again", [copy.deepcopy, pickle.dumps], ids=["copy", "pickle"])
+def test_what_is_patched_cannot_be_copied(again):
+    """It is bound to who has patched it."""
+    toy, ways = Toy(), (lambda p: p.wrap(toy, "forward", around("A")), lambda p: dress(p, toy, louder),
+                        lambda p: p.hook(toy.register_forward_hook, lambda *_: None))
+    for way in ways:
+        with Patches() as mine:
+            way(mine)
+            with pytest.raises(TypeError, match="open it again"):
+                again(toy)
+        assert copy.deepcopy(toy)() == ["own"]
 
 
 def test_the_signature_stays():
@@ -359,7 +318,7 @@ def snapshot(model):
     found = {}
     for name, module in model.named_modules():
         hooks = [len(value) for key, value in vars(module).items() if "_hooks" in key and value is not None]
-        found[name] = type(module), {key: id(value) for key, value in vars(module).items()}, hooks
+        found[name] = type(module), {key: id(value) for key, value in vars(module).items() if key != FOUND}, hooks
     return found
 
 
@@ -398,51 +357,29 @@ def test_plug_inside_plugged_lasts(mixtral):
 
 @pytest.mark.parametrize("name", ["mixtral", "llama4_text", "switch_transformers"])
 @kinds
-@given(st.lists(st.sampled_from(["plug", "unplug", "hook", "unhook", 0, 1]), min_size=2, max_size=8))
-@settings(max_examples=8)
-def test_the_seam_is_asked_beneath_the_hooks_of_others(kind, name, model_of, steps):
-    """accelerate puts its hooks on every module: before, after, or they were there once."""
+def test_hooks_of_others_that_came_later_stay(kind, name, model_of):
+    """accelerate puts its hooks on every module; what was plugged beneath them may go before they do."""
     model, (add, remove) = model_of(name), HOOKS[kind]
     inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})
-    exact = model(**inputs).logits
-    before = {(n, key) for n, module in model.named_modules() for key in vars(module)}
-    open_blocks, asked, hooked, plugged_ = {}, [], 0, False
+    exact, asked, hooked = model(**inputs).logits, [], []
+    modules = [module for layer in discover(model) for module in (layer.block, layer.experts, layer.router)]
 
     def counting(x, ids, weights, experts):
         asked.append(experts.layer)
         return eager(x, ids, weights, experts)
-
-    def through(module, *args, **kwargs):
-        nonlocal hooked
-        hooked += 1
-        return args, kwargs
-    is_hooked = False
-    for step in [*steps, *[None] * 4]:
-        if step is None:                                        # the end: everything off
-            step = next(iter(open_blocks), "unplug" if plugged_ else "unhook")
-        if step == "plug":
-            plug(model, executor=counting)
-            plugged_ = True
-        elif step == "unplug":
-            unplug(model)
-            plugged_ = False
-        elif step in ("hook", "unhook"):
-            for layer in discover(model):
-                for module in (layer.block, layer.experts, layer.router):
-                    add(module, through) if step == "hook" else remove(module)
-            is_hooked = step == "hook"
-        elif step in open_blocks:
-            open_blocks.pop(step).close()
-        else:
-            open_blocks[step] = Patches()
-            open_blocks[step].enter_context(plugged(model, counting))
-        asked.clear()
-        hooked = 0
-        assert torch.equal(model(**inputs).logits, exact)
-        assert bool(asked) == (plugged_ or bool(open_blocks)) and bool(hooked) == is_hooked
-    left = {(n, key) for n, module in model.named_modules() for key in vars(module)} - before
-    assert {key for _, key in left} <= {"forward"}              # accelerate leaves that behind
+    with plugged(model, counting):
+        for module in modules:
+            add(module, lambda module, *args, **kwargs: (hooked.append(module), (args, kwargs))[1])
+        assert torch.equal(model(**inputs).logits, exact) and asked and hooked
+    asked.clear(), hooked.clear()
+    assert torch.equal(model(**inputs).logits, exact) and hooked and not asked
+    for module in modules:
+        remove(module)
+    hooked.clear()
+    assert torch.equal(model(**inputs).logits, exact) and not hooked
     assert not any(isinstance(module, Dressed) for module in model.modules())
+    with plugged(model, counting):                              # over the class's own forward, which accelerate leaves
+        assert torch.equal(model(**inputs).logits, exact) and asked
 
 
 def test_plugging_where_it_would_be_passed_by_is_refused(mixtral):
@@ -455,26 +392,6 @@ def test_plugging_where_it_would_be_passed_by_is_refused(mixtral):
     with pytest.raises(ValueError, match="forward of its own"), plugged(model, zero):
         pass
     assert snapshot(model) == before
-
-
-def test_copies_of_a_plugged_model(mixtral):
-    model = open_checkpoint(mixtral)
-    exact = model(IDS).logits
-    plug(model, executor=zero)
-    zeroed = model(IDS).logits
-    with plugged(model, eager):
-        other = copy.deepcopy(model)
-        assert torch.equal(model(IDS).logits, exact)
-    assert torch.equal(other(IDS).logits, zeroed)
-    unplug(model)
-    assert torch.equal(other(IDS).logits, zeroed) and torch.equal(model(IDS).logits, exact)
-    unplug(other)
-    assert torch.equal(other(IDS).logits, exact)
-    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
-    with plugged(model, eager):                                 # nothing lasts: the copy is as the model was
-        other = pickle.loads(pickle.dumps(discover(model)[0].experts))
-    assert type(other) is type(discover(model)[0].experts)
-    assert issubclass(seam_class(type(other)), SeamExperts)
 
 
 def test_an_executor_that_is_a_module_is_no_child(mixtral):

@@ -209,9 +209,9 @@ def test_every_text_architecture_is_known_or_refused():
 
 @torch.no_grad()
 def test_measuring_leaves_the_model_as_it_was_and_reads_no_expert():
-    from moelab.models.stream import _found
+    from moelab.models.stream import FOUND
     model = model_of("afmoe")
-    _found.pop(model, None)
+    vars(model).pop(FOUND, None)
     before = [(type(m), len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
     logits = model(torch.tensor([PROMPTS[0]])).logits
 
