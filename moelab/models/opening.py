@@ -77,6 +77,8 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be made of its checkpoint"):
         with compat.classes_replaced({type(layer.experts) for layer in plan.layers} if outside else (), external_class):
             model = _load(compat.model_class(config), checkpoint, config, dtype, left_out)
+    if plan.quantizer is not None:
+        compat.cast_as_computed(model, plan.twin, dtype)
     if outside:
         source = CheckpointExperts(checkpoint, config, model.dtype, device or "cpu", plan)
         if experts == "external":

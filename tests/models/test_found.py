@@ -156,6 +156,18 @@ def test_fp8_of_every_kind_that_transformers_reads(how, scale_of, said, tmp_path
         assert torch.equal(found, truth), way
 
 
+@pytest.mark.parametrize("key", ["lm_head.weight", "model.layers.0.self_attn.q_norm.weight"])
+def test_one_tensor_in_fp32_beside_fp8(key, tmp_path):
+    """transformers leaves it so, and then cannot multiply it: it is the model of the rounded tensor."""
+    folder = fp8(tmp_path / "m", "all")
+    tensors = load_file(folder / "model.safetensors")
+    truth = {dtype: logits(open_model(folder, dtype=dtype)) for dtype in ("auto", "float32")}
+    rewrite(folder, tensors | {key: tensors[key].float()})
+    for dtype, options in (("auto", {}), ("auto", {"memory": "50%"}), ("float32", {})):
+        with open_model(folder, dtype=dtype, **options) as model:
+            assert torch.equal(logits(model), truth[dtype]) and {p.dtype for p in model.parameters()} == {model.dtype}
+
+
 KEY = "model.layers.2.mlp.experts.5.up_proj.weight"
 
 
