@@ -7,6 +7,7 @@ a config leaves its facts to transformers' defaults.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,7 +66,7 @@ def find_model(model: str | Path | None) -> Model:
             return _to_download(_of_card(name))
     if not path.exists() and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
-    home = path if path.exists() or text.count("/") != 1 else from_hub(text, ["config.json"])
+    home = path if path.exists() or text.count("/") != 1 else from_hub(text, ["config.json", "hf_quant_config.json"])
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
         spec, config = _read_config(file, path.resolve().name if path.exists() else text)
         found = Model(text, spec, _others(spec, config), "estimated from its geometry", most=_most(config))
@@ -74,7 +75,8 @@ def find_model(model: str | Path | None) -> Model:
     from moelab.models.opening import find, model_name
     folder = find(model)
     checkpoint = Checkpoint.at(folder)
-    spec, config = _read_config(folder / "config.json", model_name(model, folder))
+    config = checkpoint.config()
+    spec = spec_from_config(config, model_name(model, folder))
     everything, most = sum(entry.nbytes for entry in checkpoint.tensors.values()), _most(config)
     if (store := checkpoint.store) is not None:
         return Model(str(folder), spec, everything, "exact", folder, store.quantized or store.codec, most)
@@ -109,13 +111,13 @@ def _most(config: Any) -> int | None:
 
 def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:
     """Geometry and config, by the file's own words; what it leaves to transformers' defaults, by transformers."""
-    try:
-        config = json.loads(file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
-        return spec_from_config(config, name), config
-    except (ValueError, AttributeError, TypeError):
-        from moelab.models.checkpoint import load_config
-        config = load_config(file.parent)
-        return spec_from_config(config, name), config
+    if not file.with_name("hf_quant_config.json").exists():         # which `load_config` reads, too
+        with suppress(ValueError, AttributeError, TypeError):
+            config = json.loads(file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
+            return spec_from_config(config, name), config
+    from moelab.models.checkpoint import load_config
+    config = load_config(file.parent)
+    return spec_from_config(config, name), config
 
 
 def _others(spec: MoESpec, config: Any = None) -> int:

@@ -431,10 +431,23 @@ def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: 
     return report.missing_keys, report.unexpected_keys
 
 
-def kept_in_fp32(twin: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter is fp32 whatever the dtype of the model, by the architecture's own declaration or code."""
-    patterns = twin._get_dtype_plan(twin.config.dtype)
-    return parameter.dtype == torch.float32 or any(re.search(p.replace("*", ".*"), name) for p in patterns)
+def kept_in_fp32(twin: torch.nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether a parameter is fp32 whatever the dtype of the model, by the architecture's own declaration or code.
+
+    dtype : of the model, if that is another one than its config's.
+    """
+    if parameter.dtype == torch.float32 and (dtype is None or twin.config.dtype != torch.float32):
+        return True
+    return any(re.search(p.replace("*", ".*"), name) for p in twin._get_dtype_plan(dtype or twin.config.dtype))
+
+
+def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast weights that transformers' FP8 quantiser has passed on as they were stored, and cannot compute with so."""
+    live = model.state_dict(keep_vars=True)
+    for name, stock in twin.state_dict().items():
+        if name in live and stock.is_floating_point():
+            wanted = torch.float32 if kept_in_fp32(twin, name, stock, dtype) else dtype
+            live[name].data = live[name].data.to(wanted)
 
 
 def published_names(twin: torch.nn.Module) -> dict[str, list[str]]:

@@ -106,7 +106,7 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
                             f"are not read" if unexpected else "; download what is missing, or check config.json"))
     if unexpected:
         raise ValueError(f"{checkpoint.folder} {has} a {config.model_type} model with this config; check config.json")
-    narrowed = _narrowed(checkpoint, plans, parameters, twin)
+    narrowed = _narrowed(checkpoint, plans, parameters, twin, quantizer)
     experts: list[dict[str, compat.ParameterPlan]] = []
     stored: list[dict[str, torch.dtype]] = []
     for layer in layers:
@@ -206,7 +206,8 @@ def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], bloc
                 stored, shape = tensors[key or scale], scale and tensors[scale].shape
                 grid = tuple(-(-n // b) for n, b in zip(stored.shape, block or shape or ()))
                 fits = scale and (not block or prod(shape) == 1 or shape == grid or stored.dtype == "I8")
-                if bool(scale) != (stored.dtype in CODES) or scale and not fits:
+                plain = stored.dtype in FLOATS or pattern.endswith("_scale_inv")
+                if bool(scale) == plain or scale and not (fits and stored.dtype in CODES):
                     raise ValueError(
                         f"{checkpoint.folder}: {_described(tensors, [key])} with "
                         f"{_described(tensors, [scale]) if scale else f'no {key}_scale_inv'}; FP8 weights, and they "
@@ -214,11 +215,11 @@ def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], bloc
 
 
 def _narrowed(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], parameters: dict[str, torch.Tensor],
-              twin: torch.nn.Module) -> list[str]:
+              twin: torch.nn.Module, quantizer: Any) -> list[str]:
     """Keys of weights that lose precision; ValueError for numbers of another kind than the model's."""
     tensors, narrowed = checkpoint.tensors, []
     for plan in plans.values():
-        if len(plan.sources) > 1 and any(tensors[key].dtype not in FLOATS for key in plan.keys):
+        if quantizer is not None and len(plan.sources) > 1 and any(tensors[k].dtype not in FLOATS for k in plan.keys):
             continue                        # codes and scales: what the quantiser stores, it knows
         parameter = parameters[plan.target]
         for key in plan.keys:

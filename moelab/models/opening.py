@@ -79,6 +79,8 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     left_out = plan.ignored | (plan.expert_keys if outside else set())
     with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be made of its checkpoint"):
         model = _load(checkpoint, config, dtype, left_out, leave_out if outside else lambda model: None)
+    if plan.quantizer is not None:
+        compat.cast_as_computed(model, plan.twin, dtype)
     if outside:
         source = CheckpointExperts(checkpoint, config, model.dtype, device or "cpu", plan)
         if experts == "external":

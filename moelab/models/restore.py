@@ -22,7 +22,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -186,36 +185,33 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
         entry.nbytes for layer in store.layers for entries in layer.experts for entry in entries.values())
     if sum(size - 8 - len(header) for size, header in headers.values()) > expected:
         raise ValueError(f"its files have more than the {expected:,} bytes of tensors in the store")
-    with ExitStack() as stack:
-        files, targets = {}, {}
-        for name, (size, header) in headers.items():
-            path = folder / name
-            files[path] = f = stack.enter_context(open(path, "xb"))
+    targets = {}
+    for name, (size, header) in headers.items():
+        with open(folder / name, "xb") as f:
             f.write(len(header).to_bytes(8, "little") + header)
             f.truncate(size)
-            f.flush()
-            targets |= read_header(path)
-        _check_layout(store, layout["experts"], targets)
+        targets |= read_header(folder / name)
+    _check_layout(store, layout["experts"], targets)
 
-        def write(key: str, at: int, data: Any) -> None:
-            file = files[targets[key].file]
+    def write(key: str, at: int, data: Any) -> None:
+        with open(targets[key].file, "r+b") as file:            # opened each time: there may be more than may be open
             file.seek(targets[key].begin + at)
             file.write(data)
-        with open(store.folder / WEIGHTS, "rb") as weights:
-            for key, (_, _, offset, size, _) in store.weights.items():
-                weights.seek(offset)
-                for i in range(0, size, PIECE):
-                    write(key, i, weights.read(min(PIECE, size - i)))
-        for i, (chunks, tensors) in enumerate(checked_experts(store, "restoring")):
-            bits = {name: _bits(tensor) for name, tensor in pieces(tensors, blobs_of(chunks)).items()}
-            for key, start, name, shape, offset, strides, check in layout["experts"][i]:
-                data = bits[name].as_strided(shape, strides, offset).contiguous()
-                if check is not None and CHECKSUMS[layout["checksum"]](data) != check:
-                    raise StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
-                                     f"does not give {key} of the source; convert the model again")
-                if (dtype := DTYPES[targets[key].dtype]).itemsize != data.element_size():
-                    data = data.view(torch.float32).to(dtype)                       # scales, which had been widened
-                write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
+    with open(store.folder / WEIGHTS, "rb") as weights:
+        for key, (_, _, offset, size, _) in store.weights.items():
+            weights.seek(offset)
+            for i in range(0, size, PIECE):
+                write(key, i, weights.read(min(PIECE, size - i)))
+    for i, (chunks, tensors) in enumerate(checked_experts(store, "restoring")):
+        bits = {name: _bits(tensor) for name, tensor in pieces(tensors, blobs_of(chunks)).items()}
+        for key, start, name, shape, offset, strides, check in layout["experts"][i]:
+            data = bits[name].as_strided(shape, strides, offset).contiguous()
+            if check is not None and CHECKSUMS[layout["checksum"]](data) != check:
+                raise StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
+                                 f"does not give {key} of the source; convert the model again")
+            if (dtype := DTYPES[targets[key].dtype]).itemsize != data.element_size():
+                data = data.view(torch.float32).to(dtype)                       # scales, which had been widened
+            write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
     return {key: target.file.name for key, target in targets.items()}
 
 

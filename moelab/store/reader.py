@@ -44,8 +44,8 @@ except ImportError:
 #: the file in a store that remembers which mode is fastest
 MEASURED = "read_mode.json"
 MARGIN = 1.5                # in 3 GB, a 5 GB model read 425 MB a token buffered instead of 230
+KEPT = 64                   # files that stay open; macOS allows a process 256
 HUGE = 2 << 20              # bytes of a huge page
-KEPT = 64                   # files that stay open, of the 256 that a process may have on macOS; others for each read
 
 
 def modes() -> list[str]:

@@ -55,7 +55,7 @@ def write(file: Path, tensors: Tensors) -> None:
 
 #: the first word of a change → what is changed
 GROUPS = {"removed": "there", "renamed": "name", "renumbered": "name", "once": "name", "reshaped": "shape",
-          "flattened": "shape", "transposed": "shape", "a": "shape", "now": "type", "widened": "type"}
+          "flattened": "shape", "transposed": "shape", "a": "shape", "now": "type"}
 
 
 def changes(key: str, tensors: Tensors, experts: int):
@@ -78,18 +78,14 @@ def changes(key: str, tensors: Tensors, experts: int):
     yield "flattened", others | {key: (dtype, [math.prod(shape), 1, 1, 1], data)}
     if len(set(shape)) > 1:
         yield "transposed", others | {key: (dtype, [*shape[:-2], shape[-1], shape[-2]], data)}
-    half = math.prod(shape) // 2
     if shape[0] > 1:
         rows = [shape[0] - 1, *shape[1:]]
         yield "a row less", others | {key: (dtype, rows, data[:math.prod(rows) * (len(data) // math.prod(shape))])}
     width = len(data) // max(1, math.prod(shape))
-    for other, size in {"F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I8": 1, "F8_E4M3": 1, "F64": 8, "BOOL": 1}.items():
+    for other, size in {"I16": 2, "I8": 1, "I32": 4, "BOOL": 1}.items():
         if other != dtype:
             bytes_ = data[:len(data) // width * size] if size <= width else data * (size // width)
             yield f"now {other}", others | {key: (other, shape, bytes_)}
-    if half and dtype == "BF16":        # the very same values, wider
-        wide = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float().numpy().tobytes()
-        yield "widened", others | {key: ("F32", shape, wide)}
 
 
 def attempts(folder: Path, destination: Path):
@@ -134,7 +130,7 @@ def refusals(key, what, changed, tensors, plan, folder, destination):
 
 
 def test_what_an_architecture_keeps_in_fp32_is_opened(tmp_path):
-    """As DeepSeek-V3 is published: bf16, with its routers' corrections in fp32; and not the other way round."""
+    """As DeepSeek-V3 is published: bf16, with its routers' corrections in fp32; or all of it in bf16."""
     for layers in (2, 3):                                               # of which the first is dense
         folder = tiny.save("deepseek_v3", tmp_path / str(layers), torch.bfloat16, num_hidden_layers=layers)
         file = next(folder.glob("*.safetensors"))
@@ -147,9 +143,9 @@ def test_what_an_architecture_keeps_in_fp32_is_opened(tmp_path):
             router = discover(open_model(folder, experts=experts))[-1].router
             assert torch.equal(router.e_score_correction_bias, values) and router.weight.dtype == torch.bfloat16
         for key in bias if layers > 2 else ():
-            write(file, tensors | {key: ("BF16", [8], tensors[key][2][::2])})
-            with pytest.raises(ValueError, match="e_score_correction_bias is BF16"):
-                open_model(folder)
+            write(file, tensors | {key: ("BF16", [8], values.bfloat16().view(torch.int16).numpy().tobytes())})
+            found = discover(open_model(folder))[-1].router.e_score_correction_bias
+            assert torch.equal(found, values.bfloat16().float()) and found.dtype == torch.float32
 
 
 def test_tied_and_superfluous_tensors_are_what_the_architecture_says(tmp_path):
@@ -183,12 +179,14 @@ def test_the_dtype_is_the_configs_or_else_the_weights(tmp_path):
     (folder / "config.json").write_text(json.dumps({**fields, "dtype": "bfloat16"}))
     with pytest.warns(UserWarning, match="more precisely than transformers computes"):
         assert open_model(folder).dtype == torch.bfloat16
-    write(file, tensors | {(key := "model.norm.weight"): ("F32", [32], bytes(128))})
-    for said in ("bfloat16", None):
-        (folder / "config.json").write_text(json.dumps({**fields, "dtype": said}))
-        with pytest.raises(ValueError, match=f"{key} is F32"):
-            open_model(folder)
+    for key in ("model.norm.weight", "lm_head.weight"):     # the first one decides where the config does not
+        dtype, shape, data = tensors[key]
+        wide = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).float().numpy().tobytes()
+        write(file, tensors | {key: ("F32", shape, wide)})
+        (folder / "config.json").write_text(json.dumps({**fields, "dtype": None}))
+        assert open_model(folder).dtype == theirs(folder).dtype
     write(file, tensors)
+    (folder / "config.json").write_text(json.dumps(fields))
     assert open_model(folder, dtype="float16").dtype == torch.float16
     for wrong in ("flaot32", "int8", torch.int8):
         with pytest.raises(ValueError, match="dtype is"):
@@ -260,15 +258,16 @@ def test_no_code_of_a_checkpoint_runs(part, tmp_path, monkeypatch):
     elif part == "tokenizer":
         (folder / "tokenizer_config.json").write_text(json.dumps({
             "tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}))
-        with pytest.raises(ValueError, match="tokenizer"):
-            open_model(folder)
+        with pytest.warns(UserWarning, match="code of its own .*never run here; put a tokenizer.json there"):
+            assert open_model(folder).tokenizer is None
     else:
         (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "own.Own"}}))
         open_model(folder).generate(torch.arange(3)[None], max_new_tokens=1)
     assert not ran.exists()
 
 
-def test_a_hub_cache_is_read_and_nothing_else_outside_the_folder(tmp_path):
+def test_small_files_are_read_in_the_folder_and_the_hub_cache_and_weights_anywhere(tmp_path):
+    """Shards that are links into the cache or to another disk: huggingface/huggingface_hub issue 2284."""
     folder = tiny.save("mixtral", tmp_path / "m")
     truth = open_model(folder)(torch.arange(5)[None]).logits
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
@@ -277,11 +276,21 @@ def test_a_hub_cache_is_read_and_nothing_else_outside_the_folder(tmp_path):
     for i, file in enumerate(sorted(folder.iterdir())):
         shutil.copyfile(file, blobs / str(i))
         (snapshot / file.name).symlink_to(f"../../blobs/{i}")
-    assert torch.equal(open_model(snapshot)(torch.arange(5)[None]).logits, truth)
+    local = tmp_path / "local"                          # as `hf download --local-dir` made it, whose links are absolute
+    local.mkdir()
+    for file in folder.iterdir():
+        (local / file.name).symlink_to((snapshot / file.name).resolve())
+    elsewhere = shutil.move(folder / "model.safetensors", tmp_path / "a shard on another disk")
+    (folder / "model.safetensors").symlink_to(elsewhere)
+    for place in (snapshot, local, folder):
+        assert torch.equal(open_model(place)(torch.arange(5)[None]).logits, truth)
+        with open_model(place, memory="50%") as lm:
+            assert torch.equal(lm(torch.arange(5)[None]).logits, truth)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"):
         kept = (folder / name).read_bytes() if (folder / name).exists() else None
         (folder / name).unlink(missing_ok=True)
-        for target in (snapshot / name, Path("nowhere"), Path(name), tmp_path):
+        (tmp_path / "own").write_bytes(b"a secret")
+        for target in (tmp_path / "own", Path("nowhere"), Path(name), tmp_path):
             (folder / name).symlink_to(target)
             with pytest.raises((ValueError, FileNotFoundError), match=name):
                 open_model(folder)
@@ -297,7 +306,7 @@ def test_an_index_names_files_of_its_folder(name, tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m")
     keys = read(folder / "model.safetensors")
     (folder / "sub").mkdir()
-    shutil.copy(folder / "model.safetensors", folder / "sub")
+    shutil.move(folder / "model.safetensors", folder / "sub")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(keys, name)}))
     with pytest.raises(ValueError, match="index.json.*no plain name"):
         open_model(folder)

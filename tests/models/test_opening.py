@@ -164,7 +164,7 @@ def test_a_repository_without_a_config_is_no_checkpoint(tmp_path, monkeypatch):
             open_it("some/model-GGUF")
 
 
-@pytest.mark.parametrize("what, words", [("empty", "no config.json"), ("file", "no checkpoint folder"),
+@pytest.mark.parametrize("what, words", [("empty", "no config.json"), ("file", "is a file; give the folder"),
                                          ("config", "no .safetensors")])
 def test_what_is_no_checkpoint_is_not_told_to_get_a_tokenizer(what, words, tmp_path):
     path = tmp_path / "model"

@@ -212,5 +212,5 @@ def test_scales_of_no_blocks_are_refused(tmp_path):
     cfg = json.loads((source / "config.json").read_text())
     cfg["quantization_config"]["weight_block_size"] = [64, 64]
     (source / "config.json").write_text(json.dumps(cfg))
-    with pytest.raises(ValueError, match="with scales .4, 2. of the same type"):
+    with pytest.raises(ValueError, match="with scales .4, 2. of that name"):
         open_model(source)
