@@ -169,9 +169,9 @@ def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize:
                 return ExpertStore(destination)
             shutil.rmtree(destination)
         return convert(source, destination, codec, quantize=quantize, seconds=seconds)
-    except TimeoutError:
-        raise
     except OSError as error:
+        if error.errno is None:                                 # not the disk's
+            raise
         raise OSError(f"{error}. The store of {folder} in {form} is kept in {destination.parent}: set MOELAB_CACHE to "
                       f"another folder, or `moelab convert` it to where there is room, and open that") from error
 
