@@ -8,7 +8,18 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+from moelab.files import writable
+
+
+def output(text: str) -> Path:
+    """Reads the name of a file that is to be written, and refuses it before there is anything to write."""
+    try:
+        return writable(text)
+    except (ValueError, OSError) as error:
+        raise ArgumentTypeError(getattr(error, "strerror", None) or str(error)) from None
 
 
 def whole(least: int = 0) -> Callable[[str], int]:

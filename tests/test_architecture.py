@@ -22,7 +22,7 @@ BASE = {"specs", "progress", "files", "registry"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
     "specs": set(), "configs": set(), "progress": set(), "table": set(), "cards": set(), "datasets": set(),
-    "kernels": {"progress"}, "arguments": set(), "files": set(), "intervals": set(), "registry": set(),
+    "kernels": {"progress"}, "arguments": {"files"}, "files": set(), "intervals": set(), "registry": set(),
     "journal": set(),
     "claims": set(), "comparison": set(),
     "store": set(),

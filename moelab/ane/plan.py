@@ -21,7 +21,7 @@ import numpy as np
 
 from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, UNITS, Unit, why_no_graph
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
-from moelab.files import write_text
+from moelab.files import absolute, write_text
 from moelab.specs import MoESpec
 from moelab.table import text_table
 
@@ -180,7 +180,7 @@ class ANEPlan:
     def load(cls, path: str | Path) -> ANEPlan:
         """Read a saved plan; FileNotFoundError, or ValueError if it is none."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(json.loads(absolute(path).read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:           # of the encoding and of JSON, too
             raise ValueError(f"{path} holds no plan: {error}") from error
 

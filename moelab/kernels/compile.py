@@ -3,8 +3,8 @@
 What has to be compiled takes seconds a kernel, so a process says so, once.
 
 numba takes a kernel from its cache as long as its own file has not changed, but a kernel contains those that it calls,
-from other files too. So here the key is the content of this folder's files, of those beside its own, and of those beside
-the kernels that it names. A cache that is damaged, full or not to be written costs the time of compiling, and no more.
+from other files too. So here the key is the content of this folder's files, of those beside its own and of those beside
+kernels that it names. A cache that is damaged, full or not to be written costs the time of compiling, and no more.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _cache_of(function: Callable) -> Any:
     try:
         return _Cache(function)
     except (RuntimeError, OSError) as error:            # numba found no folder that it can write to
-        _not_kept(str(Path(function.__code__.co_filename).parent), error)
+        _not_kept(Path(function.__code__.co_filename).parent, error)
         return caching.NullCache()
 
 
@@ -122,12 +122,8 @@ def _folder_digest(folder: Path) -> str:
     return sha256(b"".join(sha256(file.read_bytes()).digest() for file in sorted(folder.glob("*.py")))).hexdigest()
 
 
-_refused: list[str] = []                # folders where kernels could not be kept
-
-
-def _not_kept(folder: str, why: Exception) -> None:
-    """Say so, once in a process."""
-    if not _refused:
-        warnings.warn(f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "
-                      f"NUMBA_CACHE_DIR to a folder that can be written", stacklevel=2)
-    _refused.append(folder)
+def _not_kept(folder: Any, error: Exception) -> None:
+    """Python shows a warning of one place and of the same words once."""
+    why = getattr(error, "strerror", type(error).__name__)
+    warnings.warn(f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "
+                  f"NUMBA_CACHE_DIR to a folder that can be written", stacklevel=1)

@@ -33,7 +33,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, write_json
+from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, run_number, write_json
 
 SCHEMA = "moelab.metrics/1"
 #: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
@@ -41,9 +41,10 @@ SCHEMA = "moelab.metrics/1"
 KINDS = ("exact", "measured", "simulated", "modelled", "paper")
 
 
-def new_run_id() -> str:
-    """A name for a run that sorts by time (UTC)."""
-    return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+def new_run_id(folder: Path) -> str:
+    """A name for a new run in a folder: one more than the last, whatever the clock says, and the time (UTC)."""
+    last = max((run_number(path) for path in folder.glob("[0-9]*")), default=0)
+    return f"{last + 1:04d}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
 
 
 def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> Run:
@@ -69,7 +70,7 @@ def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> 
         follow_the_theme()
     folder = results_root() / "runs" / notebook
     remove_leftovers(folder)
-    name = new_run_id() + LAB
+    name = new_run_id(folder) + LAB
     return Run(notebook, params, seed, folder / part_name(name), folder / name)
 
 

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.arguments import number, whole
-from moelab.files import read_json, write_json
+from moelab.arguments import number, output, whole
+from moelab.files import absolute, read_json, write_json
 from moelab.models import opening, plugged
 from moelab.models.fast_decode import FastDecode
 from moelab.offloading.microbenchmarks import COPY, MATMUL, Microbenchmarks, experts_bytes, shards_of
@@ -171,7 +171,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; FileNotFoundError if there is none, ValueError if the file is something else."""
-        path = Path(path)
+        path = absolute(path)
         if not path.is_file():
             raise FileNotFoundError(f"no profile at {path}; `python -m moelab profile STORE --output {path}` makes one")
         try:
@@ -227,7 +227,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="an expert store")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="L", help="threads that decode (default: 1)")
     parser.add_argument("--seconds", type=number(above=0), default=10.0, help="about how long to measure (default: 10)")
-    parser.add_argument("--output", metavar="FILE", help="keep all samples in a JSON file, for Profile.load")
+    parser.add_argument("--output", type=output, metavar="FILE",
+                        help="keep all samples in a JSON file, for Profile.load")
 
 
 def main(args: argparse.Namespace) -> int:
