@@ -10,8 +10,10 @@ import re
 from argparse import Action, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
+from moelab.files import writable
 from moelab.registry import require
 
 
@@ -38,6 +40,14 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"moelab: {message} ({self.prog} --help)\n")
+
+
+def output(text: str) -> Path:
+    """Reads the name of a file that is to be written, and refuses it before there is anything to write."""
+    try:
+        return writable(text)
+    except (ValueError, OSError) as error:
+        raise ArgumentTypeError(getattr(error, "strerror", None) or str(error)) from None
 
 
 def whole(least: int = 0) -> Callable[[str], int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.files import finished_runs, read_json, results_root
+from moelab.files import absolute, finished_runs, read_json, results_root
 from moelab.records import FigureFile, MetricsFile
 from moelab.table import format_value
 
@@ -78,7 +78,7 @@ def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> 
 
 def find_run(run: str | Path, results: str | Path | None = None) -> Path:
     """The folder of a run, or of the newest run of a notebook given by name or number."""
-    folder = Path(run)
+    folder = absolute(run)
     if (folder / "metrics.json").is_file():
         return folder
     names = sorted(path.name for path in (results_root(results) / "runs").glob("*") if path.is_dir())

@@ -67,8 +67,14 @@ def finished_runs(notebook: str, results: str | Path | None = None, lab: bool = 
     A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's only.
     """
     folder = results_root(results) / "runs" / notebook
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed")
-                  and (lab or not path.name.endswith(LAB)))
+    return sorted((path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed")
+                   and (lab or not path.name.endswith(LAB))), key=lambda path: (run_number(path), path.name))
+
+
+def run_number(run: Path) -> int:
+    """The place of a run among those of its notebook; 0 for one of when only a clock told."""
+    number = re.match(r"(\d+)-\d{8}-\d{6}-", run.name)
+    return int(number[1]) if number else 0
 
 
 def cache_root() -> Path:
@@ -225,8 +231,9 @@ def read_json(path: str | Path, shape: Any = Any) -> Any:
 
 def load_json(path: str | Path, form: str, what: str, remedy: str, shape: Any) -> Any:
     """As of `load_tensors`: what `shape` says of a JSON file whose "format" is `form`."""
+    path = absolute(path)
     with naming(path, what, remedy):
-        found = parse_json(Path(path).read_bytes())
+        found = parse_json(path.read_bytes())
         if not isinstance(found, dict) or found.pop("format", None) != form:
             raise ValueError(f"it is not of the format {form}")
         return typed(found, shape)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from moelab import datasets, registry
-from moelab.arguments import number, whole
+from moelab.arguments import number, output, whole
 from moelab.calibration import Calibration
 from moelab.models import eager
 from moelab.models.fast_decode import DENSE
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)")
     parser.add_argument("--timeout", type=number(above=0), default=600, metavar="SECONDS",
                         help="how long a rank waits for another that is silent (default: %(default)s)")
-    parser.add_argument("--perfetto", metavar="FILE", help="write what happened when as a trace for "
+    parser.add_argument("--perfetto", type=output, metavar="FILE", help="write what happened when as a trace for "
                         "https://ui.perfetto.dev; with --memory, every read, decoding and wait")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.epilog = "\n\n".join([parser.epilog or "", *map(_listed, ("executor", "cache", "predictor", "format"))])

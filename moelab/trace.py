@@ -12,11 +12,11 @@ import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from moelab.files import atomic, load_tensors, save_tensors
+from moelab.files import absolute, atomic, load_tensors, save_tensors
 from moelab.schema import FLOATS, checked
 from moelab.specs import MoESpec
 from moelab.store.headers import NAMES
@@ -98,8 +98,7 @@ class RoutingTrace:
 
         Hidden states go to `<stem>.router_inputs.safetensors` and `<stem>.residuals.safetensors` beside it.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = absolute(path)
         hidden = [name for name in HIDDEN if getattr(self, name) is not None]
         for name in hidden:
             destination = hidden_path(path, name)
@@ -118,7 +117,7 @@ class RoutingTrace:
         """Read a trace, hidden states mapped. Raises FileNotFoundError, ValueError: not a whole and readable trace."""
         return load_tensors(path, FORMAT, "routing trace", "moelab.record(…).save(path)",
                             {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]},
-                            partial(cls._loaded, Path(path)))
+                            partial(cls._loaded, absolute(path)))
 
     @classmethod
     def _loaded(cls, path: Path, tensors: dict[str, torch.Tensor], spec: MoESpec, model_id: str, hidden: list[str]
@@ -178,16 +177,16 @@ class GrowingTensor:
     """A safetensors file of one tensor whose first dimension is not known until the end.
 
     Room for the header is reserved and filled in on closing (safetensors allows trailing blanks in it); until then the
-    file has the suffix `.part`. An exception inside the `with` removes it.
+    file is that of `atomic`. An exception inside the `with` removes it.
     """
 
     ROOM = 512
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name, self.rows = Path(path), name, 0
+        self.name, self.rows = name, 0
         self.shape: tuple[int, ...] | None = None
-        self._part = self.path.with_name(self.path.name + ".part")
-        self._file = open(self._part, "wb")
+        self._place = atomic(path)
+        self._file = open(self._place.__enter__(), "wb")
         self._file.write(b" " * self.ROOM)
 
     def append(self, rows: torch.Tensor) -> None:
@@ -200,10 +199,10 @@ class GrowingTensor:
     def __enter__(self) -> GrowingTensor:
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if kind is not None or self.shape is None:
             self._file.close()
-            self._part.unlink(missing_ok=True)
+            self._place.__exit__(kind or EOFError, error or EOFError(), trace)
             return
         size = self._file.tell() - self.ROOM
         header = json.dumps({self.name: {"dtype": NAMES[self.dtype], "shape": [self.rows, *self.shape],
@@ -211,4 +210,4 @@ class GrowingTensor:
         self._file.seek(0)
         self._file.write((self.ROOM - 8).to_bytes(8, "little") + header.ljust(self.ROOM - 8))
         self._file.close()
-        os.replace(self._part, self.path)
+        self._place.__exit__(None, None, None)

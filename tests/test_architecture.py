@@ -23,7 +23,7 @@ BASE = {"specs", "progress", "files", "registry", "schema"}
 DIRECTIONS = {
     "schema": set(), "specs": {"schema"}, "configs": set(),
     "progress": set(), "table": set(), "cards": set(), "datasets": set(),
-    "kernels": {"progress", "forks"}, "arguments": {"registry"}, "files": {"schema"}, "intervals": set(),
+    "kernels": {"progress", "forks"}, "arguments": {"files", "registry"}, "files": {"schema"}, "intervals": set(),
     "registry": {"table"}, "journal": set(), "forks": set(),
     "records": {"schema"}, "claims": set(), "comparison": set(),
     "store": set(),

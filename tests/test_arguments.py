@@ -3,13 +3,14 @@
 import argparse
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.__main__ import COMMANDS, main, told
-from moelab.arguments import number, one_of, several, whole
+from moelab.arguments import number, one_of, output, several, whole
 from moelab.bench import BENCHES, parser_of
 
 PYTHONS_OWN = ("invalid int", "invalid float", "invalid <lambda>", "Traceback", "could not convert", "invalid literal")
@@ -26,7 +27,7 @@ def parsers():
 
 
 OPTIONS = [(words, action) for words, parser in parsers() for action in parser._actions
-           if action.option_strings and action.type is not None and getattr(action.type, "__name__", "") != "Path"]
+           if action.option_strings and action.type is not None and action.type not in (Path, output)]
 
 
 @pytest.mark.parametrize("text", ["-5", "nan", "x", "", "1e999", ","])

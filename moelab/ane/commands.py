@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab import cards, registry
-from moelab.arguments import number, several, whole
+from moelab.arguments import number, output, several, whole
 from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
 from moelab.table import format_value, head_and_rows, text_table
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="its memory must hold the weights; also of --prompt (%(default)s)")
     where.add_argument("--samples", type=Path, metavar="FILE",
                        help="of --prompt: samples of `ane calibrate` to refit to")
-    one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    one.add_argument("--save", type=output, metavar="FILE", help="write the plan as JSON")
 
     one = command(convert, "turn a model into Core ML packages, layer by layer")
     one.add_argument("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted")
 
     one = command(calibrate, "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model")
-    one.add_argument("output", type=Path, help="where the samples go, as JSON")
+    one.add_argument("output", type=output, help="where the samples go, as JSON")
     one.add_argument("--grid", default="", help="such as 1x32,4x64,8x128 (default: Table 5's)")
     one.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="(%(default)s)")
 

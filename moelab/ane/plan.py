@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, UNITS, Unit, why_no_graph
+from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit, why_no_graph
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
-from moelab.files import write_text
+from moelab.files import absolute, write_text
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.specs import MoESpec
 from moelab.table import text_table
@@ -165,7 +165,7 @@ class ANEPlan:
     def load(cls, path: str | Path) -> ANEPlan:
         """Read a saved plan; FileNotFoundError, or ValueError if it is none."""
         with naming(path, "plan", "`moelab ane plan`"):
-            return cls.from_dict(parse_json(Path(path).read_bytes()))
+            return cls.from_dict(parse_json(absolute(path).read_bytes()))
 
     def describe(self, layers: Sequence[int] | None = None) -> str:
         """A table of the layers (all, or those named by their MoE index), a summary and the problems, as text."""

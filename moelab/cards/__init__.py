@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypedDict
 
+from moelab.files import absolute
 from moelab.registry import Entry, require
 from moelab.schema import naming, typed
 from moelab.specs import DeviceSpec, Figure, MoESpec
@@ -39,7 +40,7 @@ def load_model(name: str) -> MoESpec:
 
 def load_device(name: str | Path) -> DeviceSpec:
     """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there is none."""
-    return _spec(name, _parse(Path(name))) if Path(name).suffix == ".toml" else _shipped(name)
+    return _spec(name, _parse(absolute(name))) if Path(name).suffix == ".toml" else _shipped(name)
 
 
 @lru_cache(maxsize=None)

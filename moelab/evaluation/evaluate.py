@@ -25,7 +25,7 @@ from typing import Any
 
 import moelab
 from moelab import datasets, registry
-from moelab.arguments import whole
+from moelab.arguments import output, whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, write_json
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-code", action="store_true", help="let tasks execute the code that the model writes, "
                         "here and without a sandbox")
     parser.add_argument("--seed", type=whole(), default=0, help="of prompts and of the random predictor")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="of the JSON (results/runs/evaluate/TIME.json)")
+    parser.add_argument("--output", type=output, metavar="FILE", help="of the JSON (results/runs/evaluate/TIME.json)")
 
 
 def main(args: argparse.Namespace) -> int:

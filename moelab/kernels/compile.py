@@ -3,28 +3,31 @@
 What has to be compiled takes seconds a kernel, so a process says so, once.
 
 numba takes a kernel from its cache as long as its own file has not changed, but a kernel contains those that it calls,
-from other files too. So what is older than any of the files that a kernel may call is dropped.
+from other files too. So here the key is the content of this folder's files, of those beside its own and of those beside
+kernels that it names. A cache that is damaged, full or not to be written costs the time of compiling, and no more.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from glob import escape
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba import types
-from numba.core import event
+from numba.core import caching, event
+from numba.core.ccallback import CFunc
 
 from moelab.progress import Notice
 
-#: files that a kernel may call into → when they were changed: this folder's, where `tiles` has parts of kernels but
-#: none of its own, then others in the order of their imports, each as its first kernel is seen
-_FILES = {path: path.stat().st_mtime for path in Path(__file__).parent.glob("*.py")}
+_OURS: set[str] = set()                  # files that have kernels
 _ALIVE: list[Any] = []                  # compiled functions, which would take their code with them
 
 
@@ -35,7 +38,7 @@ class _Told(event.Listener):
 
     def on_start(self, begun: event.Event) -> None:
         self.depth += 1
-        if Path(begun.data["dispatcher"].py_func.__code__.co_filename) in _FILES:
+        if begun.data["dispatcher"].py_func.__code__.co_filename in _OURS:
             self.notice.begin()
 
     def on_end(self, ended: event.Event) -> None:
@@ -51,14 +54,19 @@ def kernel(function: Callable | None = None, **options: Any) -> Callable:
     """`function`, compiled when it is called with types that are new; a decorator, with or without numba's options."""
     if function is None:
         return lambda function: kernel(function, **options)
-    return _cached(numba.njit, function, nogil=True, **options)
+    dispatcher = numba.njit(nogil=True, **options)(function)
+    dispatcher._cache = _cache_of(function)
+    return dispatcher
 
 
 @lru_cache(maxsize=None)
 def c_function(function: Callable) -> int:
     """The address of a function of one int64, compiled as one of C."""
-    _ALIVE.append(_cached(numba.cfunc, function, types.void(types.int64)))
-    return _ALIVE[-1].address
+    compiled = CFunc(function, ((types.int64,), types.void), locals={}, options={})     # as numba.cfunc makes it
+    compiled._cache = _cache_of(function)
+    compiled.compile()
+    _ALIVE.append(compiled)
+    return compiled.address
 
 
 def c_library(name: str) -> int:
@@ -67,22 +75,55 @@ def c_library(name: str) -> int:
     return ctypes.cast(getattr(own, name, None), ctypes.c_void_p).value or 0
 
 
-def _cached(compiler: Callable, function: Callable, *args: Any, **options: Any) -> Any:
-    _drop_stale(Path(function.__code__.co_filename))
+class _Cache(caching.FunctionCache):
+    """numba's cache of one function as its sources are now; it never raises."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__(function)
+        self._base, sources = self._impl.filename_base, _sources(function)
+        self._cache_file = caching.IndexDataCacheFile(self._cache_path, f"{self._base}.{sources[:16]}", sources)
+
+    def load_overload(self, *args: Any) -> Any:
+        try:
+            return super().load_overload(*args)
+        except Exception:                   # whatever unpickling makes of damage
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, *args: Any) -> None:
+        try:
+            super().save_overload(*args)
+            for file in Path(self._cache_path).glob(f"{escape(self._base)}.*"):
+                if not file.name.startswith(f"{self._base}.{self._cache_file._source_stamp[:16]}."):
+                    file.unlink()           # of other sources
+        except Exception as error:          # of the disk, or of pickling
+            _not_kept(self._cache_path, error)
+
+
+def _cache_of(function: Callable) -> Any:
+    _OURS.add(function.__code__.co_filename)
     try:
-        return compiler(*args, cache=True, **options)(function)
-    except RuntimeError:                # numba found no folder that it can write to: compile in every process
-        return compiler(*args, **options)(function)
+        return _Cache(function)
+    except (RuntimeError, OSError) as error:            # numba found no folder that it can write to
+        _not_kept(Path(function.__code__.co_filename).parent, error)
+        return caching.NullCache()
+
+
+def _sources(function: Callable) -> str:
+    """A digest of the files that a function may call kernels of."""
+    named = [value.py_func for value in function.__globals__.values() if hasattr(value, "py_func")]
+    folders = {Path(__file__).parent, *(Path(of.__code__.co_filename).parent for of in (function, *named))}
+    return sha256("".join(sorted(map(_folder_digest, folders))).encode()).hexdigest()
 
 
 @lru_cache(maxsize=None)
-def _drop_stale(file: Path) -> None:
-    """Forget what is cached of a file's kernels if a file of kernels that was imported before has changed since."""
-    if not file.exists():
-        return
-    _FILES[file] = file.stat().st_mtime
-    newest = max(_FILES.values())
-    for index in Path(numba.config.CACHE_DIR or file.parent / "__pycache__").rglob(f"{file.stem}.*.nbi"):
-        with suppress(OSError):         # another process has dropped it already, or it is not ours to drop
-            if index.stat().st_mtime < newest:
-                index.unlink()
+def _folder_digest(folder: Path) -> str:
+    return sha256(b"".join(sha256(file.read_bytes()).digest() for file in sorted(folder.glob("*.py")))).hexdigest()
+
+
+def _not_kept(folder: Any, error: Exception) -> None:
+    """Python shows a warning of one place and of the same words once."""
+    why = getattr(error, "strerror", type(error).__name__)
+    warnings.warn(f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "
+                  f"NUMBA_CACHE_DIR to a folder that can be written", stacklevel=1)

@@ -33,15 +33,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, write_json
+from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, run_number, write_json
 from moelab.records import KINDS
 
 SCHEMA = "moelab.metrics/1"
 
 
-def new_run_id() -> str:
-    """A name for a run that sorts by time (UTC)."""
-    return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+def new_run_id(folder: Path) -> str:
+    """A name for a new run in a folder: one more than the last, whatever the clock says, and the time (UTC)."""
+    last = max((run_number(path) for path in folder.glob("[0-9]*")), default=0)
+    return f"{last + 1:04d}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
 
 
 def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> Run:
@@ -67,7 +68,7 @@ def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> 
         follow_the_theme()
     folder = results_root() / "runs" / notebook
     remove_leftovers(folder)
-    name = new_run_id() + LAB
+    name = new_run_id(folder) + LAB
     return Run(notebook, params, seed, folder / part_name(name), folder / name)
 
 

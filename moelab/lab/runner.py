@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from moelab.arguments import number
 from moelab.comparison import is_named
-from moelab.files import CHECKOUT, read_json, remove_leftovers, results_root, write_json
+from moelab.files import CHECKOUT, absolute, read_json, remove_leftovers, results_root, write_json
 from moelab.lab.results import about, new_run_id, part_name
 from moelab.records import RunFile
 from moelab.schema import Must, naming, parse_json, typed
@@ -62,8 +62,10 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
         return known
     found = []
     for name in names:
-        given = Path(name).suffix == ".ipynb" and Path(name).is_file()
-        matches = [Path(name)] if given else [path for path in known if is_named(path.stem, name)]
+        given = absolute(name)
+        matches = [path for path in known if is_named(path.stem, name)]
+        if given.suffix == ".ipynb" and given.is_file():
+            matches = [given]
         if len(matches) != 1:
             raise FileNotFoundError(f"no notebook {name!r}; there are {', '.join(p.stem for p in known) or 'none'}")
         found.append(matches[0].resolve())
@@ -180,14 +182,14 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
 
     Raises NotebookFailed: a cell or a widget's callback raised, took too long, or the kernel died.
     """
-    path = Path(path).resolve()
+    path = absolute(path).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no notebook at {path}")
     parameters = check_parameters(path, parameters or {})
     in_force = {name: parameter.default for name, parameter in inspect(path).items()} | parameters
     folder = results_root(results) / "runs" / path.stem
     remove_leftovers(folder)
-    run_id = new_run_id()
+    run_id = new_run_id(folder)
     part = folder / part_name(run_id)
     part.mkdir(parents=True)
     job = {"notebook": str(path), "parameters": parameters, "directory": str(part), "timeout": timeout,
@@ -195,7 +197,7 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
     variables = {"MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(part), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     start = time.monotonic()
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"], stdin=subprocess.PIPE,
-                               cwd=CHECKOUT, env=os.environ | variables, text=True, start_new_session=True)
+                               env=child_environment(**variables), text=True, start_new_session=True)
     try:
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
@@ -215,6 +217,12 @@ def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, res
         raise NotebookFailed(path.stem, error, failed)
     os.replace(part, folder / run_id)
     return folder / run_id
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Of a process that imports this moelab from the working folder of today, which paths in parameters count from."""
+    path = os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | variables
 
 
 def memory_of(about: dict[str, Any]) -> str:

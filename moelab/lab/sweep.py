@@ -39,15 +39,15 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from moelab.arguments import whole
+from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
 from moelab.claims import flat
 from moelab.comparison import are_numbers
-from moelab.files import CHECKOUT, atomic, read_json, results_root
+from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
 from moelab.journal import Journal
 from moelab.lab.results import environment
-from moelab.lab.runner import (add_run_options, check_parameters, notebooks, read_literal, run_notebook,
-                               split_assignments)
+from moelab.lab.runner import (add_run_options, check_parameters, child_environment, notebooks, read_literal,
+                               run_notebook, split_assignments)
 from moelab.progress import progress
 from moelab.records import Metric, MetricsFile
 from moelab.schema import Amount, naming, typed
@@ -104,8 +104,9 @@ def bench_point(name: str, point: Point) -> dict[str, Any]:
     code = ("import sys, threading; from moelab.lab.execute import exit_with_the_runner as end; "
             "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import main; sys.exit(main())")
     with TemporaryFile("w+") as told:
-        with subprocess.Popen([sys.executable, "-c", code, "bench", name, *words(point)], text=True, cwd=CHECKOUT,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told) as process:
+        with subprocess.Popen([sys.executable, "-c", code, "bench", name, *words(point)], text=True,
+                              env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=told) as process:
             printed = process.stdout.read()
             status = process.wait()
         told.seek(0)
@@ -179,9 +180,13 @@ def sweep(target: str, points: list[Point], table: Path, run: Callable[[list[Poi
           ) -> tuple[list[Row], list[tuple[Point, str]]]:
     """Run those points that the journal beside `table` does not have; returns the rows of all, and what failed.
 
-    Raises ValueError: the table is of another target; FileExistsError: another sweep is writing it.
+    Raises ValueError: the table is of another target, or it or its journal is no sweep's; FileExistsError: another
+    sweep is writing it.
     """
+    table = writable(table)
     table.parent.mkdir(parents=True, exist_ok=True)
+    if table.exists():
+        read(table)                                     # else it is somebody's, and stays
     journal, failed = Journal(table.with_suffix(".journal")), []
     try:
         if not journal.lines:
@@ -242,7 +247,7 @@ def read(path: str | Path) -> list[Row]:
     """The rows of a sweep's table. ValueError: no such file, or not of a sweep."""
     from pyarrow import parquet
     with naming(path, "table of a sweep", "`moelab sweep`"):
-        table = parquet.read_table(path)
+        table = parquet.read_table(absolute(path))
         rows = [Row({}, {}, {})._asdict() for _ in range(table.num_rows)]
         for field, column in zip(table.schema, table.columns):
             about = typed({name.decode(): text.decode() for name, text in (field.metadata or {}).items()}, _Column)
@@ -291,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=whole(1), default=1, help="processes here (%(default)s)")
     parser.add_argument("--scheduler", metavar="tcp://HOST:PORT",
                         help="of a Dask cluster, which runs the points instead")
-    parser.add_argument("--table", type=Path, metavar="FILE",
+    parser.add_argument("--table", type=output, metavar="FILE",
                         help="the table (results/sweeps/TARGET.parquet); its journal lies beside it")
     add_run_options(parser)
 

@@ -12,27 +12,30 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from moelab import registry
 from moelab.configs import spec_from_config
 from moelab.arguments import whole
 from moelab.files import cache_root
 from moelab.models import opening
-from moelab.models.checkpoint import Checkpoint, load_config
+from moelab.models.checkpoint import SUFFIXES, Checkpoint
 from moelab.models.direct import CheckpointExperts, few_bits, store_layers
-from moelab.models.identity import of_checkpoint
+from moelab.models.identity import digest, of_checkpoint
 from moelab.models.guard import check_spec
 from moelab.progress import progress
 from moelab.models.restore import blobs_of, pieces, places, small_files, source_files
 from moelab.models.seam import MoELayer, Weights, seam_class
 from moelab.store import codecs, fewbit
 from moelab.store.headers import WEIGHT_MAP
-from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
+from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
@@ -50,9 +53,11 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
 
     seconds : after which it stops, with TimeoutError.
 
-    Raises FileExistsError: the destination exists, or another process is writing it.
+    Of a conversion that was interrupted it goes on with what is missing or damaged, or begins anew if the source was
+    changed since. Raises FileExistsError: the destination exists, or another process is writing it.
     FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec or format; a quantisation that is not read, by
-        its name; a store that was quantised before; an unfinished store of another source or codec.
+        its name; a store that was quantised before; an unfinished store of another model or codec; a source that is
+        changed meanwhile.
     OSError: a disk is full or fails, or time is over; what is written is kept, and the same call goes on from there.
     """
     if quantize is not None:
@@ -71,7 +76,8 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
                 raise ValueError(f"{layer.name}.experts.{name} has {len(bank)} rows for {layer.E} experts, and a store "
                                  f"has no place for the others: {spec.model_type} cannot be converted")
     layers = store_layers(experts.plan.layers)
-    writer = StoreWriter(destination, spec, of_checkpoint(checkpoint, config), layers, codec, shards, quantize)
+    writer = StoreWriter(destination, spec, of_checkpoint(checkpoint, config), layers, codec, shards, quantize,
+                         content_of(checkpoint))
     try:
         each = spec.expert_params * (4 if spec.dtype == "float32" else 2)
         with progress(total=sum(E for _, E, _ in layers) * each, desc="converting", unit="B",
@@ -95,6 +101,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
             source, files = None, [(name, (checkpoint.folder / name).read_bytes()) for name in checkpoint.store.files
                                    if name not in (WEIGHT_MAP, SOURCE_LAYOUT if quantize else WEIGHT_MAP)]
         writer.finish(others, files, source)
+        checkpoint.require_unchanged()
         verify(writer.folder)
         return ExpertStore(writer.publish())
     finally:
@@ -131,9 +138,21 @@ def quantize_expert(form: str, tensors: Weights, blobs: dict[str, tuple[str, Any
             fewbit.unpack(form, blob, tensor)
 
 
+def content_of(checkpoint: Checkpoint) -> str:
+    """32 hex digits of all files that a conversion reads, every byte, unlike those of `moelab.models.identity`; of a
+    store, its index, which has the checksums of the others."""
+    if checkpoint.store is not None:
+        return digest(checkpoint.folder / INDEX)
+    small = {name: xxhash.xxh3_128_hexdigest(content) for name, content in small_files(checkpoint)
+             if Path(name).suffix in SUFFIXES}
+    large = {file.name: digest(file) for file in progress(checkpoint.files, "looking for changes", unit="file")}
+    return xxhash.xxh3_128_hexdigest(repr(sorted((small | large).items())).encode())
+
+
 def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize: str | None = None,
                seconds: float = math.inf) -> ExpertStore:
-    """The store of a model in the cache (`cache_root`), to which it is converted when it is first asked for.
+    """The store of a model in the cache (`cache_root`), to which it is converted when it is first asked for, and again
+    when any byte of it was changed.
 
     codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is. Raises what `convert`
     raises.
@@ -142,10 +161,19 @@ def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize:
     checkpoint, form = Checkpoint.at(folder), quantize or codec
     if checkpoint.store is not None and form == (checkpoint.store.quantized or checkpoint.store.codec):
         return checkpoint.store
-    name = f"{opening.model_name(source, folder)}-{of_checkpoint(checkpoint, load_config(folder))}.{form}"
-    destination = cache_root() / name.replace("/", "--")
-    return ExpertStore(destination) if destination.is_dir() else convert(source, destination, codec, quantize=quantize,
-                                                                         seconds=seconds)
+    destination = cache_root() / f"{opening.model_name(source, folder)}-{content_of(checkpoint)}.{form}".replace(
+        "/", "--")
+    try:
+        if destination.is_dir():
+            with suppress(StoreError):                          # one that is damaged is made again
+                return ExpertStore(destination)
+            shutil.rmtree(destination)
+        return convert(source, destination, codec, quantize=quantize, seconds=seconds)
+    except OSError as error:
+        if error.errno is None:                                 # not the disk's
+            raise
+        raise OSError(f"{error}. The store of {folder} in {form} is kept in {destination.parent}: set MOELAB_CACHE to "
+                      f"another folder, or `moelab convert` it to where there is room, and open that") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

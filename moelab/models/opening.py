@@ -20,8 +20,8 @@ from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
+from moelab.files import absolute, from_hub, small_model
 from moelab.models.seam import banks, discover, leave_out, plug
-from moelab.files import from_hub, small_model
 from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.verify import check_weights
@@ -148,7 +148,7 @@ def find(name_or_path: str | Path | None) -> Path:
     """The local folder of a model; a hub id is downloaded (config, tokenizer, safetensors) or found in the cache."""
     if name_or_path is None:
         return small_model()
-    path = Path(name_or_path).expanduser()
+    path = absolute(name_or_path)
     if path.exists():
         return path
     if path.with_name(path.name + ".part").is_dir():
@@ -211,4 +211,4 @@ def model_name(name_or_path: str | Path | None, folder: Path) -> str:
     if name_or_path is None:
         return "small"
     text = str(name_or_path)
-    return folder.name if Path(text).expanduser().exists() else text
+    return folder.name if absolute(text).exists() else text

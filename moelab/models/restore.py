@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from moelab.files import absolute
 from moelab.models.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
 from moelab.store import fewbit
@@ -142,7 +143,7 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     Raises FileExistsError: the destination exists.
     StoreError: the store is damaged, or does not give what it says that it was made from; its weights were rounded.
     """
-    store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), Path(destination)
+    store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), absolute(destination)
     if os.path.lexists(destination):
         raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
     if store.quantized:

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from moelab.arguments import number, whole
+from moelab.arguments import number, output, whole
 from moelab.files import load_json, write_json
 from moelab.models import opening, plugged
 from moelab.models.fast_decode import FastDecode
@@ -232,7 +232,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="an expert store")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="L", help="threads that decode (default: 1)")
     parser.add_argument("--seconds", type=number(above=0), default=10.0, help="about how long to measure (default: 10)")
-    parser.add_argument("--output", metavar="FILE", help="keep all samples in a JSON file, for Profile.load")
+    parser.add_argument("--output", type=output, metavar="FILE",
+                        help="keep all samples in a JSON file, for Profile.load")
 
 
 def main(args: argparse.Namespace) -> int:

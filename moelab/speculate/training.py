@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moelab.files import atomic
+from moelab.files import absolute, atomic
 from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
@@ -94,7 +94,7 @@ def train(trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors,
     if min(tokens, batch, patience) < 1:
         raise ValueError(f"tokens={tokens}, batch={batch}, patience={patience}: each must be at least 1")
     run = _Run(data, settings)
-    path = None if checkpoint is None else Path(checkpoint)
+    path = None if checkpoint is None else absolute(checkpoint)
     if path is not None and path.exists():
         run.resume(path)
     every = every or max(tokens // 20, 1)

@@ -38,6 +38,7 @@ from typing import Any
 
 import xxhash
 
+from moelab.files import absolute
 from moelab.specs import MoESpec
 from moelab.store import bf12, fewbit
 from moelab.store.bits import LAYOUT, as_bytes
@@ -298,7 +299,7 @@ class ExpertStore:
     aligned, scratch = True, 0
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = absolute(folder)
         index = self.folder / INDEX
         if not index.is_file():
             unfinished = self.folder.with_name(self.folder.name + ".part").is_dir()

@@ -2,10 +2,10 @@
 
 Source: ZipMoE §3.1, offline initialization. Everything is written to `DESTINATION.part`. Experts are appended to
 their layer's file; once their bytes are on the disk (fsync), a line for each goes to the journal
-`DESTINATION.part.jsonl`. To resume, the files are truncated to what the journal lists, and writing goes on with the
-next expert. What is written depends on the tensors, codec and shards alone, so a resumed store has the same bytes. Room
-for a safetensors header is reserved at the beginning of a layer's file and filled at the end; then come the other
-weights and the index, and the folder is renamed.
+`DESTINATION.part.jsonl`. To resume, what the journal lists is read again, and experts that are damaged or missing are
+written to their places. What is written depends on the tensors, codec and shards alone, so a resumed store has the same
+bytes. Room for a safetensors header is reserved at the beginning of a layer's file and filled at the end; then come the
+other weights and the index, and the folder is renamed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from moelab.files import absolute
 from moelab.journal import Journal
+from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.headers import NAMES, WEIGHT_MAP, Stored
-from moelab.store.layout import (CHECKSUMS, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHTS, Layer, TensorEntry,
-                                 aligned, in_file, layer_file, layer_header, plain_name,
-                                 read_entries, regular_file, seal, weights_header)
+from moelab.store.layout import (CHECKSUMS, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHTS, Chunk, Layer,
+                                 aligned, in_file, layer_file, layer_header, plain_name, read_entries, seal,
+                                 weights_header)
 
 COMMIT = 64 << 20           # bytes of a layer's file between two syncs
 BEHIND = 32 << 20           # bytes of an expert that may be written while the next one is compressed
+Key = tuple[int, int]       # (MoE layer, expert)
 
 
 class StoreWriter:
@@ -40,17 +43,19 @@ class StoreWriter:
     layers : for each MoE layer its experts module's name, its number of experts and whether the model stacks them.
     codec, shards : see `moelab.store.codecs.compress_tensor`.
     quantized : the few-bit format that experts are rounded to, as the index then says; None for the source's weights.
+    content : a digest of the source's files; an unfinished store of other ones is begun anew.
 
     Raises
     ------
     FileExistsError : the destination is there, or another process is writing it.
     ValueError : an unknown codec or impossible number of shards, before anything is written; an unfinished store of
-        another source, codec or number of shards is in the way, or one that was changed since.
+        another model, codec or number of shards is in the way.
     """
 
     def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
-                 codec: str = codecs.DEFAULT, shards: int = codecs.SHARDS, quantized: str | None = None) -> None:
-        self.destination = Path(destination)
+                 codec: str = codecs.DEFAULT, shards: int = codecs.SHARDS, quantized: str | None = None,
+                 content: str = "") -> None:
+        self.destination = absolute(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         if os.path.lexists(self.destination):
             raise FileExistsError(f"{self.destination} exists and is not overwritten; give another destination or "
@@ -67,9 +72,10 @@ class StoreWriter:
             "format": FORMAT, "version": VERSION, "spec": spec.to_dict(), "identity": identity, "codec": codec,
             "K": shards, "layout": LAYOUT, "checksum": checksum, "layers": layers,
             **({"quantized": quantized} if quantized else {})}))
-        self.records: list[dict[str, Any]] = []                 # of the experts that are safely on the disk
-        self._pending: list[dict[str, Any]] = []                # of those that are written but not yet synced
+        self.records: dict[Key, dict[str, Any]] = {}            # of the experts that are safely on the disk
+        self._pending: dict[Key, dict[str, Any]] = {}           # of those that are written but not yet synced
         self._file: Any = None
+        self._layer, self._end, self._unsynced = -1, 0, 0       # of the file, where it is written next, bytes
         self._thread, self._writing = ThreadPoolExecutor(1), None
         with self._explained():
             fresh = not self.folder.is_dir()
@@ -79,71 +85,77 @@ class StoreWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._journal = Journal(Path(f"{self.folder}.jsonl"), fresh)
         try:
-            self._resume(self._journal.lines)
+            self._resume(self._journal.lines, content)
         except BaseException:
             self.close()
             raise
 
     # ------------------------------------------------------------------------------------------------- resuming
 
-    def _resume(self, lines: list[dict[str, Any]]) -> None:
+    def _resume(self, lines: list[dict[str, Any]], content: str) -> None:
         begun = lines[0] if lines and isinstance(lines[0], dict) else {}
         spec = begun.get("spec")
         if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
             self.head["spec"]["name"] = name                    # the same source may be called differently now
-        if lines and begun != self.head and any(self.folder.glob("experts-*")):
-            differ = ["shards" if key == "K" else key for key in begun | self.head
-                      if begun.get(key) != self.head.get(key)]
+        head = self.head | {"content": content}
+        differ = ["shards" if key == "K" else key for key in begun | head if begun.get(key) != head.get(key)]
+        if begun.get("format") == FORMAT and {*differ} - {"content"} and any(self.folder.glob("experts-*")):
             raise ValueError(f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
                              f"the source and the options that it was begun with, or remove it")
-        if begun != self.head:                                  # nothing is written yet that could be lost
+        if differ:                          # other weights than those that it holds by now, or nobody knows which
             lines = []
             with self._explained():
-                self._journal.restart([self.head])
-        self.records = lines[1:]
-        try:
-            ends = self._ends()
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"{self.folder}.jsonl is no journal of this store ({error}); remove it and {self.folder} "
-                             f"and convert again") from error
+                self._journal.restart([head])
+        self.records = self._whole(lines[1:])
         for path in self.folder.glob("experts-*.safetensors"):
-            if path.name not in map(layer_file, ends):
-                path.unlink()                                   # it is not in the journal
-        for layer, end in ends.items():
-            path = self.folder / layer_file(layer)
-            if not path.is_file() or regular_file(path) < end:
-                raise ValueError(f"{path} is shorter than its journal says, so it was changed since; remove "
-                                 f"{self.folder} and convert again")
-            self._open(layer, end)
+            if path.name not in (layer_file(layer) for layer, _ in self.records):
+                path.unlink()
 
-    def _ends(self) -> dict[int, int]:
-        """Where each layer's file ends by the journal, whose records must be those of one expert after another."""
-        ends: dict[int, int] = {}
-        tensors: dict[int, Any] = {}
-        for (layer, expert), record in zip(self._everyone(), self.records, strict=False):
-            if tensors.setdefault(layer, record["tensors"]) != record["tensors"]:
-                raise ValueError(f"expert {expert} of MoE layer {layer} has other tensors than the one before it")
-            chunks = [chunk for _, chunk in in_file(_entries(record))]
-            at = ends.get(layer, chunks[0].offset)
-            for chunk in chunks:
-                if chunk.offset != at or (record["layer"], record["expert"]) != (layer, expert):
-                    raise ValueError(f"expert {expert} of MoE layer {layer} does not follow the one before it")
-                at += aligned(chunk.length)
-            if record["end"] != at:
-                raise ValueError(f"expert {expert} of MoE layer {layer} ends at {at:,}, not at {record['end']}")
-            ends[layer] = at
-        if len(self.records) > len(self._everyone()):
-            raise ValueError("it has more experts than the model")
-        return ends
+    def _whole(self, records: list[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+        """Of the journal's records, those of experts whose bytes are all there, after those of the expert before."""
+        found, whole, shapes, ends = {}, {}, {}, {}
+        for record in records:
+            with suppress(KeyError, TypeError):
+                key = record["layer"], record["expert"]
+                found[key] = record if found.get(key, record) == record else None       # two that contradict each other
+        there = [key for key in self._everyone() if key in found]
+        for layer, expert in progress(there, "checking what is there", unit="expert") if there else ():
+            with suppress(ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, OSError):
+                record = found[layer, expert]
+                chunks, end = _chunks(record), ends.get((layer, expert - 1), 0)
+                begin = chunks[0].offset
+                with open(self.folder / layer_file(layer), "rb") as f:
+                    f.seek(begin)
+                    data = memoryview(f.read(record["end"] - begin))
+                same = shapes.setdefault(layer, record["tensors"]) == record["tensors"]
+                follows = end in (0, begin) and record["end"] == begin + len(data)
+                if same and follows and "sources" in record and self._is_written(chunks, data):
+                    whole[layer, expert], ends[layer, expert] = record, record["end"]
+        return whole
 
-    def _everyone(self) -> list[tuple[int, int]]:
+    def _is_written(self, chunks: list[Chunk], data: memoryview) -> bool:
+        """Whether these are the bytes of an expert's chunks and of the padding between them."""
+        begin = at = chunks[0].offset
+        for chunk in chunks:
+            piece, at = data[at - begin:at - begin + aligned(chunk.length)], at + aligned(chunk.length)
+            if chunk.offset + len(piece) != at or self.checksum(piece[:chunk.length]) != chunk.checksum:
+                return False
+            if any(piece[chunk.length:]):
+                return False
+        return at - begin == len(data)
+
+    def _everyone(self) -> list[Key]:
         return [(layer, expert) for layer, (_, E, _) in enumerate(self.layers) for expert in range(E)]
 
     # -------------------------------------------------------------------------------------------------- experts
 
-    def missing(self) -> Iterator[tuple[int, int]]:
+    def missing(self) -> Iterator[Key]:
         """(layer, expert) of every expert that is still to be added, in the order to add them."""
-        yield from self._everyone()[len(self.records) + len(self._pending):]
+        for key in self._everyone():
+            if key in self.records:
+                self._wait()                    # the one before may need its place
+            if key not in self.records and key not in self._pending:
+                yield key
 
     def add(self, layer: int, expert: int, tensors: dict[str, Any], sources: list[list] | None = None,
             blobs: dict[str, tuple[str, Any]] | None = None) -> None:
@@ -167,13 +179,15 @@ class StoreWriter:
             size += tensor.nbytes
             del tensor
         self._wait()
-        before = (self.records + self._pending)[-1:]
-        if expert and before[0]["tensors"] != shapes:
-            raise ValueError(f"expert {expert} of MoE layer {layer} has other tensors than the one before: {shapes} "
-                             f"against {before[0]['tensors']}")
+        if expert and (before := self._record(layer, expert - 1)["tensors"]) != shapes:
+            raise ValueError(f"{self.folder}: expert {expert} of MoE layer {layer} has other tensors than the one "
+                             f"before: {shapes} against {before}")
         self._writing = self._thread.submit(self._write_expert, layer, expert, packed, entries, shapes, sources)
         if size > BEHIND:
             self._wait()
+
+    def _record(self, layer: int, expert: int) -> dict[str, Any] | None:
+        return self._pending.get((layer, expert)) or self.records.get((layer, expert))
 
     def _wait(self) -> None:
         """Wait until the expert before is written; raises what writing it raised."""
@@ -184,30 +198,38 @@ class StoreWriter:
     def _write_expert(self, layer: int, expert: int, packed: dict[str, codecs.PackedTensor], entries: dict[str, list],
                       shapes: dict[str, list], sources: list[list] | None) -> None:
         with self._explained():
-            if expert == 0:
-                self._commit()
+            if expert:
+                begin = self._record(layer, expert - 1)["end"]
+            else:
                 n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p.planes)
                 longest = max(map(len, packed)) + 150           # bytes of an entry's JSON; its padding's are fewer
                 about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
-                self._open(layer, aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest))
+                begin = aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
+            self._open(layer, begin)
             for exponents in (True, False):
                 for name, p in packed.items():
                     for plane in p.planes[:1] if exponents else p.planes[1:]:
                         chunks = [self._append(shard) for shard in plane.shards]
                         entries[name][1].append([plane.codec, chunks])
-            self._pending.append({"layer": layer, "expert": expert, "end": self._end, "entries": entries,
-                                  "tensors": shapes, "sources": sources})
-            if self._end - self._synced >= COMMIT:
+            self._pending[layer, expert] = {"layer": layer, "expert": expert, "end": self._end, "entries": entries,
+                                            "tensors": shapes, "sources": sources}
+            after = self.records.get((layer, expert + 1))
+            if after and _chunks(after)[0].offset != self._end:         # another release of a codec: write them anew
+                self.records = {key: kept for key, kept in self.records.items() if key < (layer, expert)
+                                or key[0] > layer}
+            if self._unsynced >= COMMIT:
                 self._commit()
 
-    def _open(self, layer: int, end: int) -> None:
-        if self._file is not None:
-            self._file.close()
-        path = self.folder / layer_file(layer)
-        self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)
-        self._file.truncate(end)
-        self._file.seek(end)
-        self._end = self._synced = end
+    def _open(self, layer: int, begin: int) -> None:
+        """Write to a layer's file from `begin` on."""
+        if self._layer != layer:
+            self._commit()
+            if self._file is not None:
+                self._file.close()
+            path = self.folder / layer_file(layer)
+            self._file, self._layer = open(path, "r+b" if path.exists() else "x+b", buffering=0), layer
+        self._file.seek(begin)
+        self._end = begin
 
     def _append(self, shard: Any) -> list:
         n = len(shard)
@@ -215,15 +237,16 @@ class StoreWriter:
             while view:
                 view = view[self._file.write(view):]            # the system may take less than it is given
         self._end += aligned(n)
+        self._unsynced += aligned(n)
         return [self._end - aligned(n), n, self.checksum(shard)]
 
     def _commit(self) -> None:
         """Wait until the layer's file is on the disk, then enter its new experts in the journal."""
         if self._pending:
             os.fsync(self._file.fileno())
-            self._journal.append(self._pending)
-            self.records += self._pending
-            self._pending, self._synced = [], self._end
+            self._journal.append(list(self._pending.values()))
+            self.records |= self._pending
+            self._pending, self._unsynced = {}, 0
 
     # ---------------------------------------------------------------------------------------- the rest of the store
 
@@ -238,8 +261,8 @@ class StoreWriter:
         self._wait()
         with self._explained():
             self._commit()
-            if source is not None and all(record["sources"] is not None for record in self.records):
-                experts = [record["sources"] for record in self.records]
+            experts = [self.records[key]["sources"] for key in self._everyone()]
+            if source is not None and None not in experts:
                 files = [*files, (SOURCE_LAYOUT, json.dumps({**source, "experts": experts}).encode())]
             weight_map = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}, indent=1)
             table = {}
@@ -254,11 +277,12 @@ class StoreWriter:
     def _write_headers(self) -> list[dict[str, Any]]:
         """Fill in the layers' headers; returns their index."""
         layers = []
-        for layer, (module, _, stacked) in enumerate(self.layers):
-            records = [r for r in self.records if r["layer"] == layer]
-            start = records[0]["end"] - sum(aligned(chunk.length) for _, chunk in in_file(_entries(records[0])))
-            layers.append({"module": module, "stacked": stacked, "tensors": records[0]["tensors"], "header": start,
-                           "size": records[-1]["end"], "experts": [record["entries"] for record in records]})
+        for layer, (module, E, stacked) in enumerate(self.layers):
+            records = [self.records[layer, expert] for expert in range(E)]
+            layers.append({"module": module, "stacked": stacked, "tensors": records[0]["tensors"],
+                           "header": _chunks(records[0])[0].offset, "size": records[-1]["end"],
+                           "experts": [record["entries"] for record in records]})
+            os.truncate(self.folder / layer_file(layer), records[-1]["end"])
             _write(self.folder / layer_file(layer), layer_header(layer, Layer(layer, layers[-1])), "r+b")
         return layers
 
@@ -312,8 +336,9 @@ class StoreWriter:
                           f"right and run the same command again, and it goes on from there") from error
 
 
-def _entries(record: dict[str, Any]) -> dict[str, TensorEntry]:
-    return read_entries(record["entries"], record["tensors"])
+def _chunks(record: dict[str, Any]) -> list[Chunk]:
+    """An expert's chunks in the order of the file."""
+    return [chunk for _, chunk in in_file(read_entries(record["entries"], record["tensors"]))]
 
 
 def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -6,7 +6,7 @@ import pytest
 
 from moelab.lab import open_run
 from moelab.files import finished_runs, write_json
-from moelab.lab.results import annotated, check_injected
+from moelab.lab.results import annotated, check_injected, new_run_id
 
 
 def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
@@ -101,6 +101,22 @@ def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
     assert [path.name for path in finished_runs("n", tmp_path)] == ["20250101-2", "20250102-1"]
     assert [path.name for path in finished_runs("n", tmp_path, lab=True)] == ["20250101-2", "20250101-9-lab",
                                                                               "20250102-1"]
+
+
+def test_the_newest_run_is_the_last_one_whatever_the_clock_said(tmp_path):
+    """Runs of a clock that was wrong, before and since runs are counted; more than four digits; failed ones count."""
+    folder, given = tmp_path / "runs" / "n", []
+    for stale in ("20990101-000000-000000", "0003-20990101-000000-000000", "0004-20200101-000000-000000.failed"):
+        (folder / stale).mkdir(parents=True)
+    for _ in range(3):
+        given.append(new_run_id(folder))
+        (folder / given[-1]).mkdir()
+    assert [name[:5] for name in given] == ["0005-", "0006-", "0007-"]
+    (folder / "9999-20200101-000000-000000").mkdir()
+    (folder / new_run_id(folder)).mkdir()
+    names = [path.name for path in finished_runs("n", tmp_path)]
+    assert names[:5] == ["20990101-000000-000000", "0003-20990101-000000-000000", *given]
+    assert names[5].startswith("9999-") and names[6].startswith("10000-")
 
 
 CELL = "smoke: bool = False  # small\nn: int = 3\nshare = 0.5\nname: str = ''\nlimit: int | None = None\nk = 2 * 3"

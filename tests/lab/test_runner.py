@@ -35,6 +35,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     (other / "kernel.json").write_text(json.dumps({"argv": ["/bin/false", "{connection_file}"],
                                                    "display_name": "other", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
+    monkeypatch.chdir(tmp_path)
     path = notebook("good", *GOOD, "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
                     "interact(lambda x: print(x, end=' '), x=ipywidgets.IntSlider(2, description='x [1]'))\n"
                     "interact(print, shown=True, x=ipywidgets.IntSlider(3, description='x [1]'))",
@@ -53,8 +54,8 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
         assert main(["list"]) == 0 and f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" in capsys.readouterr().out
     assert about["env"]["versions"]["python"] == sys.version.split()[0]
     assert any(package.startswith("numpy==") for package in about["packages"])
-    # the kernel is this interpreter and works in the root of the repository
-    assert printed(directory / "good.ipynb").strip() == f"2 {CHECKOUT} {sys.executable} 7 True 1"
+    # the kernel is this interpreter and works where the person does, whose paths are from there
+    assert printed(directory / "good.ipynb").strip() == f"2 {tmp_path} {sys.executable} 7 True 1"
     nb, outputs = displayed(directory / "good.ipynb")
     figure = next(o for o in outputs if "application/vnd.plotly.v1+json" in o["data"])
     assert figure["data"]["text/plain"] == '[Figure: It rises from 1 to 2, "always"]'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import random
+import shutil
 
 import pytest
 import torch
@@ -120,13 +122,67 @@ def test_resuming_after_any_byte_gives_the_same_bytes(tmp_path, monkeypatch):
         done.rename(folder)
 
 
-def test_a_journal_that_promises_more_than_there_is_is_not_believed(tmp_path, monkeypatch):
+@pytest.fixture
+def cut_off(tmp_path, monkeypatch):
+    """(files of a whole store, the layer's file and the journal of the same one after five of six experts)."""
     monkeypatch.setattr(writing, "COMMIT", 1)
+    (tmp_path / "truth").mkdir()
+    truth = contents(write(tmp_path / "truth"))
     write(tmp_path, stop_after=5)
-    file = tmp_path / "store.part" / "experts-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="shorter than its journal says"):
-        begin(tmp_path)
+    return truth, tmp_path / "store.part" / "experts-00000.safetensors", tmp_path / "store.part.jsonl"
+
+
+def resumed(folder, monkeypatch, **changes):
+    """(files of the store that a conversion that goes on makes, the experts that it adds)."""
+    added, add = [], StoreWriter.add
+    with monkeypatch.context() as seen:
+        seen.setattr(StoreWriter, "add", lambda self, *key_and: added.append(key_and[:2]) or add(self, *key_and))
+        return contents(write(folder, **changes)), added
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_expert_that_was_damaged_is_written_again_and_no_other(tmp_path, monkeypatch, cut_off, seed):
+    """A byte of its chunks or of its padding, or the end of the file."""
+    truth, file, _ = cut_off
+    raw, layer = file.read_bytes(), ExpertStore(tmp_path / "truth" / "store").layers[0]
+    begins = [min(chunk.offset for entry in entries.values() for _, chunks in entry.planes for chunk in chunks)
+              for entries in layer.experts]
+    at = len(raw) - 1 if not seed else random.Random(seed).randrange(layer.header, len(raw))
+    file.write_bytes(raw[:at] + (bytes([raw[at] ^ 64]) + raw[at + 1:] if seed else b""))
+    hit = max(i for i, begin in enumerate(begins) if begin <= at)
+    assert resumed(tmp_path, monkeypatch) == (truth, [(0, hit), (1, 2)])
+
+
+def test_an_expert_whose_record_was_damaged_is_written_again_and_no_other(tmp_path, monkeypatch, cut_off):
+    truth, _, journal = cut_off
+    lines = [line for line in journal.read_bytes().split(b"\n\n") if line]
+    for i in range(1, 6):
+        (tmp_path / "one").mkdir()
+        shutil.copytree(tmp_path / "store.part", tmp_path / "one" / "store.part")
+        (tmp_path / "one" / "store.part.jsonl").write_bytes(
+            b"".join(b"x" * (j == i + 1) + line + b"\n\n"
+                     for j, line in enumerate(lines)))
+        with pytest.warns(UserWarning, match="1 records in"):
+            assert resumed(tmp_path / "one", monkeypatch) == (truth, [divmod(i - 1, 3), (1, 2)])
+        shutil.rmtree(tmp_path / "one")
+
+
+def test_experts_behind_one_that_takes_another_size_now_are_written_again(tmp_path, monkeypatch, cut_off):
+    """As after another release of a codec's library."""
+    truth, file, _ = cut_off
+    raw = file.read_bytes()
+    begin = ExpertStore(tmp_path / "truth" / "store").layers[0].header
+    file.write_bytes(raw[:begin] + b"?" + raw[begin + 1:])
+    real = writing.codecs.compress_tensor
+    monkeypatch.setattr(writing.codecs, "compress_tensor", lambda tensor, codec, shards: real(tensor, "raw", shards))
+    _, added = resumed(tmp_path, monkeypatch)
+    assert added == [(0, 0), (0, 1), (0, 2), (1, 2)] and verify(tmp_path / "store")["experts"] == 6
+
+
+def test_another_content_of_the_source_begins_anew(tmp_path, monkeypatch, cut_off):
+    truth, *_ = cut_off
+    everyone = [(layer, expert) for layer in range(2) for expert in range(3)]
+    assert resumed(tmp_path, monkeypatch, content="edited") == (truth, everyone)
 
 
 @pytest.mark.parametrize("change, named", [({"identity": "b" * 16}, "identity"), ({"codec": "raw"}, "codec"),

@@ -21,7 +21,7 @@ from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
-from moelab.files import read_json
+from moelab.files import absolute, read_json
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
 
@@ -41,7 +41,7 @@ class ConvertedModel:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = absolute(folder)
         path = self.folder / MANIFEST
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "

@@ -19,7 +19,7 @@ from shlex import quote
 from typing import Any
 
 from moelab import open_model, registry
-from moelab.arguments import whole
+from moelab.arguments import output, whole
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.files import write_text
 from moelab.offloading.budget import memory
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it")
     parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
                         help="turn a control; may be given several times")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a .html page or a .csv table")
+    parser.add_argument("--output", type=output, metavar="FILE", help="a .html page or a .csv table")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moelab.calibration import Calibration
-from moelab.files import atomic, cache_root
+from moelab.files import absolute, atomic, cache_folder
 from moelab.models import find
 from moelab.progress import progress
 from moelab.registry import names
@@ -114,7 +114,8 @@ def counted(counts: Any) -> np.ndarray | None:
     Raises FileNotFoundError, ValueError: no such file, or nothing that has counts in it.
     """
     if isinstance(counts, (str, Path)):
-        counts = np.load(counts) if Path(counts).suffix == ".npy" else Calibration.load(counts)
+        counts = absolute(counts)
+        counts = np.load(counts) if counts.suffix == ".npy" else Calibration.load(counts)
     counts = counts.counts() if callable(getattr(counts, "counts", None)) else counts
     return None if counts is None else np.asarray(counts)
 
@@ -122,9 +123,9 @@ def counted(counts: Any) -> np.ndarray | None:
 def file_of(counts: Any) -> Path:
     """A file from which `counted` reads the same: the one that was given, else one of the cache, by its content."""
     if isinstance(counts, (str, Path)):
-        return Path(counts)
+        return absolute(counts)
     seen = counted(counts)
-    path = cache_root() / "counts" / f"{sha256(seen.tobytes()).hexdigest()[:16]}.npy"
+    path = cache_folder("counts") / f"{sha256(seen.tobytes()).hexdigest()[:16]}.npy"
     if not path.exists():
         with atomic(path) as part, open(part, "wb") as file:
             np.save(file, seen)
