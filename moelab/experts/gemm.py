@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import (Dispatch, Sorted, activate, banks, dispatch, names, plain, scatter, wants_grad,
-                                     zeros)
+from moelab.experts.executor import Dispatch, Sorted, activate, banks, dispatch, names, plain, scatter, zeros
 
 _GROUPED_MM = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _OPS = torch.ops.mkldnn
@@ -80,8 +79,7 @@ class Packed(Sorted):
         order = dispatch(ids, experts.num_experts)
         hit = order.hit()
         first = experts.weights(hit[0][0]) if hit else {}
-        if not hit or not _on_cpu(x, *first.values()) or not SUPPORTED[x.dtype]() \
-                or wants_grad(x, weights, *first.values()):
+        if not hit or not _on_cpu(x, *first.values()) or not SUPPORTED[x.dtype]():
             return super().run(x, ids, weights, experts)
         n = len(order)
         self.count(n, n, n)
