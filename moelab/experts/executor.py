@@ -179,8 +179,3 @@ def silu_gated(experts: Any) -> bool:
         known = _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)),
                                                                      F.silu(gate) * up, atol=1e-6)
     return known
-
-
-def wants_grad(*tensors: Tensor) -> bool:
-    """Whether a result of these may need a gradient, which compiled kernels do not record."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

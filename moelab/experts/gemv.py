@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_gated, wants_grad
+from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_gated
 from moelab.kernels import feed_forward as around, products
 
 
 class GEMV(Sorted):
     """numba products with weights as they lie, or Triton's for a single token on a GPU (`gemv_triton`); `Sorted` for
-    experts that are not plain, weights that are not contiguous, mixed types, other devices and gradients."""
+    experts that are not plain, weights that are not contiguous, mixed types and other devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class GEMV(Sorted):
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A token's experts in a few launches; None where the kernels are not for them."""
-        if x.dtype != torch.bfloat16 or wants_grad(x, weights) or not (plain(experts) and silu_gated(experts)) \
-                or experts.has_bias or experts.is_transposed:
+        if x.dtype != torch.bfloat16 or not (plain(experts) and silu_gated(experts)) or experts.has_bias \
+                or experts.is_transposed:
             return None
         try:
             from moelab.experts import gemv_triton
@@ -133,7 +133,7 @@ class GEMV(Sorted):
             return _tables(experts, [experts.weights(e) for e in hit.tolist()], dtype, on)
         held = {part: experts._parameters[part] for name in names(experts) for part in (name, name + "_bias")
                 if part == name or experts.has_bias}
-        state = wants_grad(*held.values()), *[(w.data_ptr(), w.stride(), w.dtype) for w in held.values()]
+        state = [(w.data_ptr(), w.stride(), w.dtype) for w in held.values()]
         before, found = _BANKS.get(experts, (None, None))
         if before != state:
             each = [dict(zip(held, tensors)) for tensors in zip(*[w.unbind() for w in held.values()])]
@@ -177,7 +177,7 @@ def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype, on
         table = np.zeros((len(given), 4), np.int64)
         for column, part in ((0, name), (2, name + "_bias")) if experts.has_bias else ((0, name),):
             tensors = [tensors[part] for tensors in given]
-            if any(w.dtype != dtype or w.device.type != on or not w.is_contiguous() or wants_grad(w) for w in tensors):
+            if any(w.dtype != dtype or w.device.type != on or not w.is_contiguous() for w in tensors):
                 return None
             table[:, column] = [w.data_ptr() for w in tensors]
         R = given[0][name].shape[-1 if experts.is_transposed else -2]
@@ -186,4 +186,4 @@ def _tables(experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype, on
 
 
 def _computable(x: Tensor, weights: Tensor, experts: Any) -> bool:
-    return x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts) and not wants_grad(x, weights)
+    return x.device.type == "cpu" and x.dtype in products.KINDS and plain(experts)

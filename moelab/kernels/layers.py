@@ -48,7 +48,10 @@ def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
 
 @kernel
 def route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work, team, threads):
-    """The K largest of a softmax of w x, `normalised` to a sum of one or not: logits [E], scores [K], ids [1, K]."""
+    """The K largest of a softmax of w x, `normalised` to a sum of one or not: logits [E], scores [K], ids [1, K].
+
+    Whether these are the only ones: False where another expert is as good as the last of them, or is not a number.
+    """
     p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
     matrix, bounds = np.zeros((1, 4), np.int64), np.arange(2)
     matrix[0, 0] = w
@@ -66,6 +69,7 @@ def route(kind, score_kind, x, w, E, H, K, normalised, logits, scores, ids, work
     total = chosen.sum() if normalised else total
     for k in range(K):
         write(score_kind, scores, k, chosen[k] / total)
+    return p.max() < chosen[K - 1] and total == total
 
 
 @kernel
@@ -179,26 +183,31 @@ def to_experts(shape, weights, token, room, x, y, normed):
 
 
 @kernel(error_model="numpy")
-def stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x, w, ids, times, clock):
-    """How many layers were computed; x [H], w and ids [L, K] and times [L, 2] are written."""
+def stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x, w, ids, times, clock, memory, first):
+    """How many layers were computed, those before the `first` included; x [H], w and ids [L, K] and times [L, 2] are
+    written. It ends before experts that are elsewhere, or, with ids of −1, before a choice that is not its own: that is
+    to be made of memory[1], and then this layer is the first. memory : [4, max(H, E)]."""
     (kind, H), (score_kind, normalised, work), (team, threads) = (shape[0][0], shape[1]), routing, token[3:]
-    (L, K), E, start = ids.shape, ups.shape[1], now(*clock)
-    memory = np.empty((4, max(H, E)), np.float32)
+    (L, K), E = ids.shape, ups.shape[1]
     up, down, each = np.empty((K, 4), np.int64), np.empty((K, 4), np.int64), np.arange(K + 1)
     tokens, rows = np.zeros(K, np.int64), each[:K].copy().reshape(1, K)
     y, normed, out, logits = address(memory[0]), address(memory[1]), address(memory[2]), address(memory[3])
-    for i in range(L):
+    for i in range(first, L):
         at = w + span(score_kind, i * K)
-        to_experts(shape, weights[i], token, rooms[i], x, y, normed)
-        route(kind, score_kind, normed, routers[i], E, H, K, normalised, logits, at, ids[i:i + 1], work, team, threads)
+        if ids[i, 0] < 0:
+            to_experts(shape, weights[i], token, rooms[i], x, y, normed)
+            if not route(kind, score_kind, normed, routers[i], E, H, K, normalised, logits, at, ids[i:i + 1], work, team,
+                         threads):
+                ids[i, 0] = -1
+                return i
         for k in range(K):
             for j in range(4):
                 up[k, j], down[k, j] = ups[i, ids[i, k], j], downs[i, ids[i, k], j]
             if up[k, 0] == 0:
                 return i
-        times[i, 0] = now(*clock) - start
+        times[i, 0] = now(*clock)
         gated(kind, ways, up, down, each, normed, np.int64(1), H, tokens, rows, score_kind, at, out, team, threads)
-        times[i, 1] = now(*clock) - start
+        times[i, 1] = now(*clock)
         for h in range(H):
             write(kind, x, h, weight(kind, y, h) + weight(kind, out, h))
     kept(memory)

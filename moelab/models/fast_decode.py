@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from moelab.models.decode.layers import decode_layer, stretches
 from moelab.models.decode.modules import FastLinears, fast_norm, fast_router
 from moelab.models.patches import Patches, bare
 from moelab.store import bf12, fewbit
+from moelab.store.layout import CHECKSUMS
 from moelab.store.reader import aligned_buffer
 
 KERNELS = {"norms": fast_norm, "routers": fast_router, "attentions": decode_attention, "layers": decode_layer,
@@ -37,7 +39,8 @@ class FastDecode(Patches):
     rows : up to how many rows linear layers use them; None measures it.
     dense : one of `DENSE`: linear layers, attention's and the head too, but no routers, multiply by copies of their
         bf16 weights in that format, made now. bf12 is lossless: results differ in the order of sums only. The others
-        round, prompts included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are.
+        round, prompts included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are. A
+        weight that is replaced is used as it then is; of one that was edited in place the next prompt is a ValueError.
     norms, routers, attentions, layers, graphs, linears : count the modules with another forward; one that had another
         is left alone; a router within a graph counts with it. stretches : counts those of layers that are one call
         for a token (`moelab.models.decode.layers`).
@@ -47,32 +50,55 @@ class FastDecode(Patches):
         super().__init__()
         self.norms = self.routers = self.attentions = self.layers = self.graphs = self.linears = 0
         pack = None if dense is None else as_bf12 if dense == "bf12" else Rounding(dense)
-        find_linear, packed = FastLinears(rows), []
+        find_linear, unchanged = FastLinears(rows), []
+        self.model, self.dense, self.copied = model, dense, {}              # copied: weight → (address, checksum)
 
-        def counted(weight: Tensor, parts: int) -> Matrices | None:
+        def noted(weight: Tensor, parts: int) -> Matrices | None:
             if found := pack(weight, parts):
-                packed.append(found.kind)
+                self.copied[weight] = weight.data_ptr(), _checksum(weight)
             return found
         self.rows = find_linear.rows
         try:
             for what, find in (KERNELS | {"linears": find_linear}).items():
                 for name, module in model.named_modules():      # probes of what is made of others use theirs
-                    how = {"pack": counted} if pack and what in ("attentions", "linears") \
+                    how = {"pack": noted} if pack and what in ("attentions", "linears") \
                         and not name.endswith(ROUTERS) else {}
                     if bare(module) and (fast := find(module, **how)) is not None:
                         self.wrap(module, "forward", lambda _, fast=fast: fast)
                         setattr(self, what, getattr(self, what) + 1)
+                        unchanged.append(getattr(fast, "parts", None))
                         if (router := getattr(fast, "router", None)) is not None and bare(router.module):
                             self.wrap(router.module, "forward", lambda _, router=router: router)
+                            unchanged.append(router.parts)
+                for parts in filter(None, unchanged):               # they have other forwards now
+                    parts.seal()
             for weight in model.parameters():
                 on_huge_pages(weight.data_ptr(), weight.nbytes if weight.is_cpu else 0)
             self.stretches = sum(len(stretches(module)) for module in model.modules())
-            if dense and not packed:
+            if dense and not self.copied:
                 raise ValueError(f"dense is {dense!r}, and no linear layer of this model can be: their weights must be "
                                  f"bf16 on the CPU, their inputs a multiple of 64")
+            if dense:
+                base = getattr(model, "base_model", model)
+                self.hook(base.register_forward_pre_hook, self._check_copies, with_kwargs=True)
         except BaseException:
             self.close()
             raise
+
+    def _check_copies(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a prompt: whether the copied weights are what they were. Edits of `.data` leave no other trace."""
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            return
+        for name, weight in self.model.named_parameters():
+            address, checksum = self.copied.get(weight, (None, None))
+            if weight.data_ptr() == address and _checksum(weight) != checksum:
+                raise ValueError(f"{name} was edited after copies of it in {self.dense} had been made, with which tokens "
+                                 f"would still be computed: edit it with the model opened without dense={self.dense!r}")
+
+
+def _checksum(weight: Tensor) -> str:
+    return CHECKSUMS["xxh3"](weight.detach().contiguous().view(torch.uint8).numpy())
 
 
 def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:

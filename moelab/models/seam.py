@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moelab.models import guard
 from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
+from moelab.models.gradients import refuse
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Dressed, Patches, dress, put, take
 
@@ -78,7 +79,7 @@ class MoELayer:
         """
         stock = type(self.router).forward
         kernel = getattr(vars(self.router).get("forward"), "call", None)
-        if not own and getattr(kernel, "own", None) is stock:
+        if not own and getattr(kernel, "stock", None) is stock:
             return kernel(x.reshape(-1, x.shape[-1]))
         first, *others = _parameters(stock)
         given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
@@ -202,20 +203,30 @@ class SeamExperts(Dressed, nn.Module):
     layer: int = -1
     executor: Run
     source: Source | None = None
+    untraced: Callable[..., Tensor]         # `_executed`, of which torch.compile sees nothing
     # what transformers' decorator sets on the modules of the classes that it decorates
     has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, SeamExperts):           # taken off, while somebody kept this method
             return type(self).forward(self, *args, **kwargs)
-        return self._executed(*args, **kwargs)
+        return (self.untraced if torch.compiler.is_compiling() else self._executed)(*args, **kwargs)
 
     def _executed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
+        if not torch.is_grad_enabled():
+            return execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
+        with torch.no_grad():
+            y = execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
+        return refuse(y, hidden_states, top_k_weights, *self.parameters())
 
     @property
     def resident(self) -> bool:
-        return next(self.parameters(recurse=False), None) is not None
+        return next(self._held(), None) is not None
+
+    def _held(self) -> Iterator[str]:
+        """The names of the parameters, those that torch.nn.utils.parametrize has put aside included."""
+        yield from (name for name, held in self._parameters.items() if held is not None)
+        yield from self._modules.get("parametrizations", ())
 
     def weights(self, expert: int) -> Weights:
         """One expert's tensors, from the source or else from the module's own parameters."""
@@ -227,7 +238,7 @@ class SeamExperts(Dressed, nn.Module):
         return self.own(expert)
 
     def own(self, expert: int) -> Weights:
-        return {name: parameter[expert] for name, parameter in self.named_parameters(recurse=False)}
+        return {name: getattr(self, name)[expert] for name in self._held()}
 
     def ffn(self, x: Tensor, weights: Weights) -> Tensor:
         """One expert on the rows x [n, H] → [n, H], as the architecture's eager code computes it."""
@@ -351,7 +362,8 @@ def seam_class(cls: type) -> type:
     """The `SeamExperts` subclass of an architecture's experts class; itself of one that is."""
     if issubclass(cls, SeamExperts):
         return cls
-    return type("Seam" + cls.__name__, (KINDS.get(cls.__name__, SeamExperts), cls), {"stock": cls})
+    members = {"stock": cls, "untraced": torch.compiler.disable(SeamExperts._executed)}
+    return type("Seam" + cls.__name__, (KINDS.get(cls.__name__, SeamExperts), cls), members)
 
 
 #: experts class → how it computes, where that is not transformers' usual loop; the guard finds those that lack here

@@ -121,7 +121,7 @@ def alone(module: nn.Module, *args: Any) -> Any:
     """What a module's code, or a kernel in its place (`moelab.models.fast_decode`), computes, past its hooks: no real
     pass."""
     stock, kernel = type(module).forward, getattr(vars(module).get("forward"), "call", None)
-    return kernel(*args) if getattr(kernel, "own", None) is stock else stock(module, *args)
+    return kernel(*args) if getattr(kernel, "stock", None) is stock else stock(module, *args)
 
 
 def times(factor: float, x: Tensor) -> Tensor:

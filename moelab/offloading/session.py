@@ -21,6 +21,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.forks import renew_in_children
+from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
 from moelab.models.patches import Dressed, Patches, dress, put
 from moelab.models.seam import MoELayer, discover, named
@@ -233,9 +234,9 @@ class Session:
         self._forward = id(module), self._calls[threading.get_ident()], start, tokens, phase
         self._routed = []
 
-    def _end_forward(self, module: Any, *_: Any) -> None:
+    def _end_forward(self, module: Any, _: tuple, output: Any) -> Any:
         if self._forward is None or self._forward[0] != id(module):
-            return
+            return None
         (*_, start, tokens, phase), self._forward = self._forward, None
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:              # of a resident model; where no engine has counted
@@ -245,6 +246,7 @@ class Session:
             self.run.forget(LONGEST // 2)
         if self._calls.get(threading.get_ident()) is self._alone:
             self._calls[threading.get_ident()] = None
+        return refuse_all(output)
 
     def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
         if self._forward is not None:                   # else a part of the model was called by itself

@@ -19,7 +19,7 @@ from moelab.kernels.layers import attend, heads_entry
 from moelab.kernels.products import KINDS, TEAM, entry
 from moelab.models.decode.dense import Matrices, Pack, fits
 from moelab.models.decode.modules import epsilon
-from moelab.models.decode.unchanged import Unchanged
+from moelab.models.decode.unchanged import Replaced, Unchanged, watched
 
 #: classes of transformers whose attention is that of the kernel; a probe must agree as well
 ATTENTIONS = ("MixtralAttention", "OlmoeAttention", "PhimoeAttention", "Qwen2MoeAttention", "Qwen3MoeAttention")
@@ -30,13 +30,14 @@ ROOM = 256                      # tokens for which a cache gets memory at once
 GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-class SingleToken:
+class SingleToken(Replaced):
     """What a forward of one layer's attention asks first: whether it is for a single token, and where its cache is."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.own, self.D, weight = module, type(module).forward, module.head_dim, module.k_proj.weight
+    def __init__(self, module: nn.Module, copied: bool = False) -> None:
+        super().__init__(module)
+        self.D, weight = module.head_dim, module.k_proj.weight
         self.kv_heads, self.dtype, self.device = len(weight) // self.D, weight.dtype, weight.device
-        self.config, self.parts = module.config, Unchanged([*module.modules()][1:])
+        self.config, self.parts = module.config, Unchanged([*module.modules()][1:], called=[module], copied=copied)
         self.rooms: weakref.WeakKeyDictionary[Any, Room] = weakref.WeakKeyDictionary()      # of caches' layers
 
     def call(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None,
@@ -47,15 +48,14 @@ class SingleToken:
                 or not x.device == cos.device == sin.device == self.device \
                 or not x.dtype == cos.dtype == sin.dtype == self.dtype or not cos.numel() == sin.numel() == self.D \
                 or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()) \
-                or torch.is_grad_enabled() or self.config._attn_implementation != "sdpa":
+                or watched() or self.config._attn_implementation != "sdpa" or vars(self.config).get("clip_qkv"):
             return None
         return x, (cos, sin), cache
 
     def room(self, cache: Any) -> tuple[Any, Room] | None:
         """The cache's layer and its memory, with room for one token more; None for the cache's `update`."""
-        module = self.module
-        layers, index = () if getattr(cache, "offloading", True) else cache.layers, module.layer_idx
-        if index >= len(layers) or module.training or module.config is not self.config:
+        layers, index = () if getattr(cache, "offloading", True) else cache.layers, self.module.layer_idx
+        if index >= len(layers):
             return None
         room = self.rooms.get(layer := layers[index])
         if room is None or not room.holds(layer):
@@ -76,7 +76,7 @@ class DecodeAttention(SingleToken):
     """
 
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
-        super().__init__(module)
+        super().__init__(module, copied=pack is not None)
         D, linears = self.D, [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
         norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(module, name, None)) is not None]
         widths = (*(len(norm.weight) for norm in norms), epsilon(norms[0])) if len(norms) == 2 else (D, D, 0.0)
@@ -97,7 +97,7 @@ class DecodeAttention(SingleToken):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (call := self.call(*args, **kwargs)) is None or self.parts.listeners() is None \
                 or (found := self.room(call[-1])) is None:
-            return self.own(self.module, *args, **kwargs)
+            return self.own(*args, **kwargs)
         (x, token, _), (layer, room) = call, found
         y = torch.empty_like(x)
         attend(self.plan, self.weights, token, room.where, x.data_ptr(), x.numel(), y.data_ptr())
@@ -142,7 +142,7 @@ class Room:
 
 def linears_of(module: Any) -> list[nn.Linear] | None:
     """q, k, v and o of an attention that may be that of the kernel."""
-    if type(module).__name__ not in ATTENTIONS or getattr(getattr(module, "config", None), "clip_qkv", None):
+    if type(module).__name__ not in ATTENTIONS:
         return None
     return [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 

@@ -109,16 +109,8 @@ class GraphLayer(DecodeLayer):
         self._nowhere = weight.new_zeros(2, attention.kv_heads, 8, attention.D)     # of no generation, to be captured
         gate = getattr(module.mlp, "gate", None)
         self.router = GraphRouter(gate) if _is_router(gate) else None
-        self.capture()
-
-    def capture(self) -> None:
-        self.facts = self.now()
         self.place(None)
         self.graph = Graph(lambda: self.tell(self.x, self.cos, self.sin), self.x.device)
-
-    def now(self) -> tuple[Any, ...]:
-        """What a graph has of a module beside its weights."""
-        return self.attention.module.scaling, self.router and self.router.module.top_k
 
     def place(self, room: Room | None) -> None:
         """Attend to this cache, which the graph lets grow by a token each time; None for none that anybody uses."""
@@ -134,7 +126,7 @@ class GraphLayer(DecodeLayer):
         """x + attention(norm(x)), the norm of that, and what the router makes of it."""
         from moelab.models.decode import attention_triton
         attn, D = self.attention.module, self.attention.D
-        (_, first), _, (_, second) = self.children
+        first, *_, second = self.modules
         h = F.rms_norm(x, x.shape[-1:], first.weight, self.eps[0])
         q, k, v, o = linears_of(attn)
         q, k, v = (F.linear(h, of.weight, of.bias) for of in (q, k, v))
@@ -146,7 +138,7 @@ class GraphLayer(DecodeLayer):
         self.where[2:3].add_(1)
         y = x + F.linear(y.view(1, 1, -1), o.weight, o.bias)
         normed = F.rms_norm(y, y.shape[-1:], second.weight, self.eps[1])
-        return y, normed, self.router and self.router.own(self.router.module, normed.view(1, -1))
+        return y, normed, self.router and self.router.own(normed.view(1, -1))
 
     def listen(self, x: Tensor, token: tuple) -> None:
         """The graph's inputs."""
@@ -157,9 +149,6 @@ class GraphLayer(DecodeLayer):
 
     def _to_experts(self, x: Tensor, token: tuple, room: Room) -> tuple[Tensor, Tensor]:
         in_turn(x.device)
-        if self.facts != self.now():
-            with torch.inference_mode(False), torch.no_grad():
-                self.capture()
         self.listen(x, token)
         self.place(room)
         y, normed, routed = self.graph()
@@ -225,13 +214,13 @@ class GraphRouter(Router):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, False, module.weight.dtype)
-        self.made, self.weight = None, module.weight.data_ptr()
+        self.made = None
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (normed, made), self.made = self.made or (None, None), None
         if normed is None or hidden_states.data_ptr() != normed.data_ptr() or hidden_states.numel() != normed.numel() \
-                or self.module.weight.data_ptr() != self.weight:
-            return self.own(self.module, hidden_states)
+                or self.parts.listeners() is None:
+            return self.own(hidden_states)
         return tuple(made)
 
 
@@ -239,7 +228,7 @@ class GraphStretch(Stretch):
     """Layers alike with their experts, all in memory, in one graph."""
 
     def _prepare(self) -> None:
-        self.of, self.graph = (None, None, None), None
+        self.of, self.graph = (None, None), None
 
     def _compute(self, *given: Any) -> tuple[Tensor, Tensor, Computed]:
         with LOCK: return self._computed(*given)                                # one line: see `Graph`
@@ -247,11 +236,10 @@ class GraphStretch(Stretch):
     def _computed(self, x: Tensor, token: tuple, rooms: list[Room], up: list, down: list,
                   multiply: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Computed]:
         in_turn(x.device)
-        facts = [layer.now() for layer in self.layers]
-        if self.of[0] is not up or self.of[1] is not down or self.of[2] != facts:       # matrices lie elsewhere now
+        if self.of[0] is not up or self.of[1] is not down:                      # matrices lie elsewhere now
             with torch.inference_mode(False), torch.no_grad():
                 self.graph = self._captured(up, down, multiply)
-            self.of = up, down, facts
+            self.of = up, down
         self.layers[0].listen(x, token)
         for layer, room in zip(self.layers, rooms):
             layer.place(room)

@@ -2,7 +2,7 @@
 
 What is saved is transformers' way from one kernel to the next, a quarter of a token's time. A stretch is a run of
 layers alike: the first one computes all, up to one that chooses an expert that is not in memory; the others find in the
-hidden states that they are done. A layer that is in no stretch, or with something on its experts or its router, is
+hidden states that they are done. Between equal scores a router's own code decides. A layer that is in no stretch, or with something on its experts or its router, is
 computed up to its experts, which run as ever. With a hook on its other parts, another forward, a prompt, a batch, a
 mask or a cache of another kind it takes its own forward.
 
@@ -26,7 +26,7 @@ from moelab.kernels.layers import CLOCK, stretch, to_experts
 from moelab.kernels.products import entry
 from moelab.models.decode.attention import DecodeAttention, Room, SingleToken, agree
 from moelab.models.decode.modules import Norm, Router
-from moelab.models.decode.unchanged import Unchanged, forward
+from moelab.models.decode.unchanged import Replaced, Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
 #: transformers' models that do nothing between their layers
@@ -42,7 +42,7 @@ class Computed(NamedTuple):
     times: np.ndarray | None
 
 
-class DecodeLayer:
+class DecodeLayer(Replaced):
     """The forward of one decoder layer, whose parts have these fast forwards; its own for all but a single token.
 
     shape : what layers of a stretch have alike.
@@ -56,31 +56,27 @@ class DecodeLayer:
         self.weights[0, 2:] = [norm.module.weight.data_ptr() for norm in (first, second)]
 
     def _replace(self, module: nn.Module, attention: SingleToken) -> None:
-        self.module, self.own, self.attention = module, type(module).forward, attention
-        self.children = [(name, getattr(module, name)) for name in PARTS]
-        (_, first), _, (_, second) = self.children
-        self.modules = [first, *attention.module.modules(), second]
-        self.parts = Unchanged(self.modules[:-1], [second])
-        self.stretch: Stretch | None = None
+        super().__init__(module)
+        self.attention, self.stretch = attention, None
+        self.modules = [getattr(module, PARTS[0]), *attention.module.modules(), getattr(module, PARTS[2])]
+        self.parts = Unchanged(self.modules[:-1], [module], self.modules[-1:], attention.parts.copied)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and self in getattr(args[0], "computed", ()):
             return args[0]
         if (call := self.attention.call(*args, **kwargs)) is None:
-            return self.own(self.module, *args, **kwargs)
+            return self.own(*args, **kwargs)
         x, token, cache = call
         if self.stretch and (y := self.stretch(x, token, cache)) is not None:
             return y
-        here = self.module._modules
-        if any(here[name] is not part for name, part in self.children) or (heard := self.parts.listeners()) is None \
-                or (found := self.attention.room(cache)) is None:
-            return self.own(self.module, *args, **kwargs)
+        if (heard := self.parts.listeners()) is None or (found := self.attention.room(cache)) is None:
+            return self.own(*args, **kwargs)
         kept_by, room = found
         y, normed = self.to_experts(x, token, room)
         room.grow(kept_by)
         for _, told in heard:
             told(y)
-        return y + here["mlp"](normed)
+        return y + self.module._modules["mlp"](normed)
 
     def to_experts(self, x: Tensor, token: tuple, room: Room) -> tuple[Tensor, Tensor]:
         """x + attention(norm(x)), and the norm of that."""
@@ -120,13 +116,15 @@ class Stretch:
         self.all, blocks = model._modules["layers"], [layer.module._modules["mlp"] for layer in layers]
         self.experts, gates = ([block._modules[name] for block in blocks] for name in ("experts", "gate"))
         parts = [part for layer in layers for part in (layer.module, *layer.modules)]
-        self.parts = Unchanged([self.all, *parts, *blocks], [one for both in zip(gates, self.experts) for one in both])
-        self.router, self.gates = forward(gates[0]), gates
+        activations = [part for of in self.experts for part in of.children()]
+        self.parts = Unchanged([self.all, *parts, *blocks, *activations], [model],
+                               [one for both in zip(gates, self.experts) for one in both], layers[0].parts.copied)
+        self.routers = [forward(gate) for gate in gates]
         self._prepare()
 
     def _prepare(self) -> None:
         self.weights = np.stack([layer.weights for layer in self.layers])
-        self.routers = np.array([gate.weight.data_ptr() for gate in self.gates])
+        self.gates = np.array([router.module.weight.data_ptr() for router in self.routers])
 
     def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
         """x after as many layers as can be computed, which it knows as `computed`; None for none."""
@@ -137,11 +135,9 @@ class Stretch:
 
         def compute(*experts: Any) -> Computed:
             rooms[:] = [layer.attention.room(cache) for layer in layers]
-            ours = self.model._modules["layers"] is self.all and self.model.config.num_hidden_layers == len(self.all)
-            alike = {(gate.top_k, layer.attention.module.scaling) for gate, layer in zip(self.gates, layers)}
-            if not ours or len(alike) > 1 or None in rooms or (told := self.parts.listeners()) is None:
-                return Computed(0, np.empty((len(layers), self.router.module.top_k), np.int64),
-                                np.zeros((len(layers), 2)))
+            told = self.parts.listeners() if self.model.config.num_hidden_layers == len(self.all) else None
+            if None in rooms or told is None:
+                return Computed(0, np.empty((0, 1), np.int64), np.empty((0, 2)))
             heard[:] = told
             *made[:], done = self._compute(x, token, [room for _, room in rooms], *experts)
             return done
@@ -160,14 +156,21 @@ class Stretch:
     def _compute(self, x: Tensor, token: tuple, rooms: list[Room], up: tuple, down: tuple, transposed: bool
                  ) -> tuple[Tensor, Tensor, Computed]:
         """x after as many layers as can be computed, their weights [L, K], and what was done."""
-        router, (L, K), y = self.router, (len(self.layers), self.router.module.top_k), x.clone()
-        kind = type(self.layers[0].shape[0][0])
-        w, ids, times = torch.empty(L, K, dtype=router.dtype), np.empty((L, K), np.int64), np.zeros((L, 2), np.int64)
-        began, routing = time.perf_counter(), (router.kind, router.normalised, entry(kind, x=kind))
-        done = stretch(self.layers[0].shape, routing, ways(up, down, transposed, x.dtype), self.weights, self.routers,
-                       up[1], down[1], token, np.array([room.where for room in rooms]), y.data_ptr(), w.data_ptr(), ids,
-                       times, CLOCK)
-        return y, w, Computed(done, ids, began + times / 1e9)
+        router, L, y, H = self.routers[0], len(self.layers), x.clone(), x.shape[-1]
+        K, kind = router.module.top_k, type(self.layers[0].shape[0][0])
+        w, ids, times = torch.empty(L, K, dtype=router.dtype), np.full((L, K), -1), np.zeros((L, 2), np.int64)
+        memory = np.empty((4, max(H, up[1].shape[1])), np.float32)
+        routing = router.kind, router.normalised, entry(kind, x=kind)
+        given = (self.layers[0].shape, routing, ways(up, down, transposed, x.dtype), self.weights, self.gates, up[1],
+                 down[1], token, np.array([room.where for room in rooms]), y.data_ptr(), w.data_ptr(), ids, times,
+                 CLOCK, memory)
+        since = time.perf_counter() - time.clock_gettime_ns(CLOCK[1]) / 1e9
+        done = stretch(*given, 0)
+        while done < L and ids[done, 0] < 0:
+            normed = torch.from_numpy(memory[1]).view(x.dtype)[:H]
+            _, w[done], ids[done] = self.routers[done].own(normed[None])
+            done = stretch(*given, done)
+        return y, w, Computed(done, ids, since + times / 1e9)
 
 
 @torch.inference_mode()

@@ -5,13 +5,15 @@ tokens shows the same result within the dtype's tolerance; prompts, batches and 
 
 torch's bf16 products are slow where the processor has no bf16 instructions. `FastLinears` gives each `nn.Linear` on the
 CPU (no subclass, contiguous weight) another forward: `moelab.kernels.products` up to the number of rows at which torch
-is faster, measured once for each type; torch beyond it and where gradients are wanted. Weights are copied only packed.
+is faster, measured once for each type; torch beyond it. Weights are copied only packed. What is to be differentiated,
+or is traced by torch.compile, takes the modules' own forwards.
 
     norm: x [..., H] → [..., H]    router: x [1, H] → logits [1, E], weights [1, K], ids [1, K]
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from moelab.kernels.layers import rms_norm, route
 from moelab.kernels.products import KINDS, TEAM, crossover, entry
 from moelab.models.decode.dense import Matrices, Pack, fits, linear
+from moelab.models.decode.unchanged import Replaced, Unchanged, watched
 
 LARGEST_NORM = 1 << 16          # entries of a norm's x up to which one thread is faster than torch's many operations
 LARGE = 1 << 16                 # weights of a linear layer below which there is nothing to gain
@@ -32,19 +35,25 @@ def epsilon(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-class Norm:
+def _of_one(module: nn.Module, kind: str) -> bool:
+    """Whether a module is of a class named so, and its forward takes one tensor and nothing else."""
+    return type(module).__name__.endswith(kind) and len(inspect.signature(type(module).forward).parameters) == 2
+
+
+class Norm(Replaced):
     """The forward of an RMSNorm: the kernel for few rows, the module's own for many."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.own, self.eps = module, type(module).forward, epsilon(module)
-        self.dtype = module.weight.dtype
+        super().__init__(module)
+        self.eps, self.dtype, self.parts = epsilon(module), module.weight.dtype, Unchanged((), called=[module])
         self.kind, self.H = KINDS[self.dtype](0), len(module.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        w, n = self.module._parameters["weight"], x.numel()             # asked each time: it may be replaced or moved
-        if n > LARGEST_NORM or not x.dtype == w.dtype == self.dtype or not x.is_cpu or not x.is_contiguous():
-            return self.own(self.module, x)
-        out = torch.empty_like(x)
+        n = x.numel()
+        if n > LARGEST_NORM or x.dtype != self.dtype or not x.is_cpu or not x.is_contiguous() or watched() \
+                or self.parts.listeners() is None:
+            return self.own(x)
+        out, w = torch.empty_like(x), self.module.weight
         rms_norm(self.kind, x.data_ptr(), self.kind, w.data_ptr(), n // self.H, self.H, self.eps, out.data_ptr())
         return out
 
@@ -53,7 +62,7 @@ class Norm:
 def fast_norm(module: nn.Module) -> Norm | None:
     """The kernel for this module if it gives what the module gives, on random rows of very different sizes."""
     w = module._parameters.get("weight")
-    if not type(module).__name__.endswith("RMSNorm") or w is None or w.ndim != 1 or epsilon(module) is None \
+    if not _of_one(module, "RMSNorm") or w is None or w.ndim != 1 or epsilon(module) is None \
             or not fits(w):
         return None
     x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [30.0]])
@@ -63,31 +72,34 @@ def fast_norm(module: nn.Module) -> Norm | None:
     return ours if same else None
 
 
-class Router:
-    """The forward of a top-K softmax router, its weights `normalised` or not; the module's own for several tokens."""
+class Router(Replaced):
+    """The forward of a top-K softmax router, its weights `normalised` or not; the module's own for several tokens, and
+    where equal scores, which are frequent in bf16, leave it a choice."""
 
     def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
-        self.module, self.own, self.normalised, self.dtype = module, type(module).forward, normalised, dtype
-        self.kind = KINDS[dtype](0)
+        super().__init__(module)
+        self.normalised, self.dtype, self.kind = normalised, dtype, KINDS[dtype](0)
+        self.parts = Unchanged((), called=[module])
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, w = hidden_states, self.module._parameters["weight"]
+        x, w = hidden_states, self.parts.weights[0]
         E, H = w.shape
-        if x.numel() != H or x.dtype != w.dtype or not (x.is_cpu and fits(w)) or torch.is_grad_enabled():
-            return self.own(self.module, x)
+        if x.numel() != H or x.dtype != w.dtype or not x.is_cpu or watched() or self.parts.listeners() is None:
+            return self.own(x)
         x, K = x.contiguous(), self.module.top_k
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
         ids = torch.empty(1, K, dtype=torch.int64)
-        route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised, logits.data_ptr(),
-              scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype], x=KINDS[x.dtype]), TEAM, torch.get_num_threads())
-        return logits, scores, ids
+        decided = route(KINDS[w.dtype](0), self.kind, x.data_ptr(), w.data_ptr(), E, H, K, self.normalised,
+                      logits.data_ptr(), scores.data_ptr(), ids.numpy(), entry(KINDS[w.dtype], x=KINDS[x.dtype]), TEAM,
+                      torch.get_num_threads())
+        return (logits, scores, ids) if decided else self.own(x)
 
 
 @torch.inference_mode()
 def fast_router(module: nn.Module) -> Router | None:
-    """The kernel for this module if it chooses as the module does (of equal scores any), on random tokens."""
+    """The kernel for this module if it chooses as the module does, on random tokens."""
     w, K = module._parameters.get("weight"), getattr(module, "top_k", None)
-    if not type(module).__name__.endswith("Router") or not isinstance(K, int) or w is None or w.ndim != 2 \
+    if not _of_one(module, "Router") or not isinstance(K, int) or w is None or w.ndim != 2 \
             or len(list(module.parameters())) > 1 or len(list(module.buffers())) or not fits(w):
         return None
     tokens = torch.randn(8, 1, w.shape[1], generator=torch.Generator().manual_seed(0))
@@ -115,8 +127,8 @@ class FastLinears:
     def __call__(self, module: nn.Module, pack: Pack | None = None) -> Callable[[Tensor], Tensor] | None:
         """The forward for a module; None where the module's own is as good, or another.
 
-        pack : packs the weight that is multiplied, kept beside the module's own. One that is rounded is so for any
-            number of rows; only where it is trained is it the module's own.
+        pack : packs the weight that is multiplied, kept beside the module's own, until anything of the module is
+            changed. One that is rounded is so for any number of rows.
         """
         if type(module) is not nn.Linear or not fits(module.weight, module.bias) \
                 or module.weight.numel() < LARGE and pack is None:
@@ -126,16 +138,17 @@ class FastLinears:
         key = (module.weight.dtype, packed.kind) if rounded else module.weight.dtype
         if key not in self.rows:
             self.rows[key] = _measured(module, packed, rounded) if self._given is None else self._given
-        rows, packed_from = self.rows[key], module.weight.data_ptr()
+        rows, parts = self.rows[key], packed and Unchanged((), called=[module], copied=True)
 
         def forward(x: Tensor) -> Tensor:
             w, b = module.weight, module.bias                       # asked each time: they may be replaced or moved
-            same = w.data_ptr() == packed_from
-            graph = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+            trained = torch.is_grad_enabled() and w.requires_grad
+            copy = packed if packed and not trained and parts.listeners() is not None else None
             if x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] \
-                    and 0 < x.numel() <= rows * w.shape[1] and fits(w, b) and not graph:
-                return linear(x, w, b, packed if same else None)
-            return F.linear(x, rounded() if rounded and same and not (graph and w.requires_grad) else w, b)
+                    and 0 < x.numel() <= rows * w.shape[1] and fits(w, b) and not watched():
+                return linear(x, w, b, copy)
+            return F.linear(x, rounded() if rounded and copy else w, b)
+        forward.parts = parts
         return forward
 
 

@@ -1,4 +1,4 @@
-"""Whether modules are still what a kernel that replaces them was made of.
+"""Whether modules are still what a kernel that replaces them was made of, down to weights, hooks and settings.
 
 This is asked for every token: in a few passes over flat lists, as visiting each module would take longer than what the
 kernel saves.
@@ -7,48 +7,86 @@ kernel saves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import repeat
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 
-_CHILDREN, _WEIGHTS = itemgetter("_modules"), itemgetter("_parameters")
-_HOOKS = itemgetter("_forward_pre_hooks"), itemgetter("_forward_hooks")
+_HOOKS = attrgetter("_forward_pre_hooks"), attrgetter("_forward_hooks")
+
+
+def watched() -> bool:
+    """Whether this call is to be differentiated or traced, of which a kernel knows nothing."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+class Replaced:
+    """A module whose forward a kernel takes the place of.
+
+    stock : the forward of its class then.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.stock = module, type(module).forward
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's class makes of a call."""
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class Unchanged:
-    """Modules with the children, weights and forwards that they have now; a linear layer's forward may be another.
+    """Modules with the children, weights, settings, classes and forwards that they had when this was last sealed.
 
+    modules : on which no hook may lie.
+    called : modules of which only the forward was replaced, so that their hooks run as ever.
     heard : modules on which hooks may lie that only tell what the kernel knows: a layer's choices (`moelab.models.seam
         .MoELayer.listening`) or what its second norm reads (`moelab.speculate.execution`); on the others, none.
+    copied : whether the kernel reads copies of weights, so that they may not be edited in place either.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], heard: Iterable[nn.Module] = ()) -> None:
-        modules, heard = list(modules), list(heard)
-        self.silent, self.heard = [vars(module) for module in modules], [vars(module) for module in heard]
-        self.parents, self.owners = [list(filter(has, self.silent + self.heard)) for has in (_CHILDREN, _WEIGHTS)]
-        self.replaced = [vars(module) for module in modules + heard if type(module) is not nn.Linear]
-        self.links = [own["forward"] for own in self.replaced if hasattr(own.get("forward"), "call")]
-        children, *others = self._state()
-        self.state = [[dict(held) for held in children], *others]
+    def __init__(self, modules: Iterable[nn.Module], called: Iterable[nn.Module] = (), heard: Iterable[nn.Module] = (),
+                 copied: bool = False) -> None:
+        self.silent, self.heard, self.copied = list(modules), list(heard), copied
+        self.modules = [*self.silent, *self.heard, *called]
+        self.hooks = [hooks(module) for hooks in _HOOKS for module in self.silent]
+        self.tables = [*map(vars, self.modules), *(module._modules for module in self.modules)]
+        self.held = [table for module in self.modules for table in (module._parameters, module._buffers)]
+        self.seal()
+
+    def seal(self) -> None:
+        """What the modules are now is what they shall be."""
+        forwards = [vars(module).get("forward") for module in self.silent + self.heard]
+        self.links = [link for link in forwards if hasattr(link, "call")]
+        self.classes = [*{type(module): None for module in self.modules}]
+        self.weights = [tensor for table in self.held for tensor in table.values() if tensor is not None]
+        self.known, self.state = [dict(table) for table in self.tables], self._state()
 
     def _state(self) -> list[list]:
-        return [list(map(_CHILDREN, self.parents)), list(map(dict.get, self.replaced, repeat("forward"))),
-                [link.call for link in self.links],
-                [w if w is None else w.data_ptr() for held in map(_WEIGHTS, self.owners) for w in held.values()]]
+        weights, ids = self.weights, chain.from_iterable(map(dict.values, self.held))
+        return [list(map(type, self.modules)), [cls.forward for cls in self.classes], [one.call for one in self.links],
+                list(map(id, ids)), list(map(Tensor.data_ptr, weights)), list(map(Tensor.is_contiguous, weights)),
+                [w.dtype for w in weights],
+                [w._version for w in weights if not w.is_inference()] if self.copied else []]
 
     def listeners(self) -> list[tuple[int, Callable[..., Any]]] | None:
         """Who is told by a hook, and on which of `heard` that lies: ids [1, K] and weights [1, K] by one on a router or
-        experts, r [1, 1, H] by one on a norm. None if somebody has replaced or moved something, or has put something
-        else on one of the modules, or on all that there are."""
-        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks \
-                or any(any(map(hooks, self.silent)) for hooks in _HOOKS) or self._state() != self.state:
+        experts, r [1, 1, H] by one on a norm. None if anything was changed, or if somebody has put something else on
+        one of the modules, or on all that there are."""
+        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks or any(self.hooks) \
+                or self._state() != self.state or not self._same_settings():
             return None
-        told = [(i, getattr(getattr(hook, "function", None), "told", None)) for i, own in enumerate(self.heard)
-                for hooks in _HOOKS if hooks(own) for hook in hooks(own).values()]
+        told = [(i, getattr(getattr(hook, "function", None), "told", None)) for i, module in enumerate(self.heard)
+                for hooks in _HOOKS for hook in hooks(module).values()]
         return None if any(one is None for _, one in told) else told
+
+    def _same_settings(self) -> bool:
+        try:
+            return self.tables == self.known
+        except (RuntimeError, ValueError):      # an attribute is another tensor or array, which do not just compare
+            return False
 
 
 def forward(module: nn.Module) -> Any:

@@ -70,7 +70,7 @@ class MixtralAttention(nn.Module):
         y = torch.einsum("hs,hsd->hd", shares, values).flatten()
         bias = 0 if self.o_proj.bias is None else self.o_proj.bias.double()
         weight = self.o_proj.weight.double().T
-        self.summed = float((y.abs() @ weight.abs() + abs(bias)).max())        # what rounding is relative to
+        type(self).summed = float((y.abs() @ weight.abs() + abs(bias)).max())        # what rounding is relative to
         return (y @ weight + bias)[None, None], None
 
 
@@ -132,6 +132,7 @@ def test_prompts_batches_masks_and_gradients_go_where_they_went(name, tmp_path, 
     ours, calls = short.decode_attention(attention), []
     monkeypatch.setattr(short, "attend", lambda *args: calls.append(args) or 1 / 0)
     attention.forward = ours
+    ours.parts.seal()
     ids = torch.randint(3, 90, (2, 5))
     with torch.inference_mode():
         out = model(ids, use_cache=True)                            # a batch of prompts
@@ -154,7 +155,8 @@ def test_replaced_weights_are_seen(tmp_path):
     def step():
         with torch.inference_mode():
             return model(ids[:, :1], past_key_values=model(ids, use_cache=True).past_key_values).logits
-    attention.forward = short.decode_attention(attention)
+    attention.forward = ours = short.decode_attention(attention)
+    ours.parts.seal()
     before = step()
     attention.o_proj.weight = nn.Parameter(attention.o_proj.weight.detach() * 2)
     after = step()
@@ -186,6 +188,7 @@ def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch):
             return [*found, cache.layers[1].keys, cache.layers[1].values, other.layers[1].keys]
     wanted = walk()
     for attention in attentions:
-        attention.forward = short.decode_attention(attention)
+        attention.forward = ours = short.decode_attention(attention)
+        ours.parts.seal()
     for got, plain in zip(walk(), wanted, strict=True):
         torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)

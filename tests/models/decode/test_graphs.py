@@ -197,9 +197,7 @@ def test_what_a_graph_has_of_a_module_may_change(which, name, device, opened, tm
     with opened(tiny.save(name, tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
         before, _ = decode(lm, tokens)
         change(lm)
-        opened.called.clear()
         got, _ = decode(lm, tokens)
-        assert opened.called
     with open_model(tmp_path / "model", device=device) as lm:
         change(lm)
         assert close(got, decode(lm, tokens)[0], torch.bfloat16) and not close(got, before, torch.bfloat16)

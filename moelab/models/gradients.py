@@ -1,0 +1,48 @@
+"""Inference only: kernels, and experts that come and go, keep nothing of which a gradient could be made.
+
+So nothing in an opened model requires one. Whoever asks for one nevertheless (by a `backward()`, through an adapter that
+is trained or through embeddings as inputs) is told so, and not given another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Refused(torch.autograd.Function):
+    """Tensors as they are, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *_: Tensor) -> Tensor:
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("moelab opens models for inference only, so no gradient passes its experts: compute under "
+                           "torch.no_grad(), or train with transformers' own model (of one opened without memory= and "
+                           'with executor="exact", what requires_grad_(True) is set on has transformers\' own gradients)')
+
+
+def refuse(y: Tensor, *of: Tensor) -> Tensor:
+    """y, which was computed without recording; its gradient is an error if any of these tensors wants one."""
+    return _Refused.apply(y, *of) if any(t.requires_grad for t in of) else y
+
+
+def refuse_all(output: Any) -> Any:
+    """A model's output, tuple or dictionary; where gradients are recorded and it has none, `backward()` says why."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return output
+    leaf = torch.zeros((), requires_grad=True)
+
+    def one(y: Any) -> Any:
+        wants = isinstance(y, Tensor) and y.is_floating_point() and not y.requires_grad
+        return refuse(y, leaf) if wants else y
+    if isinstance(output, tuple):
+        return tuple(map(one, output))
+    for name, y in output.items():
+        output[name] = one(y)
+    return output
