@@ -53,6 +53,8 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
         if Path(path).is_file():                        # another one, which belongs to it
             raise ValueError(f"{path} is no whole {what}: {error}") from error
         raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
+    except (ImportError, NameError):    # no fault of the file
+        raise
     except Exception as error:          # of any kind: parsers and libraries have dozens for a file that is not theirs
         words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is no readable {what}: {words}; {remedy} makes another") from error
@@ -147,7 +149,9 @@ def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _made(value: Any, of: Any, at: str) -> Any:
-    """The dataclass, NamedTuple or TypedDict `of` an object's values."""
+    """The dataclass, NamedTuple or TypedDict `of` an object's values; JSON may have a NamedTuple as a list."""
+    if isinstance(value, list) and len(value) == len(names := getattr(of, "_fields", ())):
+        value = dict(zip(names, value))
     if not isinstance(value, Mapping):
         raise ValueError(f"{at} is {_short(value)}; it must be an object")
     hints, needed = _hints(of)
