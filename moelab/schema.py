@@ -61,7 +61,8 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON without duplicate keys, NaN, infinities or endless nesting; ValueError for what is none."""
+    """JSON in UTF-8, without duplicate keys, NaN, infinities, half characters or endless nesting; ValueError for what
+    is none."""
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
             raise ValueError(f"a key is there twice, among {', '.join(found)[:200]}")
@@ -69,6 +70,7 @@ def parse_json(text: str | bytes) -> Any:
 
     def number(word: str) -> None:
         raise ValueError(f"{word} is no number of JSON")
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         found = json.loads(text, object_pairs_hook=unique, parse_constant=number)
     except RecursionError:
@@ -79,6 +81,8 @@ def parse_json(text: str | bytes) -> Any:
                  for one in (of.values() if isinstance(of, dict) else of)]
     if level:
         raise ValueError(f"it is nested in more than {DEEPEST} levels")
+    if "\\ud" in text.lower():                          # escaped, which half of a character can be by itself
+        json.dumps(found, ensure_ascii=False).encode()
     return found
 
 
