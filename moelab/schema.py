@@ -53,13 +53,16 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
         if Path(path).is_file():                        # another one, which belongs to it
             raise ValueError(f"{path} is no whole {what}: {error}") from error
         raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
+    except (ImportError, NameError):    # no fault of the file
+        raise
     except Exception as error:          # of any kind: parsers and libraries have dozens for a file that is not theirs
         words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is no readable {what}: {words}; {remedy} makes another") from error
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON without duplicate keys, NaN, infinities or endless nesting; ValueError for what is none."""
+    """JSON in UTF-8, without duplicate keys, NaN, infinities, half characters or endless nesting; ValueError for what
+    is none."""
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
             raise ValueError(f"a key is there twice, among {', '.join(found)[:200]}")
@@ -67,6 +70,7 @@ def parse_json(text: str | bytes) -> Any:
 
     def number(word: str) -> None:
         raise ValueError(f"{word} is no number of JSON")
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         found = json.loads(text, object_pairs_hook=unique, parse_constant=number)
     except RecursionError:
@@ -77,6 +81,8 @@ def parse_json(text: str | bytes) -> Any:
                  for one in (of.values() if isinstance(of, dict) else of)]
     if level:
         raise ValueError(f"it is nested in more than {DEEPEST} levels")
+    if "\\ud" in text.lower():                          # escaped, which half of a character can be by itself
+        json.dumps(found, ensure_ascii=False).encode()
     return found
 
 
@@ -147,7 +153,9 @@ def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _made(value: Any, of: Any, at: str) -> Any:
-    """The dataclass, NamedTuple or TypedDict `of` an object's values."""
+    """The dataclass, NamedTuple or TypedDict `of` an object's values; JSON may have a NamedTuple as a list."""
+    if isinstance(value, list) and len(value) == len(names := getattr(of, "_fields", ())):
+        value = dict(zip(names, value))
     if not isinstance(value, Mapping):
         raise ValueError(f"{at} is {_short(value)}; it must be an object")
     hints, needed = _hints(of)

@@ -15,7 +15,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -96,7 +96,7 @@ def measured(model: Model, forms: Sequence[str], executor: str, end: float = mat
     for form in forms:
         key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor)))
         files[form] = cache_folder("advice") / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
-        if files[form].is_file():
+        with suppress(FileNotFoundError, ValueError):       # of a damaged one: it is measured anew
             found[form] = Profile.load(files[form])
     wanted = [form for form in forms if form not in found or disturbed(found[form])]
     start, least = time.monotonic(), max(LEAST - len(found), 0)

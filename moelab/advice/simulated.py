@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
@@ -23,9 +23,11 @@ from moelab.advice.sample import disturbed, machine, sample_costs
 from moelab.advice.space import (PREFETCH, PROMPT, RECALL, TIMED, WARM, Costs, Look, Scene, Search, card_costs,
                                  forms_of, predicted, scene, twice_as_fast, typical)
 from moelab.advice.ways import Way, fitted
-from moelab.files import cache_folder, read_json, write_json
+from moelab.files import cache_folder, load_json, write_json
+from moelab.offloading.observed import Observed
 from moelab.offloading.profile import Profile
 from moelab.offloading.simulator import flat
+from moelab.schema import Amount, Count, Must, Positive, Size
 from moelab.specs import DeviceSpec
 from moelab.table import size, span
 
@@ -175,7 +177,7 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
     kept) or None, and why not.    within : memory, context and batch.    bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
-    if not (file.is_file() and profile.is_file() and read_json(file).get("format") == FORMAT):
+    if kept_look(file, profile, model) is None:
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {size(within['memory'])}"
         options = {"memory": "100%" if way.resident else way.budget, "executor": "fast", "prefetch": PREFETCH}
@@ -186,12 +188,43 @@ def looked(model: Model, kept: real.Kept, bandwidth: float | None = None, **with
         except (RuntimeError, OSError) as error:
             return None, str(error)
         write_json(file, found | within | {"format": FORMAT})
-    found = read_json(file)
-    steps = [[(layer, dict(map(tuple, experts))) for layer, experts in step] for step in found["steps"]]
+    if (both := kept_look(file, profile, model)) is None:
+        return None, f"what was measured of it makes no sense, and was not kept: {file}"
+    found, itself = both
+    steps = [[(layer, dict(experts)) for layer, experts in step] for step in found["steps"]]
     tokens, shares = sum(n for n, _ in found["forwards"]), np.zeros((model.spec.L, model.spec.E))
     for layer, experts in flat(steps):
         for expert, n in experts.items():
             shares[layer, expert] += n / tokens
-    seen = Scene(steps, [tuple(one) for one in found["forwards"]],
+    seen = Scene(steps, found["forwards"],
                  predicted(steps, model.spec.E, found["recall"] or RECALL), np.minimum(shares, 1), within["batch"])
-    return Look(seen, Profile.load(profile), found), ""
+    return Look(seen, itself, found), ""
+
+
+class _Look(TypedDict):
+    """What is kept of a look, as far as it is read."""
+
+    steps: list[list[tuple[Count, list[tuple[Count, Size]]]]]
+    forwards: list[tuple[Size, Literal["prefill", "decode"]]]
+    recall: Amount | None
+    ttft: Positive
+    tpot: Annotated[list[Positive], Must(len, "a list of times")]
+    peak: Count | None
+    limit: str
+    memory: Size
+    context: Size
+    batch: Size
+    observed: Observed
+    late: NotRequired[Amount]
+
+
+def kept_look(file: Path, profile: Path, model: Model) -> tuple[dict[str, Any], Profile] | None:
+    """What is kept of a look at the model, and its profile; None where that is not there, or makes no sense."""
+    try:
+        found = load_json(file, FORMAT, "look at a model", "`moelab advise`", _Look)
+        routed = [(layer, expert) for step in found["steps"] for layer, experts in step for expert, _ in experts]
+        if not found["forwards"] or any(layer >= model.spec.L or expert >= model.spec.E for layer, expert in routed):
+            return None
+        return found, Profile.load(profile)
+    except (FileNotFoundError, ValueError):
+        return None

@@ -20,11 +20,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import astuple, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypedDict
 
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
@@ -34,6 +34,7 @@ from moelab.files import cache_folder
 from moelab.journal import Journal
 from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.progress import progress
+from moelab.schema import Amount, Positive, Size, typed
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
 TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
@@ -186,6 +187,23 @@ def stored(model: Model, form: str, seconds: float = math.inf) -> str:
     return str(kept_store(model.folder, **how, seconds=seconds).folder)
 
 
+class _Record(TypedDict):
+    machine: str
+    model: str
+    settings: dict[str, Any]
+    batch: Size
+    predicted: Positive | None
+    tpot: Positive
+    loss: tuple[float, Amount] | None
+
+
+def sensible(record: Any) -> bool:
+    """Whether a line of the journal is a measurement; one that is none counts as not made."""
+    with suppress(ValueError):
+        return "form" in typed(record, _Record)["settings"]
+    return False
+
+
 class Kept:
     """What was measured of a model on this machine, in a journal that all models share.
 
@@ -196,8 +214,8 @@ class Kept:
 
     def __init__(self, identity: str) -> None:
         self.identity, self.path = identity.partition("-")[0], cache_folder("advice") / "measured.journal"
-        self.records = [record for record in self._write([])
-                        if (record["machine"], record["model"]) == (machine(), self.identity)]
+        self.records = [record for record in self._write([]) if sensible(record)
+                        and (record["machine"], record["model"]) == (machine(), self.identity)]
 
     def add(self, **record: Any) -> None:
         """Keep a measurement, on the disk at once."""

@@ -110,18 +110,26 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
     Raises TypeError: it is neither a policy, nor a predictor, nor a schedule.
     """
     made = mine if isinstance(mine, type) else type(mine)
-    name = made.__name__
-    if issubclass(made, System):
+    name, kind = made.__name__, kind_of(made)
+    if kind == "schedule":
         return _schedules(name, mine)
-    predicts = callable(getattr(made, "predict", None))
-    if not predicts and not all(callable(getattr(made, method, None)) for method in ("touch", "victim")):
-        raise TypeError(f"{name} is neither a cache policy (methods touch and victim), nor a predictor (a "
-                        "moelab.speculate.predictors.Predictor), nor a schedule (a moelab.ndp.systems.System)")
     if model is None:
         from moelab import open_model
         model = open_model()
     traces = texts(model, tokens, each)
-    return _predictors(name, mine, model, traces) if predicts else _policies(name, mine, traces, share)
+    return _predictors(name, mine, model, traces) if kind == "predictor" else _policies(name, mine, traces, share)
+
+
+def kind_of(made: type) -> str:
+    """"schedule", "predictor" or "cache policy", what a class is. TypeError: it is none of these."""
+    if issubclass(made, System):
+        return "schedule"
+    if callable(getattr(made, "predict", None)):
+        return "predictor"
+    if all(callable(getattr(made, method, None)) for method in ("touch", "victim")):
+        return "cache policy"
+    raise TypeError(f"{made.__name__} is neither a cache policy (methods touch and victim), nor a predictor (a "
+                    "moelab.speculate.predictors.Predictor), nor a schedule (a moelab.ndp.systems.System)")
 
 
 _MEMO: dict[Any, Any] = {}

@@ -100,10 +100,8 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
     """The parameters of a notebook, from its tagged cell; papermill's own reader ignores lines with two `=`."""
     source = next(("".join(cell["source"]) for cell in cells_of(path)
                    if "parameters" in cell["metadata"].get("tags", ())), "")
-    try:
+    with naming(path, "notebook", "a parameters cell of assignments only"):
         statements = ast.parse(source).body
-    except SyntaxError as error:
-        raise ValueError(f"{path}: the parameters cell must hold assignments only ({error})") from error
     comments = {token.start[0]: token.string.lstrip("# ") for token in
                 tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
     found = {}

@@ -60,7 +60,10 @@ def main() -> None:
     sys.modules.setdefault("rfc3987_syntax", None)      # an optional package that takes seconds to import
     from nbstripout._nbstripout import main as strip
     sys.argv[1:1] = ["--keep-id", "--extra-keys", " ".join(DROPPED)]
-    strip()
+    try:
+        strip()
+    except Exception as error:                          # nbstripout looks no closer than at what is JSON
+        sys.exit(f"this is no notebook of Jupyter's format 4 ({type(error).__name__}: {error}); save it with Jupyter")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,24 @@ finished point is in a journal beside the table, so the same command goes on whe
 adds to what there is. The point of a worker that is lost runs again; one that fails is told, and tried again by the
 next call. A row says what was asked, what was found, and by which commit on which machine.
 
-On several machines, start Dask in a clone of the same commit, one thread a worker, and give its scheduler's address:
+On several machines, start Dask in a clone of the same commit, one thread a worker, and give its scheduler's address.
+Whoever reaches a scheduler without certificates runs code on all workers; with them, which one configuration file
+(~/.config/dask/tls.yaml) gives to every command, only who has one does:
 
-    dask scheduler                                      # prints tcp://HEAD:8786
-    dask worker tcp://HEAD:8786 --nthreads 1            # on every machine
-    moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tcp://HEAD:8786
+    distributed:
+      comm:
+        require-encryption: true
+        tls:
+          ca-file: ca.pem
+          scheduler: {cert: node.pem, key: node.key}
+          worker: {cert: node.pem, key: node.key}
+          client: {cert: node.pem, key: node.key}
+
+    dask scheduler --protocol tls                       # listens on tls://HEAD:8786
+    dask worker tls://HEAD:8786 --nthreads 1            # on every machine
+    moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tls://HEAD:8786
+
+On one machine, `dask scheduler --host 127.0.0.1` needs none: its address is tcp://127.0.0.1:8786.
 
 On SLURM, dask-jobqueue (`pip install dask-jobqueue`) does the first two; a file to start from:
 
@@ -24,15 +37,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
+import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
 from functools import partial
+from ipaddress import ip_address
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -162,9 +179,14 @@ def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
 def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
     """Run points on a Dask cluster, which gives those of a lost worker to another one.
 
-    Raises ValueError: workers of several threads; OSError: no scheduler at this address.
+    Raises ValueError: workers of several threads, an address of another kind, no certificates for tls://; OSError: no
+    scheduler at this address, or it is lost.
     """
     from distributed import Client, as_completed
+    reach(scheduler)
+    for name in logging.root.manager.loggerDict:
+        if name.partition(".")[0] == "distributed":                     # it logs the traceback of a lost scheduler
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     with Client(scheduler) as client:
         several = [worker for worker, about in client.scheduler_info(n_workers=-1)["workers"].items()
                    if about["nthreads"] > 1]
@@ -172,8 +194,35 @@ def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
             raise ValueError(f"{', '.join(several)} would run several points at once, and their times disturb each "
                              "other; start workers with --nthreads 1, more of them where that does not matter")
         futures = {client.submit(attempt, work, point, pure=False): point for point in points}
-        for future in as_completed(futures):
-            yield futures[future], {"error": str(future.exception())} if future.status == "error" else future.result()
+        try:
+            for future in as_completed(futures):
+                yield futures[future], ({"error": str(future.exception())} if future.status == "error"
+                                        else future.result())
+        except CancelledError:
+            raise ConnectionError(f"the scheduler at {scheduler} was lost; finished points are kept, and the same "
+                                  "command goes on when it is there again") from None
+
+
+def reach(scheduler: str) -> None:
+    """Errors of `on_dask` before there is a client, which would be told with tracebacks; warns of an open scheduler."""
+    import dask.config
+    there = re.fullmatch(r"(tcp|tls)://(?:\[(.+)\]|([^:]+)):(\d{1,5})", scheduler)
+    if there is None:
+        raise ValueError(f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, tcp://HOST:PORT")
+    protocol, host, port = there[1], there[2] or there[3], int(there[4])
+    missing = [name for name in ("ca-file", "client.cert", "client.key")
+               if not dask.config.get(f"distributed.comm.tls.{name}")] if protocol == "tls" else []
+    if missing:
+        raise ValueError(f"{scheduler} needs certificates, and dask's configuration has no distributed.comm.tls."
+                         f"{missing[0]}; `moelab sweep --help` shows the file")
+    try:
+        with socket.create_connection((host, port), timeout=10) as connected:
+            here = ip_address(connected.getpeername()[0]).is_loopback
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"there is no scheduler at {scheduler}: {error}") from None
+    if protocol == "tcp" and not here:
+        print(f"moelab: {scheduler} has no certificates: whoever reaches it can run code on its workers, and on this "
+              "machine; `moelab sweep --help` says how to use tls://", file=sys.stderr)
 
 
 def sweep(target: str, points: list[Point], table: Path, run: Callable[[list[Point]], Found]
@@ -294,8 +343,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", nargs="+", required=True, metavar="NAME=VALUE,VALUE",
                         help="values of parameters or options, of which every combination is run")
     parser.add_argument("--workers", type=whole(1), default=1, help="processes here (%(default)s)")
-    parser.add_argument("--scheduler", metavar="tcp://HOST:PORT",
-                        help="of a Dask cluster, which runs the points instead")
+    parser.add_argument("--scheduler", metavar="tls://HOST:PORT",
+                        help="of a Dask cluster, which runs the points instead; tcp:// on this machine")
     parser.add_argument("--table", type=output, metavar="FILE",
                         help="the table (results/sweeps/TARGET.parquet); its journal lies beside it")
     add_run_options(parser)

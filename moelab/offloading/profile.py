@@ -50,6 +50,14 @@ Seconds = Annotated[float, Must(lambda seconds: 0 <= seconds < ABSURD, "seconds,
 MINIMUM = 3                                                     # rounds, however long they take
 
 
+def _complete(seconds: dict[str, list[float]]) -> bool:
+    """Whether there is all that `Profile.delays`, `other` and `head` are made of."""
+    computed = [name.split() for name in seconds if re.fullmatch("(expert|other|head) [1-9][0-9]{0,8}", name)
+                and min(seconds[name]) > 0]
+    return {kind for kind, _ in computed} == {"expert", "other", "head"} and seconds.keys() >= {
+        "read E", "read SM", "read both", "decompress", "recover", "decode"}
+
+
 @dataclass(frozen=True, repr=False)
 class Profile:
     """What was measured; `profile` makes one.
@@ -64,7 +72,7 @@ class Profile:
     """
 
     seconds: Annotated[dict[str, Annotated[list[Seconds], Must(len, "a list of samples")]], Must(
-        lambda seconds: _complete(seconds), "samples of all reads, of decoding and of computing")]
+        _complete, "samples of all reads, of decoding and of computing")]
     nbytes: Annotated[dict[str, Count], Must(lambda of: {"full", "e", "sm"} <= of.keys(), "full, e and sm")]
     experts_bytes: list[list[Annotated[list[Count], Must(lambda pair: len(pair) == 2, "two numbers")]]]
     K: Size
@@ -178,14 +186,6 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """Read a profile; FileNotFoundError if there is none, ValueError if the file is something else."""
         return load_json(path, FORMAT, "profile", f"`moelab profile STORE --output {path}`", cls)
-
-
-def _complete(seconds: dict[str, list[float]]) -> bool:
-    """Whether there is all that `Profile.delays`, `other` and `head` are made of."""
-    computed = [name.split() for name in seconds if re.fullmatch("(expert|other|head) [1-9][0-9]{0,8}", name)
-                and min(seconds[name]) > 0]
-    return {kind for kind, _ in computed} == {"expert", "other", "head"} and seconds.keys() >= {
-        "read E", "read SM", "read both", "decompress", "recover", "decode"}
 
 
 def profile(store: ExpertStore | str | Path, model: Any = None, workers: int = 1, seconds: float = 10.0, seed: int = 0,

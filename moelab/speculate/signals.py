@@ -64,8 +64,8 @@ class DefaultVectors:
     def to(self, device: torch.device | str) -> DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
 
-    def check(self, model: nn.Module) -> None:
-        check_model(model, self.model_id, "these default vectors were measured on",
+    def check(self, model: nn.Module, where: str = "") -> None:
+        check_model(model, self.model_id, f"{where} these default vectors were measured on".lstrip(),
                     "moelab.speculate.default_vectors(model, prompts) measures its own")
 
     def save(self, path: str | Path) -> Path:
@@ -77,7 +77,7 @@ class DefaultVectors:
         """Read the default vectors of `model`; ValueError if they are not readable or another model's."""
         vectors = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)",
                                {"weighted": bool, "model_id": str}, cls._loaded)
-        vectors.check(model)
+        vectors.check(model, f"{path}:")
         check_geometry(model, vectors.counts.shape, path)
         return vectors
 

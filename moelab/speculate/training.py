@@ -24,6 +24,7 @@ from torch import Tensor
 from moelab.files import absolute, atomic
 from moelab.progress import progress
 from moelab.registry import find
+from moelab.schema import Count, checked, naming, parse_json, typed
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
 from moelab.speculate.execution import found
 from moelab.speculate.predictors import estimated, route
@@ -189,24 +190,26 @@ class _Run:
                         "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}, part)
 
     def resume(self, path: Path) -> None:
-        try:
+        what = "checkpoint of an estimator's training", "training with another file, or without this one,"
+        with naming(path, *what):
             saved = torch.load(path, weights_only=True, map_location=self.data.quasi.device)
-            theirs = json.loads(saved["settings"])
-        except Exception as error:          # torch.load has a dozen kinds for "not a file of mine"
-            raise ValueError(f"{path} is no readable checkpoint of an estimator's training ({error}); name another "
-                             f"file, or delete it to start over") from error
+            theirs = typed(parse_json(saved["settings"]), dict[str, Any])
         mine = json.loads(json.dumps(self.settings))
         if different := [f"{name} ({theirs.get(name)} there, {mine[name]} here)" for name in mine
                          if theirs.get(name) != mine[name]]:
             raise ValueError(f"{path} is a checkpoint of another training, which differs in {', '.join(different)}; "
                              f"repeat its arguments to go on, or delete it to start over")
-        for name in self.COUNTERS:
-            setattr(self, name, saved["counters"][name])
-        self.history, self.best = [Point(**point) for point in saved["history"]], Point(**saved["best"])
-        self.estimator.load_state_dict(saved["weights"])
-        self.best_weights = saved["best_weights"]
-        for optimizer, state in zip(self.optimizers, saved["optimizers"]):
-            optimizer.load_state_dict(state)
+        with naming(path, *what):
+            for name in self.COUNTERS:
+                setattr(self, name, typed(saved["counters"][name], Count, name))
+            self.history, self.best = typed(saved["history"], list[Point]), typed(saved["best"], Point)
+            for weights in (saved["best_weights"], saved["weights"]):
+                for name, tensor in self.estimator.state_dict().items():
+                    checked(weights, name, ("float32",), tensor.shape)
+                self.estimator.load_state_dict(weights)
+            self.best_weights = saved["best_weights"]
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
 
 
 def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Tensor:

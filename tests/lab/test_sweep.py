@@ -1,9 +1,14 @@
 """Sweeps: every point once, whatever is killed or interrupted; the table is what was found, on any kind of workers."""
 
 import os
+import shutil
 import signal
+import subprocess
+import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +80,72 @@ def run_some(points, stop):
         if i == stop:
             raise KeyboardInterrupt
         yield point, {"metrics": {"n": METRIC | {"value": i}}, "at": {"host": "h", "seconds": 1.0}}
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    """Dask's configuration with an authority and a certificate of a scheduler, a worker and a client."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+    key, pem = tmp_path / "node.key", tmp_path / "node.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days",
+                    "2", "-subj", "/CN=localhost", "-keyout", key, "-out", pem], check=True, capture_output=True)
+    own = {"cert": str(pem), "key": str(key)}
+    return {"distributed.comm.require-encryption": True, "distributed.comm.tls.ca-file": str(pem)} | {
+        f"distributed.comm.tls.{role}": own for role in ("scheduler", "worker", "client")}
+
+
+def test_a_cluster_with_certificates_takes_only_who_has_one(certificates, tmp_path, capsys):
+    distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
+    with dask.config.set(certificates), distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, dashboard_address=None, silence_logs=50, protocol="tls://",
+            security=distributed.Security()) as cluster:
+        address = cluster.scheduler_address
+        rows, failed = sweep("n", POINTS[:2], tmp_path / "t.parquet", partial(on_dask, address, counted))
+        assert address.startswith("tls://127.0.0.1") and len(rows) == 2 and not failed
+        with dask.config.set({"distributed.comm.tls.client.cert": None}), pytest.raises(
+                ValueError, match="no distributed.comm.tls.client.cert"):
+            next(on_dask(address, counted, POINTS[:1]))
+    assert capsys.readouterr().err.count("certificates") == 0
+
+
+def counted(point):
+    time.sleep(0.2)
+    return {"metrics": {"n": METRIC}}
+
+
+def test_a_scheduler_that_is_lost_keeps_what_is_finished(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    table = tmp_path / "t.parquet"
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None,
+                                  silence_logs=50) as cluster:
+        def losing(points):
+            for i, found in enumerate(on_dask(cluster.scheduler_address, counted, points)):
+                yield found
+                if i == 1:
+                    cluster.close()
+        with pytest.raises(ConnectionError, match="was lost; finished points are kept"):
+            sweep("n", POINTS, table, losing)
+    assert 2 <= len(read(table)) < len(POINTS)
+
+
+@pytest.mark.parametrize("address, told", [
+    ("tcp://127.0.0.1:1", "there is no scheduler at"), ("127.0.0.1:8786", "write tls://HOST:PORT"),
+    ("tcp://127.0.0.1", "write tls"), ("tcp://127.0.0.1:99999", "there is no scheduler at"), ("", "write tls"),
+    ("tls://127.0.0.1:1", "needs certificates"), ("inproc://x", "write tls")])
+def test_a_scheduler_that_is_not_there_is_one_line(address, told):
+    pytest.importorskip("dask")
+    with pytest.raises((ValueError, ConnectionError), match=told):
+        sweeps.reach(address)
+
+
+def test_who_uses_an_open_scheduler_elsewhere_is_warned(monkeypatch, capsys):
+    pytest.importorskip("dask")
+    for peer, warned in (("192.0.2.7", True), ("127.0.0.1", False), ("::1", False)):
+        connected = SimpleNamespace(getpeername=lambda peer=peer: (peer, 8786))
+        monkeypatch.setattr("socket.create_connection", lambda *_, **__: nullcontext(connected))
+        sweeps.reach("tcp://head:8786")
+        assert ("whoever reaches it can run code" in capsys.readouterr().err) == warned
 
 
 def test_an_interrupted_sweep_goes_on_and_a_larger_grid_adds_to_it(tmp_path):

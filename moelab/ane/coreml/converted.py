@@ -21,9 +21,10 @@ from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
-from moelab.files import absolute, read_json
+from moelab.files import absolute
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
+from moelab.schema import naming, parse_json, typed
 
 FORMAT, MANIFEST = "moelab.ane.converted/4", "manifest.json"
 
@@ -46,21 +47,20 @@ class ConvertedModel:
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
                                     f"conversion ends in .part; the same call resumes it)")
-        self.manifest: dict[str, Any] = read_json(path)
-        if not isinstance(self.manifest, dict) or self.manifest.get("format") != FORMAT:
-            found = self.manifest.get("format") if isinstance(self.manifest, dict) else self.manifest
-            raise ValueError(f"{path} is of format {str(found)[:40]!r}, not {FORMAT}: convert again")
-        if sealed(self.manifest) != self.manifest:
-            raise ValueError(f"{path} is damaged or was edited: its seal is not that of what it says; convert the "
-                             f"model again")
-        self.layers: list[dict[str, Any]] = self.manifest["layers"]
-        self.problems: list[str] = self.manifest["problems"]
-        names = [name for layer in self.layers for name, entry in (
-            (attention_file(layer["layer"]), layer["attention"]),
-            *((group_file(layer["layer"], index), group) for index, group in enumerate(layer["groups"])))
-            if "file" in entry]
-        if names != [entry["file"] for entry in self.packages]:
-            raise ValueError(f"{path} is damaged: it names packages otherwise than {', '.join(names)}")
+        with naming(path, "manifest of a converted model", "`moelab ane convert`"):
+            self.manifest = typed(parse_json(path.read_bytes()), dict[str, Any])
+            if self.manifest.get("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            if sealed(self.manifest) != self.manifest:
+                raise ValueError("it is damaged or was edited: its seal is not that of what it says")
+            self.layers: list[dict[str, Any]] = self.manifest["layers"]
+            self.problems: list[str] = self.manifest["problems"]
+            names = [name for layer in self.layers for name, entry in (
+                (attention_file(layer["layer"]), layer["attention"]),
+                *((group_file(layer["layer"], index), group) for index, group in enumerate(layer["groups"])))
+                if "file" in entry]
+            if names != [entry["file"] for entry in self.packages]:
+                raise ValueError(f"it names packages otherwise than {', '.join(names)}")
         missing = [name for name in names if not (self.folder / name).is_dir()]
         if missing:
             raise FileNotFoundError(f"{self.folder} lacks {missing[0]}, which its manifest names; convert again")

@@ -4,10 +4,11 @@
     "fp16"     every operation's result rounded to its declared type, sums in fp32: what a good fp16 device would give
 
 It knows the operations of `ffn_graph` and `attention_graph`, as coremltools defines them (opset iOS 18); a program with
-another one, or with an option that is not computed here, is refused by its name. Every result must have the shape and the type that the file declares for it. In fp16
-mode alarms tell where real chips went wrong for others: inputs and results that fp16 cannot hold, sums inside a mean
-that it cannot (a unit may add in fp16), matrix products above 32752 (inf on one chip) and slices above 4094 (clamped on
-another). What neither mode knows: which unit runs an operation, and how it accumulates inside products.
+another one, or with an option that is not computed here, is refused by its name. Every result must have the shape and
+the type that the file declares for it. In fp16 mode alarms tell where real chips went wrong for others: inputs and
+results that fp16 cannot hold, sums inside a mean that it cannot (a unit may add in fp16), matrix products above 32752
+(inf on one chip) and slices above 4094 (clamped on another). What neither mode knows: which unit runs an operation, and
+how it accumulates inside products.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, strides: Any = 
           groups: Any = 1, pad: Any = None, dilations: Any = None) -> Tensor:
     """A 1×1 convolution [N, Cin, *space] → [N, Cout, *space] as a product over rows of channels, so that a result does
     not depend on the layout. Of one weight a channel, nothing is padded but by "custom", and nothing dilated."""
-    if pad_type not in ("valid", "same", "same_lower") or any(n != 1 for n in (*weight.shape[2:], *np.ravel(strides), int(groups))):
+    sizes = (*weight.shape[2:], *np.ravel(strides), int(groups))
+    if pad_type not in ("valid", "same", "same_lower") or any(n != 1 for n in sizes):
         raise ValueError("only 1×1 convolutions are, without strides, groups and custom padding")
     last = x.movedim(1, -1)
     rows = F.linear(last.reshape(-1, x.shape[1]).contiguous(), weight.flatten(1), bias)
@@ -148,7 +150,8 @@ class Evaluator:
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 raise ValueError(f"{self.path}: the {op.type} {op.name} is not evaluated: {error}") from error
             if self.mode == "fp16" and op.type == "reduce_mean" and op.outputs[0].dtype == "fp16":
-                self._look(given["x"].abs().sum(_axes(given["x"], given.get("axes"))), op.name, op.type, FP16_MAX, "sum")
+                axes = _axes(given["x"], given.get("axes"))
+                self._look(given["x"].abs().sum(axes), op.name, op.type, FP16_MAX, "sum")
             for value, tensor in zip(op.outputs, made):
                 values[value.name] = self._declared(tensor, value, op.type, op.name)
             for name in last_used & values.keys():

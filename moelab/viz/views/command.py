@@ -20,6 +20,7 @@ from typing import Any
 
 from moelab import open_model, registry
 from moelab.arguments import output, whole
+from moelab.bench import arena as contests
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.files import write_text
 from moelab.offloading.budget import memory
@@ -102,14 +103,23 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _class(text: str | None) -> type:
-    """The class of "module:name", also of a module in this folder. ValueError: there is none."""
+    """The class of "module:name", of a module in this folder, where no other is imported. ValueError: there is none, or
+    it is nothing that the arena ranks."""
     module, _, name = (text or "").partition(":")
     sys.path.insert(0, "")
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        if not module.isidentifier() or not Path(f"{module}.py").is_file():
+            raise ValueError(f"there is no {module}.py in this folder")
+        found = getattr(import_module(module), name)
+        if Path(sys.modules[module].__file__ or "").resolve() != Path(f"{module}.py").resolve():
+            raise ValueError(f"{module} is the name of another module; give the file another name")
+        if not isinstance(found, type):
+            raise ValueError(f"{name} is no class")
+        contests.kind_of(found)
+        return found
+    except Exception as error:                          # whatever the file itself raises, too
         raise ValueError(f"the arena is of a class, as in `moelab view arena mine:TakeTurns` for TakeTurns of mine.py, "
-                         f"not of {text!r}: {error}") from None
+                         f"not of {text!r}: {error}") from error
     finally:
         sys.path.remove("")
 

@@ -23,6 +23,7 @@ from moelab.models import find
 from moelab.progress import progress
 from moelab.registry import names
 from moelab.store import survey
+from moelab.schema import naming
 from moelab.table import format_value
 from moelab.viz.figures import finish
 from moelab.viz.plotly_json import Figure
@@ -113,11 +114,19 @@ def counted(counts: Any) -> np.ndarray | None:
 
     Raises FileNotFoundError, ValueError: no such file, or nothing that has counts in it.
     """
-    if isinstance(counts, (str, Path)):
-        counts = absolute(counts)
-        counts = np.load(counts) if counts.suffix == ".npy" else Calibration.load(counts)
+    if isinstance(counts, (str, Path)) and (path := absolute(counts)).suffix == ".npy":
+        with naming(path, "array of expert counts", "numpy.save(path, counts)"):
+            return _counts(np.load(path))
+    counts = Calibration.load(counts) if isinstance(counts, (str, Path)) else counts
     counts = counts.counts() if callable(getattr(counts, "counts", None)) else counts
-    return None if counts is None else np.asarray(counts)
+    return None if counts is None else _counts(np.asarray(counts))
+
+
+def _counts(found: np.ndarray) -> np.ndarray:
+    if found.ndim != 2 or found.dtype.kind not in "iuf" or not (found >= 0).all() or not 0 < found.sum() < np.inf:
+        raise ValueError(f"counts of experts are numbers of 0 or more, [layers, experts], not all 0; these are "
+                         f"{found.dtype} {list(found.shape)}")
+    return found
 
 
 def file_of(counts: Any) -> Path:
