@@ -102,6 +102,8 @@ def _run(arguments: list[str]) -> int:
             parser.print_help()
             return 2
         args = parser.parse_args(arguments)
+        if not os.path.exists(os.curdir) or not os.access(os.curdir, os.X_OK):
+            raise FileNotFoundError("the folder that you are in was removed, or is closed to you: go to another one")
         return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)

@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint folder, a store or a hub id (default: the small model)")
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
-                        "(default: all in memory)")
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help="for routed experts, the others stay on "
+                        "disk: 8GB, 50%%, auto (default: all in memory)")
     parser.add_argument("--cache", choices=CACHES, metavar="NAME",
                         help=f"with --memory, who is evicted (default: {DEFAULT_POLICY})")
     parser.add_argument("--plan", choices=["auto"], help="with --memory and --calibration, of a compressed store: what "

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
     parser.add_argument("--decode-only", action="store_true", help="speculate in decode steps only, as a server would; "
                         "moelab's own tasks are then scored in decode steps")
-    parser.add_argument("--memory", type=memory, help="for experts, such as 50%% or 2GB, the others stay on disk; of a store, what "
-                        "this machine has left if not given")
+    parser.add_argument("--memory", type=memory, help="for experts, such as 50%% or 2GB, the others stay "
+                        "on disk; of a store, what this machine has left if not given")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
     parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="texts a forward pass (%(default)s); "
                         "1 where an executor drops tokens")
