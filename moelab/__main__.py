@@ -102,8 +102,11 @@ def _run(arguments: list[str]) -> int:
             parser.print_help()
             return 2
         args = parser.parse_args(arguments)
-        if not os.path.exists(os.curdir) or not os.access(os.curdir, os.X_OK):
-            raise FileNotFoundError("the folder that you are in was removed, or is closed to you: go to another one")
+        try:
+            os.getcwd()
+        except OSError as error:                # torch's libraries would end the process
+            raise ValueError(f"the folder that you are in was removed, or is closed to you ({error.strerror}): go to "
+                             f"another one") from error
         return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)

@@ -32,6 +32,7 @@ import torch
 from moelab import datasets, registry
 from moelab.arguments import number, whole
 from moelab.calibration import Calibration
+from moelab.files import writable
 from moelab.models import eager
 from moelab.models.fast_decode import DENSE
 from moelab.models.greedy import greedy, not_followed
@@ -177,6 +178,8 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
     require_tokenizer(model)
+    if perfetto is not None:
+        writable(perfetto)
     stream = stream and int(os.environ.get("RANK", 0)) == 0
     start = time.perf_counter()
     if stream:

@@ -11,7 +11,6 @@ bound to the model: a `moelab.calibration.Calibration`.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from moelab import datasets, open_model
 from moelab.arguments import one_of, several, whole
 from moelab.calibration import Calibration, calibrate
+from moelab.files import writable
 from moelab.models.opening import require_tokenizer
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
@@ -55,14 +55,8 @@ def main(args: argparse.Namespace) -> int:
 
 def check_writable(file: Path, force: bool) -> None:
     """A file that cannot be written is an error before a model is opened."""
-    if file.is_dir() or file.exists() and not force:
-        raise FileExistsError(f"{file} is there already; choose another name"
-                              + ("" if file.is_dir() else ", or replace it with --force"))
-    folder = next(parent for parent in file.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{file} cannot be written: {folder} is no folder")
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{file} cannot be written: no permission in {folder}")
+    if writable(file).exists() and not force:
+        raise FileExistsError(f"{file} is there already; choose another name, or replace it with --force")
 
 
 def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, tokens: int = 256, new_tokens: int = 17,
