@@ -102,6 +102,11 @@ def _run(arguments: list[str]) -> int:
             parser.print_help()
             return 2
         args = parser.parse_args(arguments)
+        try:
+            os.getcwd()
+        except OSError as error:                # torch's libraries would end the process
+            raise ValueError(f"the folder that you are in was removed, or is closed to you ({error.strerror}): go to "
+                             f"another one") from error
         return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)

@@ -32,6 +32,7 @@ import torch
 from moelab import datasets, registry
 from moelab.arguments import number, output, whole
 from moelab.calibration import Calibration
+from moelab.files import writable
 from moelab.models import eager
 from moelab.models.fast_decode import DENSE
 from moelab.models.greedy import greedy, not_followed
@@ -71,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint folder, a store or a hub id (default: the small model)")
     parser.add_argument("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="for routed experts, the others stay on disk: 8GB, 50%%, auto "
-                        "(default: all in memory)")
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help="for routed experts, the others stay on "
+                        "disk: 8GB, 50%%, auto (default: all in memory)")
     parser.add_argument("--cache", choices=CACHES, metavar="NAME",
                         help=f"with --memory, who is evicted (default: {DEFAULT_POLICY})")
     parser.add_argument("--plan", choices=["auto"], help="with --memory and --calibration, of a compressed store: what "
@@ -177,6 +178,8 @@ def generate(model: str | None = None, prompt: str | None = None, max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
     require_tokenizer(model)
+    if perfetto is not None:
+        writable(perfetto)
     stream = stream and int(os.environ.get("RANK", 0)) == 0
     start = time.perf_counter()
     if stream:

@@ -119,7 +119,7 @@ def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
 
 
 def _check(option: str, value: Any, annotation: str) -> None:
-    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; of others, for a text only."""
+    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; a text is no other."""
     kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
     wanted = [part.strip() for part in annotation.split("|")]
     if not set(wanted) <= kinds.keys():

@@ -38,7 +38,7 @@ DIRECTIONS = {
     "speculate": {"models", "store", "trace", "recording"},
     "offloading": {"models", "trace", "calibration", "store", "cache", "schedule", "speculate", "experts"},
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
-    "generate": {"models", "parallel", "offloading", "calibration", "opening"},
+    "generate": {"models", "parallel", "offloading", "calibration", "speculate", "opening"},
     "ane": {"models", "trace", "calibration", "experts", "claims"},
     "ndp": {"trace", "experts", "parallel", "claims"},
 }

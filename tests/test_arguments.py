@@ -61,7 +61,8 @@ def test_numbers(value):
 
 def test_lists_and_names():
     assert several(number(above=0))("1, 2.5,") == [1.0, 2.5] and several(one_of("ab"))("b,a") == ["b", "a"]
-    with pytest.raises(argparse.ArgumentTypeError, match="'c' is none of a, b"):
+    assert one_of(["exact", "INT8"])("Exact") == "exact" and one_of(["exact", "INT8"])("int8") == "INT8"
+    with pytest.raises(argparse.ArgumentTypeError, match="no choice 'c'. There are: a, b"):
         several(one_of("ab"))("a,c")
 
 

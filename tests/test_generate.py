@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +14,13 @@ import pytest
 from moelab.__main__ import main
 from moelab.parallel import launch
 from moelab import open_model
+from moelab.evaluation.calibrate import calibration
+from moelab.files import small_model
 from moelab.generate import generate
+from moelab.models import identity
+from moelab.models.greedy import OPTIONS
 from moelab.parallel.opening import open_parallel
+from moelab.speculate import Estimator
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +61,56 @@ def test_the_command_prints_text_and_json(capsys):
     made = json.loads(capsys.readouterr().out)
     assert text.startswith("the red fox 37\nthe red fox 37") and "3 tokens" in text
     assert made["text"] == " fox 37\n"[:len(made["text"])]
+
+
+@pytest.mark.parametrize("defaults", [
+    {"return_dict_in_generate": True, "output_logits": True}, {"num_beams": 4, "num_return_sequences": 3},
+    {"num_return_sequences": 2, "do_sample": True}, {"do_sample": True, "temperature": 0.0},
+    {"stop_strings": ["zebra"], "token_healing": True, "max_length": 3}, {"penalty_alpha": 0.6, "top_k": 4},
+    {"cache_implementation": "offloaded", "output_scores": True}, {"cache_implementation": "static"},
+    {"prompt_lookup_num_tokens": 3}, {"force_words_ids": [[5]], "num_beam_groups": 2}, {"is_assistant": True}])
+def test_a_checkpoint_s_defaults_are_honoured_or_named(defaults, tmp_path, capsys):
+    """huggingface/transformers issue 21185, QwenLM/Qwen2.5-Omni issue 350."""
+    folder = shutil.copytree(small_model(), tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps(defaults | {"eos_token_id": 0, "pad_token_id": 0}))
+    made = generate(str(folder), "the red fox", 3, stream=True)
+    assert made.tokens == generate(prompt="the red fox", max_new_tokens=3).tokens
+    told = capsys.readouterr().err
+    assert all(f"{name}=" in told for name in defaults if defaults[name] and OPTIONS.get(name, defaults[name])
+               != defaults[name])
+
+
+def test_defaults_that_change_greedy_decoding_itself_are_honoured(tmp_path):
+    folder = shutil.copytree(small_model(), tmp_path / "m")
+    model = open_model()
+    ids = model.tokenizer("the red fox", return_tensors="pt").input_ids
+    for defaults in ({"stop_strings": ["x", "e"]}, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+                     {"forced_eos_token_id": 5}, {"suppress_tokens": [758]}):
+        (folder / "generation_config.json").write_text(json.dumps(defaults | {"eos_token_id": 0, "pad_token_id": 0}))
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False, tokenizer=model.tokenizer, **defaults)
+        assert generate(str(folder), "the red fox", 8).tokens == expected[0, ids.shape[1]:].tolist()
+
+
+def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, monkeypatch, capsys):
+    model = open_model()
+    Estimator(model.spec.H, model.spec.E, model.spec.L, 8, model_id=identity(model)).save(tmp_path / "e.safetensors")
+    calibration(model, ("prose",), 1, 64, 2).save(tmp_path / "c.safetensors")
+    short = ["generate", "--prompt", "the red fox", "--max-new-tokens", "3", "--memory", "50%", "--json", "--prefetch"]
+    tokens = generate(prompt="the red fox", max_new_tokens=3).tokens
+    for given in (["estimator", "--estimator", str(tmp_path / "e.safetensors")],
+                  ["static", "--calibration", str(tmp_path / "c.safetensors")]):
+        assert main([*short, *given]) == 0
+        assert json.loads(capsys.readouterr().out)["tokens"] == tokens
+    monkeypatch.setattr("moelab.opening.offload", None)                     # nothing is opened
+    for name, wanted in (("estimator", "--estimator FILE"), ("hybrid", "scoring.choose"), ("oracle", "moelab.record"),
+                         ("static", "--calibration FILE")):
+        assert main([*short, name]) == 2
+        told = capsys.readouterr().err
+        assert f"{name} needs" in told and wanted in told and len(told.splitlines()) == 1
+    assert main([*short, "estimator", "--estimator", str(tmp_path / "none")]) == 2
+    assert "no estimator at" in capsys.readouterr().err
+    assert main([*short, "router", "--estimator", str(tmp_path / "none")]) == 2
+    assert "--prefetch estimator" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("parallel, executor", [("hidden", "exact"), ("blocks", "gemv"), ("ep", "neuron"),

@@ -161,5 +161,7 @@ def test_its_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake (\w+)\b", README):
         assert target in ("reproduce", "test", "lab") and f"\n{target}:" in makefile
-    for command in re.findall(r"-m moelab ([\w-]+)", README):
+    commands = re.findall(r"(?:`|-m )moelab ([a-z]+)", README)
+    assert len(commands) > 20
+    for command in commands:
         assert command in COMMANDS

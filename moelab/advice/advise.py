@@ -152,13 +152,13 @@ def _shares(calibration: str | Path, spec: MoESpec) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a card's name, a hub id, a checkpoint folder or a store; without it, "
                                                  "the small model")
-    parser.add_argument("--memory", type=budget.memory, default="auto", metavar="SIZE", help="of the whole process, such as 8GB; auto (default): what is "
-                                                         "available")
+    parser.add_argument("--memory", type=budget.memory, default="auto", metavar="SIZE",
+                        help="of the whole process, such as 8GB; auto (default): what is available")
     parser.add_argument("--context", type=whole(1), help=f"tokens of a sequence (default: {CONTEXT}, or "
                                                            "as many as the model takes)")
     parser.add_argument("--batch", type=whole(1), default=1, help="sequences at a time (default: 1)")
-    parser.add_argument("--loss", default=0.0, metavar="SHARE", help="more language loss that few bits may cost, such as 1%%, or any "
-                                                    "(default: none)")
+    parser.add_argument("--loss", default=0.0, metavar="SHARE",
+                        help="more language loss that few bits may cost, such as 1%%, or any (default: none)")
     parser.add_argument("--device", help="a device card's name or a .toml instead of this machine")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
     parser.add_argument("--simulate", action=argparse.BooleanOptionalAction,

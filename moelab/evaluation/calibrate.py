@@ -55,9 +55,8 @@ def main(args: argparse.Namespace) -> int:
 
 def check_writable(file: Path, force: bool) -> None:
     """A file that cannot be written is an error before a model is opened."""
-    if file.is_file() and not force:
+    if writable(file).exists() and not force:
         raise FileExistsError(f"{file} is there already; choose another name, or replace it with --force")
-    writable(file)
 
 
 def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, tokens: int = 256, new_tokens: int = 17,

@@ -25,10 +25,10 @@ from typing import Any
 
 import moelab
 from moelab import datasets, registry
-from moelab.arguments import output, whole
+from moelab.arguments import output, several, whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
-from moelab.files import results_root, write_json
+from moelab.files import results_root, writable, write_json
 from moelab.offloading.budget import memory
 from moelab.offloading.cache_aware import require_margin
 from moelab.opening import make_executor
@@ -40,7 +40,7 @@ EXECUTOR, CACHE_AWARE = "executor", "cache-aware"           # the modes that are
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint folder, a hub id or a store; else the small model")
-    parser.add_argument("--tasks", default=",".join(accuracy.TASKS), help="moelab's own, moelab_NAME (the same under "
+    parser.add_argument("--tasks", type=several(), default=list(accuracy.TASKS), help="moelab's own, moelab_NAME (the same under "
                         "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
                         "ruler … (default: all of moelab's own)")
     parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
     parser.add_argument("--decode-only", action="store_true", help="speculate in decode steps only, as a server would; "
                         "moelab's own tasks are then scored in decode steps")
-    parser.add_argument("--memory", type=memory, help="for experts, such as 50%% or 2GB, the others stay on disk; of a store, what "
-                        "this machine has left if not given")
+    parser.add_argument("--memory", type=memory, help="for experts, such as 50%% or 2GB, the others stay "
+                        "on disk; of a store, what this machine has left if not given")
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
     parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="texts a forward pass (%(default)s); "
                         "1 where an executor drops tokens")
@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    wanted = list(dict.fromkeys(name for name in args.tasks.split(",") if name))
+    if args.output is not None:
+        writable(args.output)
+    wanted = list(dict.fromkeys(args.tasks))
     own = [name for name in wanted if name in accuracy.TASKS]
     others = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
@@ -126,8 +128,8 @@ def parse_mode(text: str) -> tuple[str, str]:
     if mode == CACHE_AWARE:
         try:
             return mode, str(require_margin(float(predictor)))
-        except ValueError as error:
-            raise ValueError(f"{text!r}: {error}; write {CACHE_AWARE}:0.5") from None
+        except ValueError:
+            raise ValueError(f"{text!r} has no margin of logits, 0 or more; write {CACHE_AWARE}:0.5") from None
     registry.require("mode", mode, ["baseline", *MODES, EXECUTOR, CACHE_AWARE])
     predictor = predictor or ("estimator" if mode == "router-free" else DEFAULT_PREDICTOR)
     if predictor == "oracle":

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-#: of all control groups
-ROOT = Path("/sys/fs/cgroup")
+#: of all control groups; and in which ones this process is
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def own_groups(root: Path = ROOT) -> list[Path]:
     """The folders of the control groups that limit this process's memory, its own first, then those around it; in a
     container the outermost is what is mounted as `root`."""
     try:
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
     except OSError:
         lines = []                      # no Linux
     v1 = root / "memory"

@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="*", help="a checkpoint folder, a store, a hub id or, for budget, a card's name "
                                                 "(default: the small model); of arena MODULE:CLASS; of runs two "
                                                 "folders or notebooks; of claims a source")
-    parser.add_argument("--memory", type=memory, default="50%", help="for experts, where the run is recorded (default: %(default)s)")
+    parser.add_argument("--memory", type=memory, default="50%",
+                        help="for experts, where the run is recorded (default: %(default)s)")
     parser.add_argument("--cache", default=DEFAULT_POLICY, metavar="NAME", help="who is evicted (default: %(default)s)")
     parser.add_argument("--prefetch", metavar="NAME", help="what predicts which experts to load ahead")
     parser.add_argument("--prompt", help="the text that is gone on from")

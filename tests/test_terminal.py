@@ -1,0 +1,153 @@
+"""The command line in the houses it runs in: terminals of any encoding, any folder, words typed wrongly."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab import registry
+from moelab.__main__ import COMMANDS, main
+from moelab.advice import doctor
+from moelab.arguments import Parser, one_of
+from moelab.table import text_table
+
+ENCODINGS = ["ascii", "latin-1", "cp1252", "cp437", "utf-16"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("words", [
+    ["claims", "--source", "zipmoe"], ["generate", "--help"], ["bench", "--help"], ["check", "naïve \U0001f642"],
+    ["run", "\udcff"], ["generate", "--prompt", "naïve \U0001f642 fox", "--max-new-tokens", "1"]])
+def test_no_terminal_s_encoding_loses_output(words, encoding, monkeypatch):
+    """What it lacks is a "?"; hydropix/TranslateBooksWithLLMs issue 184."""
+    written = {name: io.BytesIO() for name in ("stdout", "stderr")}
+    for name, raw in written.items():
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding=encoding))
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    said = "".join(raw.getvalue().decode(encoding) for raw in written.values())
+    assert status == (2 if words[0] in ("check", "run") else 0) and len(said) > 10
+    assert "codec" not in said and "Traceback" not in said
+
+
+def test_a_real_terminal_of_another_encoding():
+    done = subprocess.run([sys.executable, "-m", "moelab", "claims"], capture_output=True,
+                          env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout.decode("ascii").count("?") > 10
+
+
+@pytest.mark.parametrize("words, said", [
+    (["generat"], "'generate'"), (["Doctor"], "'doctor'"), (["generate", "--memroy", "8GB"], "--memory"),
+    (["generate", "--prefetch", "quasy"], "'quasi'"), (["generate", "--cache", "lruu"], "'lru'"),
+    (["generate", "--executor", "fasst"], "'fast'"), (["convert", "a", "b", "--quantize", "intt4"], "'int4'"),
+    (["bench", "engin"], "'engine'"), (["ane", "plan", "x", "--device", "m2-ultr"], "'m2-ultra'"),
+    (["ane", "plen", "x"], "'plan'"), (["view", "budgt"], "'budget'"), (["evaluate", "--modes", "hnt"], "'hint'"),
+    (["evaluate", "--modes", "executor:fsat"], "'fast'"), (["evaluate", "--modes", "hint:quazi"], "'quasi'"),
+    (["advise", "qwen3-30b-a3"], "'Qwen3-30B-A3B'"), (["synthesize", "x", "--model", "Mixtral"], "'Mixtral-8x7B'"),
+    (["generate", "data", "--memory", "50%", "GB"], "one word, such as 16GB"), (["generate", "--memory", "16"], "'16GB'"),
+    (["generate", "--memory", "16", "GB"], "'16GB'"), (["advise", "--memory", "18"], "'18GB'")])
+def test_what_was_mistyped_is_told_with_what_is_near_in_one_line(words, said, capsys):
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code
+    told = capsys.readouterr().err
+    assert status == 2 and said in told and len(told.splitlines()) == 1, told
+
+
+@given(st.sampled_from(["exact", "INT8", "lru"]), st.data())
+def test_names_are_read_in_any_case(name, data):
+    typed = "".join(data.draw(st.sampled_from([c.upper(), c.lower()])) for c in name)
+    assert one_of(["exact", "INT8", "lru"])(typed) == name
+    parser = Parser()
+    parser.add_argument("--name", choices=["exact", "INT8", "lru"])
+    assert parser.parse_args(["--name", typed]).name == name
+
+
+@pytest.mark.parametrize("kind", registry.KINDS)
+def test_a_description_prints_as_a_table_and_names_go_in_any_case(kind):
+    told = registry.describe(kind)
+    lines = repr(told).splitlines()
+    assert len(lines) >= len(told) + 2 and all(any(line.split()[:1] == [name] for line in lines) for name in told)
+    assert {registry.like(kind, name.swapcase()) for name in told} == set(told) and registry.like(kind, "no such") is None
+
+
+@given(st.lists(st.lists(st.text("ab 1", max_size=60), min_size=3, max_size=3), min_size=1, max_size=4),
+       st.integers(20, 120))
+def test_a_table_fits_the_terminal_and_loses_no_word(rows, columns):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        lines = text_table(["x", "y", "z"], rows).splitlines()
+    longest = [max([1, *(len(word) for row in rows for word in row[i].split())]) for i in range(3)]
+    assert max(map(len, lines)) <= max(columns, sum(min(word, 24) for word in longest) + 6)
+    assert sorted("".join(lines[2:]).replace(" ", "")) == sorted("".join(map("".join, rows)).replace(" ", ""))
+
+
+def test_tables_are_no_wider_than_a_page_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["claims"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(rows) > 100 and max(map(len, rows)) <= 100
+
+
+def test_doctor_walks_no_folder_and_tells_what_it_cannot_measure(tmp_path, monkeypatch):
+    """INTI-CMNB/kicad_auto issue 17: a container begins in /."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "loop").symlink_to(tmp_path, target_is_directory=True)
+
+    def closed(*_):
+        raise PermissionError(13, "Permission denied", "proc/1/cwd")
+    monkeypatch.setattr(doctor, "disk_rate", closed)
+    monkeypatch.setattr(doctor, "folder_bytes", closed)
+    found = dict(doctor.findings(tmp_path))
+    assert found["disk"] == found["cache"] == "unknown: Permission denied (proc/1/cwd)" and "torch" in found
+    blocker = tmp_path / "file"
+    blocker.touch()
+    monkeypatch.setenv("MOELAB_CACHE", str(blocker / "cache"))
+    assert "$MOELAB_CACHE" in dict(doctor.findings(tmp_path))["cache"]
+
+
+def test_a_disk_is_measured_without_looking_below_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.rglob", None)
+    from moelab.advice.machine import disk_rate
+    rate, how = disk_rate(tmp_path, total=8 << 20)
+    assert rate > 0 and "new file" in how and not list(tmp_path.iterdir())
+
+
+def test_a_removed_folder_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    with monkeypatch.context() as there:
+        there.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        assert main(["list"]) == 2
+    told = capsys.readouterr().err
+    assert "was removed" in told and len(told.splitlines()) == 1
+
+
+def test_a_mistake_of_ours_is_called_one(monkeypatch, capsys):
+    def broken(*_):
+        raise TypeError("'NoneType' object is not iterable")
+    monkeypatch.setattr("moelab.lab.check.main", broken)
+    assert main(["check"]) == 2
+    told = capsys.readouterr().err
+    assert "mistake in moelab" in told and "--debug" in told and len(told.splitlines()) == 1
+    with pytest.raises(TypeError):
+        main(["check", "--debug"])
+
+
+def test_help_describes_every_bench_and_says_how_to_call_it(capsys):
+    from moelab.bench import BENCHES
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    told = capsys.readouterr().out
+    lines = [line.split(maxsplit=1) for line in told.splitlines() if line.startswith("  ")]
+    assert all(any(line[0] == name and len(line[1]) > 20 for line in lines if len(line) == 2) for name in BENCHES)
+    assert "python -m" not in told and len(COMMANDS) > 20
