@@ -74,7 +74,7 @@ def test_it_chooses_what_is_in_memory_and_counts(name, tmp_path):
 
             def before(layer, _, args, kwargs):
                 nonlocal asked, held, changed
-                x, ids, weights = *args, *kwargs.values()
+                _, ids, weights = *args, *kwargs.values()
                 if len(ids) > 1:
                     return
                 there = [residency.state((layer.index, e)) is State.FULL for e in range(layer.E)]
