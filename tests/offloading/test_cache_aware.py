@@ -31,8 +31,8 @@ def weighed(logits, chosen, activation, normalise):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 9999), st.integers(2, 12), st.floats(0, 3), st.booleans(), st.sampled_from(("softmax", "sigmoid")),
-       st.sampled_from((1.0, 2.5)))
+@given(st.integers(0, 9999), st.integers(2, 12), st.floats(0, 3), st.booleans(),
+       st.sampled_from(("softmax", "sigmoid")), st.sampled_from((1.0, 2.5)))
 def test_one_on_disk_gives_way_to_one_in_memory_that_trails_by_less(seed, E, margin, normalise, activation, factor):
     rng = torch.Generator().manual_seed(seed)
     logits, held = torch.randn(4, E, generator=rng), torch.rand(E, generator=rng) < 0.5
