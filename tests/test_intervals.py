@@ -51,6 +51,16 @@ def test_the_ratio_of_sums_is_held_in_95_of_100_cases(n):
     assert 0.92 < held / draws < 0.965              # an approximation: a little short of 95 % with few samples
 
 
+@pytest.mark.parametrize("n", [2, 3, 9])
+def test_the_ratios_interval_is_that_of_the_mean_residual(n):
+    """Cochran, Sampling Techniques §6.4: (above − ratio · below) ÷ mean of below, a sample of n."""
+    above, below = np.random.default_rng(n).uniform(1, 3, (2, n))
+    value, low, high = ratio(above, below)
+    _, first, last = interval((above - value * below) / below.mean())
+    assert value == pytest.approx(above.sum() / below.sum())
+    assert (low - value, high - value) == pytest.approx((first, last))
+
+
 @pytest.mark.parametrize("n", range(1, 60))
 def test_the_median_lies_where_the_sign_test_does_not_refuse_it(n):
     values = np.random.default_rng(n).normal(size=n)

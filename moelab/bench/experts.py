@@ -93,7 +93,7 @@ class Layers:
         for name in EXECUTORS:
             with suppress(ValueError):              # needs options, such as a plan
                 if (run := make("executor", name)).lossless:
-                    arms[name] = self._arm(run, steps)
+                    arms[name] = lambda i, run=run: run(*steps[i][1:], self.seam[steps[i][0]])
         E = self.config.num_experts
         packed = [name for name in PACKED if name not in left_out]
         if T == 1 and packed and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
@@ -106,12 +106,6 @@ class Layers:
                 arms[name] = lambda i, seams=seams: GEMV()(*steps[i][1:], seams[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
-
-    def _arm(self, run: Any, steps: list[tuple[int, Tensor, Tensor, Tensor]]) -> Callable[[int], Tensor]:
-        def arm(i: int) -> Tensor:
-            layer, *step = steps[i]
-            return run(*step, self.seam[layer])
-        return arm
 
     def _stock(self, name: str, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         self.config._experts_implementation = name

@@ -45,31 +45,42 @@ class Router:
         holders = [module, layer.block, getattr(module, "moe_statics", None)]
         self.correction = next((bias.detach().flatten() for holder in holders for name in CORRECTIONS
                                 if (bias := getattr(holder, name, None)) is not None), None)
-        weight, self.factor = self.linear.weight, 1.0
+        weight = self.linear.weight
         x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
         ids, weights = layer.routing(layer.ask(x))
-        self.K = ids.shape[1]
-        wanted = torch.zeros(PROBE, layer.E + 1).to(weights).scatter(1, ids, weights).float()
-        for self.dtype, self.activation, self.normalise in product(
-                dict.fromkeys((weight.dtype, torch.float32)), (torch.softmax, _sigmoid), (False, True)):
-            chosen, weighed = self(x)
-            mine = torch.zeros_like(wanted).scatter(1, chosen, weighed.float())
-            factor = (wanted.sum() / mine.sum()).item()
-            if torch.equal(mine > 0, wanted > 0) and torch.allclose(factor * mine, wanted, rtol=2 ** -6, atol=1e-6):
-                self.factor = factor
-                return
-        raise ValueError(f"{layer.name}: its {type(module).__name__} chooses or weighs experts in another way; "
-                         f"cache-aware routing is for routers that take the K best of all logits")
+        off = {}                                # rule → how far its weights are from the router's, but for a factor
+        for rule in product(dict.fromkeys((weight.dtype, torch.float32)), (torch.softmax, _sigmoid), (False, True)):
+            self.dtype, self.activation, self.normalise = rule
+            logits = self.logits(x)
+            if torch.equal(self.best(logits, ids.shape[1]).sort(-1).values, ids.sort(-1).values):
+                factor = weights.float() / self.weights(logits, ids)
+                off[rule] = (factor / factor.mean() - 1).abs().max().item()
+        if not off or min(off.values()) > 2 ** -6:
+            raise ValueError(f"{layer.name}: its {type(module).__name__} chooses or weighs experts in another way; "
+                             f"cache-aware routing is for routers that take the K best of all logits")
+        self.dtype, self.activation, self.normalise = min(off, key=off.get)
 
-    def __call__(self, x: Tensor, favour: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-        """Route x [T, H] with `favour` [E] added to the logits that are compared: ids and weights [T, K]."""
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, favour: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router, which chose ids with weights [T, K] for x [T, H], had chosen with `favour` [E] added to the
+        logits that are compared: ids and weights [T, K]."""
+        logits = self.logits(x)
+        chosen = self.best(logits + favour, ids.shape[1])
+        own, other = (self.weights(logits, of) for of in (ids, chosen))
+        return chosen, other * (weights.float().sum(-1, keepdim=True) / own.sum(-1, keepdim=True))
+
+    def logits(self, x: Tensor) -> Tensor:
         bias = getattr(self.linear, "bias", None)
-        logits = F.linear(x.to(self.dtype), self.linear.weight.to(self.dtype),
-                          None if bias is None else bias.to(self.dtype)).float()
-        scores = self.activation(logits + favour, -1)
-        ids = (scores if self.correction is None else scores + self.correction).topk(self.K).indices
+        return F.linear(x.to(self.dtype), self.linear.weight.to(self.dtype),
+                        None if bias is None else bias.to(self.dtype)).float()
+
+    def best(self, logits: Tensor, K: int) -> Tensor:
+        scores = self.activation(logits, -1)
+        return (scores if self.correction is None else scores + self.correction).topk(K).indices
+
+    def weights(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Of these experts, but for the factor."""
         weights = self.activation(logits, -1).gather(1, ids)
-        return ids, self.factor * (weights / weights.sum(-1, keepdim=True) if self.normalise else weights)
+        return weights / weights.sum(-1, keepdim=True) if self.normalise else weights
 
 
 def _sigmoid(x: Tensor, _: int) -> Tensor:
@@ -130,7 +141,7 @@ class CacheAwareRouting(AbstractContextManager):
         held = torch.tensor([residency.state((layer.index, e)) is State.FULL for e in range(E)] + [False],
                             device=ids.device)                      # the last one for "no expert"
         if router is not None:
-            chosen, weighed = router(seen.reshape(len(ids), -1), self.margin * held[:E].float())
+            chosen, weighed = router(seen.reshape(len(ids), -1), ids, weights, self.margin * held[:E].float())
             new = ~found(ids, chosen)                               # [T, K], which the router had not chosen
             other = new.any(-1, keepdim=True)                       # all else stays as it is, to the bit
             self.changed += int(new.sum())

@@ -245,15 +245,19 @@ class Reader:
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
         try:
-            return self._preadv(path, views, offset)
+            with self._open(path) as fd:
+                return os.preadv(fd, views, offset)
         except OSError as error:
             if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         with self._lock:
             self.mode = "buffered"
-        return self._preadv(path, views, offset)
+        with self._open(path) as fd:
+            return os.preadv(fd, views, offset)
 
-    def _preadv(self, path: Path, views: list[memoryview], offset: int) -> int:
+    @contextlib.contextmanager
+    def _open(self, path: Path) -> Iterator[int]:
+        """A file to read from, which stays open if fewer than `KEPT` do."""
         with self._lock:
             key = self.mode, path
             if (fd := self._files.get(key)) is None:
@@ -264,7 +268,7 @@ class Reader:
                     self._files[key] = fd
             kept = key in self._files
         try:
-            return os.preadv(fd, views, offset)
+            yield fd
         finally:
             if not kept:
                 os.close(fd)

@@ -85,8 +85,9 @@ def test_the_bench_runs_on_every_model_that_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "POLICIES", few := ("lru", "next-token", "belady"))
     monkeypatch.setattr(bench, "BY_LAYER", ("lru",))
     (tmp_path / "same").symlink_to(small_model())
-    sections = bench.run(model=[str(small_model()), str(tmp_path / "same")][:len(names)], tokens=[100], seeds=2, train_prompts=2,
-                         test_prompts=2, prompt_tokens=64, new_tokens=2, budgets=[0.5], windows=2, untrained=True)
+    folders = [str(small_model()), str(tmp_path / "same")][:len(names)]
+    sections = bench.run(model=folders, tokens=[100], seeds=2, train_prompts=2, test_prompts=2, prompt_tokens=64,
+                         new_tokens=2, budgets=[0.5], windows=2, untrained=True)
     one, *others = (list(sections.values())[4 * i:4 * i + 4] for i in range(len(names)))
     assert all(other == one for other in others) and {title.partition(" (")[0] for title in sections} == {
         *names, *(f"{name}, untrained" for name in names)}

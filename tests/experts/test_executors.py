@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.experts import EXECUTORS
+from moelab.experts.executor import Tally
 from moelab import open_model
 from moelab.models import plug
 from moelab.models.seam import eager
@@ -133,3 +134,12 @@ def test_the_registry_is_covered():
 def test_what_cannot_be_made_is_explained(name, options, said):
     with pytest.raises(ValueError, match=said):
         make("executor", name, **options)
+
+
+def test_shares_of_a_tally():
+    """Of 10 choices 8 were executed in 16 rows: a fifth is dropped, and half of the rows are padding."""
+    tally = Tally(10, 8, 16)
+    assert (tally.dropped, tally.drop_rate, tally.padded_fraction) == (2, 0.2, 0.5)
+    tally.add(10, 10, 12)
+    assert (tally.routed, tally.executed, tally.slots) == (20, 18, 28)
+    assert Tally().drop_rate == Tally().padded_fraction == 0

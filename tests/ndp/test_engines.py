@@ -41,6 +41,16 @@ def test_a_moved_expert_is_computed_piece_by_piece():
     assert len(sent) == 4 and sum(e.bytes for e in sent) == costs.spec.expert_bytes
 
 
+def test_an_expert_that_computes_longer_than_it_is_sent_waits_for_its_first_piece_alone():
+    costs = Costs(toy.spec(K=1), toy.machine(4, link=1e13))
+    work = float(costs.gpu(1))
+    assert work > 2 * costs.transfer()
+    for pieces in (1, 2, 4):
+        plan = make_plan(toy.step([1]), 4, moved=1.0, split=True, pieces=pieces)
+        by_hand = costs.transfer() / pieces + work
+        assert layer_seconds(plan, costs) == pytest.approx(by_hand) == simulate_layer(plan, costs)[0]
+
+
 def test_weights_wait_for_outputs():
     """Both outputs are ready during the first piece of weights and go before the second; the formula lets them slip in.
 

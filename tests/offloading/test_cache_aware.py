@@ -31,8 +31,8 @@ def weighed(logits, chosen, activation, normalise):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 9999), st.integers(2, 12), st.floats(0, 3), st.booleans(), st.sampled_from(("softmax", "sigmoid")),
-       st.sampled_from((1.0, 2.5)))
+@given(st.integers(0, 9999), st.integers(2, 12), st.floats(0, 3), st.booleans(),
+       st.sampled_from(("softmax", "sigmoid")), st.sampled_from((1.0, 2.5)))
 def test_one_on_disk_gives_way_to_one_in_memory_that_trails_by_less(seed, E, margin, normalise, activation, factor):
     rng = torch.Generator().manual_seed(seed)
     logits, held = torch.randn(4, E, generator=rng), torch.rand(E, generator=rng) < 0.5
@@ -47,8 +47,10 @@ def test_one_on_disk_gives_way_to_one_in_memory_that_trails_by_less(seed, E, mar
     layer.router.weight.data.copy_(torch.eye(E))
     with torch.no_grad():
         router = Router(layer, torch.float32)
-        ids, weights = router(logits, favour=margin * held.float())
-        assert all(torch.equal(*pair) for pair in zip(router(logits, torch.zeros(E)), router(logits)))
+        ids, weights = router(logits, *route(logits), margin * held.float())
+        same, as_before = router(logits, *route(logits), torch.zeros(E))
+        assert torch.equal(same, route(logits)[0])
+        torch.testing.assert_close(as_before, route(logits)[1])
     for row, chosen, got in zip(logits.tolist(), ids.tolist(), weights):
         left = [e for e in range(E) if e not in chosen]
         for e in chosen:                        # nobody was left out who should have come before
@@ -74,13 +76,14 @@ def test_it_chooses_what_is_in_memory_and_counts(name, tmp_path):
 
             def before(layer, _, args, kwargs):
                 nonlocal asked, held, changed
-                x, ids, weights = *args, *kwargs.values()
+                _, ids, weights = *args, *kwargs.values()
                 if len(ids) > 1:
                     return
                 there = [residency.state((layer.index, e)) is State.FULL for e in range(layer.E)]
                 router = routers[layer.index]
-                own, _ = router(inputs[layer.index].reshape(1, -1))
-                wanted, weigh = router(inputs[layer.index].reshape(1, -1), margin * torch.tensor(there).float())
+                x = inputs[layer.index].reshape(1, -1)
+                own, weigh = layer.routing(layer.ask(x))
+                wanted, weigh = router(x, own, weigh, margin * torch.tensor(there).float())
                 assert set(wanted[0].tolist()) == set(ids[0].tolist())
                 if set(own[0].tolist()) != set(ids[0].tolist()):
                     torch.testing.assert_close(weights, weigh.to(weights.dtype))
@@ -101,6 +104,16 @@ def test_it_chooses_what_is_in_memory_and_counts(name, tmp_path):
             assert (changed > 0) == (margin > 0)
         after = generate(model)
         assert torch.equal(after.sequences, plain.sequences) and model.moelab.routing is None
+
+
+@pytest.mark.parametrize("K", [1, 5])
+def test_as_many_experts_a_token_as_the_live_model_has(K, tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path, torch.float32)
+    with open_model(folder, memory="50%", executor="sorted", cache_aware=5.0) as model:
+        for layer in discover(model):
+            layer.router.top_k = K
+        generate(model)
+        assert model.moelab.routing.requests == 5 * len(discover(model)) * K and model.moelab.routing.changed
 
 
 def test_nothing_changes_at_margin_0_nor_in_prefill(tmp_path):

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moelab.intervals import ratio
 from moelab.models import discover
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.predictors import route
-from moelab.speculate.scoring import choose, score, similarity, walk
+from moelab.speculate.scoring import Score, choose, score, similarity, walk
 from moelab.trace import DECODE, PREFILL
 
 from tests.speculate.conftest import make
@@ -190,3 +191,16 @@ def test_a_trace_without_hidden_states_is_refused(tiny_model):
     model = tiny_model("mixtral")
     with pytest.raises(ValueError, match="hidden=True"):
         score(record(model, PROMPTS), make("router", model))
+
+
+def test_the_margin_is_the_interval_of_the_ratio_over_prompts():
+    """`intervals.ratio`, layer by layer, whose coverage is drawn in tests of its own; a single prompt has none."""
+    rng = torch.Generator().manual_seed(0)
+    requests = torch.randint(20, 60, (7, 3), generator=rng)
+    hits = (requests * torch.rand(7, 3, generator=rng)).long()
+    found = Score(requests, hits, torch.zeros(3, 2), torch.ones(3, 2))
+    for layer in range(3):
+        value, low, high = ratio(hits[:, layer], requests[:, layer])
+        assert float(found.recall[layer]) == pytest.approx(value)
+        assert float(found.margin[layer]) == pytest.approx((high - low) / 2)
+    assert Score(requests[:1], hits[:1], torch.zeros(3, 2), torch.ones(3, 2)).margin.isnan().all()
