@@ -59,8 +59,7 @@ ONLY_IN = {
 AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
                       "plotly": {"viz"}}
 WITHOUT_TORCH = {"specs", "configs", "cards", "datasets", "progress", "table", "arguments", "files", "registry", "journal",
-                 "forks", "lab",
-                 "claims", "comparison", "__main__", "__init__"}
+                 "forks", "lab", "claims", "comparison", "__main__", "__init__"}
 
 
 def part_of(path):

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from moelab.forks import in_children
 from moelab.store import packings
 
 _lock = threading.RLock()
+in_children(_lock._at_fork_reinit)
 
 
 def once(function: Callable[[], Any]) -> Callable[[], Any]:

@@ -14,7 +14,6 @@ copied. What an owner that is a string ("plug") has put on belongs to the model.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,17 +22,11 @@ from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
+from moelab.forks import in_children
+
 STACKS = "_patched"             # the attribute under which an object keeps what was put on it
 _lock = threading.RLock()
-
-
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):             # a thread that a child does not have may have taken it
-    os.register_at_fork(after_in_child=_new_lock)
+in_children(_lock._at_fork_reinit)              # as Python's own modules do: a thread that is not there may have it
 
 
 class Absent:
@@ -230,5 +223,5 @@ class Dressed:
     """Mixin of the classes that `dress` makes."""
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        raise TypeError(f"this {type(self).__name__} is opened or plugged by moelab, bound to hooks, threads, files and "
-                        f"memory, so it cannot be copied, pickled or sent to another process: open it again there")
+        raise TypeError(f"this {type(self).__name__} is opened or plugged by moelab, bound to hooks, threads, files "
+                        f"and memory, so it cannot be copied, pickled or sent to another process: open it again there")
