@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -14,10 +15,10 @@ def renew_in_children(owner: Any) -> None:
     _owners.add(owner)
 
 
-def _in_child() -> None:
-    for owner in list(_owners):
-        owner.forked()
+def in_children(renew: Callable[[], object]) -> None:
+    """Let a function be called in each process that is forked from this one."""
+    if hasattr(os, "register_at_fork"):         # Windows cannot fork
+        os.register_at_fork(after_in_child=renew)
 
 
-if hasattr(os, "register_at_fork"):             # Windows cannot fork
-    os.register_at_fork(after_in_child=_in_child)
+in_children(lambda: [owner.forked() for owner in list(_owners)])

@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
 @pytest.mark.stress
 def test_a_twin_has_the_dtypes_that_transformers_gives_it():
     """What is constructed without torch's default dtype, against what is with it."""
-    few = ("jamba", "minimax", "nllb-moe", "gemma4_text", "llama4", "qwen3_moe", "switch_transformers")
+    few = ("jamba", "nllb-moe", "gemma4_text", "switch_transformers")
     for name, dtype in product(depth(few, tiny.every()), (torch.bfloat16, torch.float32, torch.float16)):
         try:
             config = tiny.config(name)
@@ -101,7 +101,7 @@ def test_openings_in_threads_beside_transformers_own(folders):
     with ThreadPoolExecutor(5) as pool:
         beside = pool.submit(transformers_alone)
         try:
-            assert all(pool.map(work, islice(cycle(range(len(ways))), depth(24, 200))))
+            assert all(pool.map(work, islice(cycle(range(len(ways))), depth(16, 200))))
         finally:
             ended.set()
         beside.result()
@@ -134,7 +134,7 @@ def in_threads(lm, wanted, rounds):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("executor", ["exact", "fast"])
+@pytest.mark.parametrize("executor", depth(["fast"], ["exact", "fast"]))
 def test_generations_in_threads_with_every_prefetcher(folders, executor):
     """As in one thread; its metrics and its run are valid (huggingface/transformers#25197)."""
     model = eager(folders["fp32"])
@@ -193,7 +193,7 @@ FORKS = """
 import multiprocessing, os, select, signal, sys, threading
 import torch, moelab
 
-folder, count = sys.argv[1], int(sys.argv[2])
+folder, count, ways = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)                                                # torch's own teams do not survive a fork
 PROMPT = torch.arange(3, 12)[None]
 
@@ -203,7 +203,7 @@ def tokens(new=5):
                        eos_token_id=None)[0].tolist()
 
 
-def child(work, seconds=60):
+def child(work, seconds=200):
     '''What a forked process says.'''
     r, w = os.pipe()
     if not (pid := os.fork()):
@@ -228,9 +228,9 @@ class Rows(torch.utils.data.Dataset):
     __getitem__ = lambda self, i: torch.tensor(tokens())
 
 
-WAYS = [{}, {"memory": "100%"}, {"memory": "50%"}, {"memory": "50%", "executor": "fast"},
-        {"memory": "50%", "prefetch": "router", "ahead": 2}, {"memory": "100%", "executor": "fast"}]
-for options in WAYS:
+WAYS = [{"memory": "50%", "executor": "fast", "prefetch": "router", "ahead": 2}, {"memory": "100%"}, {},
+        {"memory": "50%"}, {"memory": "50%", "prefetch": "router", "ahead": 2}, {"memory": "100%", "executor": "fast"}]
+for options in WAYS[:ways]:
     lm = moelab.open_model(folder, **options)
     wanted = tokens()
     assert child(tokens) == str(wanted), options
@@ -251,11 +251,11 @@ for options in WAYS:
     running = False
     thread.join()
     assert not errors, errors
-    if options == WAYS[-2]:
+    if options == WAYS[0]:
         fork = multiprocessing.get_context("fork")
         with fork.Pool(2) as pool:
             assert pool.map_async(tokens, [5] * 4).get(120) == [wanted] * 4
-        loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=fork, timeout=60)
+        loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=fork, timeout=200)
         assert [row[0].tolist() for row in loader] == [wanted] * 2
         if not (pid := os.fork()):                                      # one that only exits
             sys.exit(3)
@@ -270,24 +270,25 @@ print("forked")
 @pytest.mark.stress
 def test_forks(folders):
     """At rest and within a generation, by hand, in a pool, as a loader's workers (pytorch/pytorch#49555)."""
-    done = subprocess.run([sys.executable, "-c", FORKS, folders["bf16"], str(depth(2, 32))], capture_output=True,
-                          text=True, timeout=depth(300, 3000), env=os.environ | {"PYTHONWARNINGS": "ignore"})
+    done = subprocess.run([sys.executable, "-c", FORKS, folders["bf16"], str(depth(2, 32)), str(depth(2, 6))],
+                          capture_output=True, text=True, timeout=depth(280, 3000), env=os.environ | {"PYTHONWARNINGS": "ignore"})
     assert done.stdout.endswith("forked\n"), done.stderr[-3000:]
 
 
 # ------------------------------------------------------------------------------------------------------------ the end
 
-KEPT = [{}, {"executor": "fast"}, {"executor": "fast", "dense": "bf12"}, {"executor": "int8"},
-        {"memory": "50%"}, {"memory": "100%", "executor": "fast"}, {"memory": "50%", "executor": "sorted"},
-        {"memory": "50%", "executor": "fast", "prefetch": "quasi"}, {"memory": "50%", "prefetch": "router"},
-        {"memory": "50%", "executor": "fast", "cache_aware": 0.5}]
+KEPT = [{}, {"executor": "fast", "dense": "bf12"}, {"executor": "int8"},
+        {"memory": "50%"}, {"memory": "50%", "executor": "sorted"}, {"memory": "50%", "prefetch": "router"},
+        {"memory": "50%", "executor": "fast", "cache_aware": 0.5}, {"memory": "100%", "executor": "fast"},
+        {"executor": "fast"}, {"memory": "50%", "executor": "fast", "prefetch": "quasi"}]
 
 
 def files(folder):
     return sum(str(Path(folder)) in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("options", KEPT, ids=str)
+@pytest.mark.stress
+@pytest.mark.parametrize("options", depth(KEPT[-3:], KEPT), ids=str)
 def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
     """Nor do its threads, files and memory stay (huggingface/transformers#26026)."""
     folder, left, said = folders["wide" if "dense" in options else "bf16"], [], []

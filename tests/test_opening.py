@@ -203,7 +203,7 @@ def test_what_a_predictor_predicts_is_checked(folder, guess, told):
 def test_what_is_opened_cannot_be_copied(folder, memory):
     with moelab.open_model(folder, memory=memory) as lm:
         for again in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="bound to its hooks, threads, files and memory"):
+            with pytest.raises(TypeError, match="bound to hooks, threads, files and memory"):
                 again(lm)
         assert lm(IDS).logits.isfinite().all()
 

@@ -23,7 +23,7 @@ from numba import carray
 from numba.np.numpy_support import from_dtype
 from torch import Tensor
 
-from moelab.forks import renew_in_children
+from moelab.forks import in_children
 from moelab.kernels.compile import c_function, c_library, kernel
 from moelab.kernels.emit import address, kept, pointer, read, take, together
 from moelab.kernels.tiles import add_rows, beside, dots, given, place, span, spread, step, weight, write
@@ -44,21 +44,8 @@ OUTPUTS = 512                   # the most, and what it takes of the transposed 
 AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
 SIZES = (8, 32, 128)            # tokens of one expert, or rows of a layer, that `crossover` tries
 REPEATS = 3                     # the best of so many counts: the others were disturbed
-_C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-
-
-class _Pool:
-    """Threads where there is no OpenMP."""
-
-    def __init__(self) -> None:
-        self.forked()
-        renew_in_children(self)
-
-    def forked(self) -> None:
-        self.submit = ThreadPoolExecutor().submit
-
-
-_POOL = _Pool()
+_POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64)          # where there is no OpenMP
+in_children(lambda: globals().update(_POOL=ThreadPoolExecutor()))
 
 
 def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, tokens: np.ndarray | None, R: int,

@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moelab.configs import quantisation
+from moelab.forks import in_children
 from moelab.store import packings
 
 _lock = threading.RLock()
+in_children(_lock._at_fork_reinit)
 
 
 def once(function: Callable[[], Any]) -> Callable[[], Any]:

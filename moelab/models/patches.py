@@ -8,41 +8,29 @@ What others put there later (accelerate, a notebook) stays; what they had put th
             it, and passes on to what lies beneath once it is taken off
     put     a value: the topmost shows            dress    a class made of the class beneath
 
-All state is kept on the object itself, which can then be neither copied nor pickled. What an owner that is a string
-("plug") has put on belongs to the model.
+All state is kept on the object itself. A copy (deepcopy, pickle) has no hooks and links, and what is dressed cannot be
+copied. What an owner that is a string ("plug") has put on belongs to the model.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import MethodType
 from typing import Any, NoReturn
+
+from moelab.forks import in_children
 
 STACKS = "_patched"             # the attribute under which an object keeps what was put on it
 _lock = threading.RLock()
-
-
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):             # a thread that a child does not have may have taken it
-    os.register_at_fork(after_in_child=_new_lock)
+in_children(_lock._at_fork_reinit)              # as Python's own modules do: a thread that is not there may have it
 
 
 class Absent:
     """Stands for an attribute that an object does not have itself."""
-
-
-def bound(*_: Any) -> NoReturn:
-    """The `__reduce_ex__` of what cannot be copied."""
-    raise TypeError("a model that moelab has opened or changed is bound to its hooks, threads, files and memory, so it "
-                    "cannot be copied, pickled or sent to another process: open it again there")
 
 
 class Patches(ExitStack):
@@ -64,15 +52,16 @@ class Patches(ExitStack):
 
 
 class _Hook:
-    """A hook of torch's, which may be called once more while it is being removed."""
-
-    __reduce_ex__ = bound
+    """A hook of torch's that a copy of its module has no part in."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.handle = function, None
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
+
+    def __reduce__(self) -> tuple:
+        return _Hook, (_nothing,)
 
     def remove(self) -> None:
         self.function = _nothing
@@ -88,7 +77,6 @@ class _Link:
     """Stands in an object in place of one of its methods, and of what it found there."""
 
     __slots__ = ("target", "name", "found", "below", "call")
-    __reduce_ex__ = bound
 
     def __init__(self, target: Any, name: str, found: Any) -> None:
         self.target, self.name, self.found = weakref.ref(target), name, found
@@ -114,6 +102,14 @@ class _Link:
     @property
     def __wrapped__(self) -> Callable[..., Any]:                # `inspect.signature` follows it
         return getattr(type(self.target()), self.name).__get__(self.target())
+
+    def __reduce__(self) -> tuple:                              # a copy of the object has what would be without this
+        found = None if of_class(self.target(), self.found) else self.found
+        return _unlinked, (self.target(), self.name, found)
+
+
+def _unlinked(target: Any, name: str, found: Any) -> Any:
+    return MethodType(getattr(type(target), name), target) if found is None else found
 
 
 def of_class(target: Any, found: Any) -> bool:
@@ -226,4 +222,6 @@ def _write(target: Any, name: str, value: Any) -> None:
 class Dressed:
     """Mixin of the classes that `dress` makes."""
 
-    __reduce_ex__ = bound
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(f"this {type(self).__name__} is opened or plugged by moelab, bound to hooks, threads, files "
+                        f"and memory, so it cannot be copied, pickled or sent to another process: open it again there")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +137,8 @@ FOUND = "_streams"
 
 def _measured(model: nn.Module) -> list[tuple[Stream | None, str]]:
     if FOUND not in vars(model):
-        vars(model)[FOUND] = _measure(model)
+        with getattr(getattr(model, "moelab", None), "turn", nullcontext()):    # other experts run meanwhile
+            vars(model)[FOUND] = _measure(model)
     return vars(model)[FOUND]
 
 

@@ -279,11 +279,7 @@ class Engine:
     def close(self) -> None:
         """Stop the threads and let go of files and memory. What is running ends with an error."""
         self.closed = True
-        pipeline = self.pipeline
-        if threading.current_thread() in pipeline.threads:      # the garbage collector, which runs in any thread
-            threading.Thread(target=self.close, name="moelab close", daemon=True).start()
-            return
-        pipeline.halt()
+        self.pipeline.halt()
         with self._one: self._free()            # a layer that runs needs its memory until it has noticed
 
     def _free(self) -> None:

@@ -202,6 +202,7 @@ class Pipeline:
         """In a child process there are no threads, and their locks may be taken: what runs ends with an error."""
         self._lock, self.threads, self.closed = threading.Lock(), [], True
         self._living.clear()
+        self.timeline.forked()
         self._ready.put(RuntimeError("the process was forked while this model was loading experts: run it again"))
 
     def free(self) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
-from moelab.forks import renew_in_children
 from moelab.offloading import perfetto
 from moelab.offloading.metrics import Forward
 from moelab.schedule.load_queue import PrefetchCounts
@@ -65,12 +64,11 @@ class Timeline:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self.forked()
+        self._packing = threading.Lock()
         self.clear()
-        renew_in_children(self)
 
     def forked(self) -> None:
-        """In a child process a thread that is not there may have taken the lock."""
+        """In a child process."""
         self._packing = threading.Lock()
 
     def clear(self) -> None:

@@ -289,7 +289,8 @@ def test_a_model_that_is_dropped_within_one_of_its_own_threads_is_closed(folder)
     reader, read, done = engine.pipeline.reader, engine.pipeline.reader.fill, threading.Event()
 
     def closing(*args, **kwargs):
-        engine.close()
+        engine.closed = True
+        engine.pipeline.end()
         done.set()
         return read(*args, **kwargs)
     reader.fill = closing
