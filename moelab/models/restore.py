@@ -152,9 +152,9 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     if store.quantized:
         raise StoreError(f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
                          f"is not in it; convert it without quantize= for a store that can be restored")
-    check_weights(store)
     with atomic(destination) as folder:
         folder.mkdir()
+        check_weights(store)
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
