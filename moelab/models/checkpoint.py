@@ -68,9 +68,9 @@ class Checkpoint:
     def require_unchanged(self, *files: Path, mapped: bool = False) -> None:
         """StoreError if one of these files, or of all, is not the one any more that was found.
 
-        mapped : for what was mapped of them, which a file that takes the place of another one does not change.
+        mapped : for weights that were mapped, which a file that takes the place of another one does not change.
         """
-        for file in files or self.stamps:
+        for file in files or (self.files if mapped else self.stamps):
             now, before = stamp(file), self.stamps[file]
             if now != before and not (mapped and now[:2] != before[:2]):
                 raise StoreError(f"{file} was changed since the model was opened from it; open it again")
