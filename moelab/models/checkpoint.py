@@ -39,7 +39,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     tensors: dict[str, Stored] = field(repr=False)
     store: ExpertStore | None = None
-    stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    stamps: dict[Path, tuple[int, ...]] = field(kw_only=True, repr=False)
 
     @classmethod
     def at(cls, folder: str | Path) -> Checkpoint:
@@ -63,7 +63,7 @@ class Checkpoint:
         store = ExpertStore(folder) if stored else None
         files, tensors = read_folder(folder)
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
-        return cls(folder, tuple(files), tensors, store, stamps)
+        return cls(folder, tuple(files), tensors, store, stamps=stamps)
 
     def require_unchanged(self, *files: Path, mapped: bool = False) -> None:
         """StoreError if one of these files, or of all, is not the one any more that was found.
