@@ -54,7 +54,7 @@ def small_model() -> Path:
 
 def results_root(results: str | Path | None = None) -> Path:
     """Where results lie: the argument, else $MOELAB_RESULTS, else `results/` of the clone or the working folder."""
-    return absolute(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path.cwd()) / "results").resolve()
+    return absolute(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path()) / "results").resolve()
 
 
 #: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself

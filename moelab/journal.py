@@ -19,23 +19,23 @@ HEADER = b"moelab journal\n\n"
 
 
 class Journal:
-    """The journal at `path`, created if there is none and locked until it is closed; `fresh` empties it.
+    """The journal at `path`, created if there is none and locked until it is closed.
 
-    lines : its records. Each ends with its CRC-32; those that are damaged are left out, and `damaged` counts them.
-        What a kill has left of the last one, without an end, is removed.
+    lines : its records. Each ends with its CRC-32; those that are damaged are left out, with a warning. What a kill has
+        left of the last one, without an end, is removed.
 
     Raises FileExistsError: another process has it open; ValueError: the file is no journal, and stays as it is.
     """
 
-    def __init__(self, path: Path, fresh: bool = False) -> None:
-        self.path, self.lines, self.damaged = path, [], 0
+    def __init__(self, path: Path) -> None:
+        self.path, self.lines = path, []
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file, and a journal is to be kept there; remove it")
         self._file = open(path, "a+b", buffering=0)
         try:
             self._lock()
             self._file.seek(0)
-            self._read(self._file.read(), fresh)
+            self._read(self._file.read())
         except BaseException:
             self._file.close()
             raise
@@ -47,7 +47,8 @@ class Journal:
             except OSError:
                 raise FileExistsError(f"another process is writing {self.path.with_suffix('')}; wait for it") from None
 
-    def _read(self, raw: bytes, fresh: bool) -> None:
+    def _read(self, raw: bytes) -> None:
+        damaged = 0
         for line in raw.split(b"\n")[:-1]:
             text, _, check = line.rpartition(b"\t")
             try:
@@ -55,16 +56,16 @@ class Journal:
                     raise ValueError
                 self.lines.append(json.loads(text))
             except (ValueError, RecursionError):
-                self.damaged += line not in (b"", HEADER.strip())
+                damaged += line not in (b"", HEADER.strip())
         if not self.lines and not HEADER.startswith(raw[:len(HEADER)]):
             raise ValueError(f"{self.path} is no journal of moelab's, or nothing of it can be read, so it is not "
                              f"written to; move it, or give another name")
-        if fresh or not self.lines and len(raw) < len(HEADER):
+        if not self.lines and len(raw) < len(HEADER):
             self.restart([])
         else:
             self._file.truncate(raw.rfind(b"\n") + 1)
-        if self.damaged:
-            warnings.warn(f"{self.damaged} records in {self.path} are damaged and left out", stacklevel=4)
+        if damaged:
+            warnings.warn(f"{damaged} records in {self.path} are damaged and left out", stacklevel=4)
 
     def append(self, records: list[Any]) -> None:
         """Add a line for each record and wait until they are on the disk."""
@@ -83,7 +84,7 @@ class Journal:
 
     def restart(self, records: list[Any]) -> None:
         """Empty it, and begin with these records."""
-        self.lines, self.damaged = [], 0
+        self.lines = []
         self._file.truncate(0)
         self._write(HEADER)
         self.append(records)

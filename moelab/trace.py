@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -199,10 +199,10 @@ class GrowingTensor:
     def __enter__(self) -> GrowingTensor:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         if kind is not None or self.shape is None:
             self._file.close()
-            self._place.__exit__(kind or EOFError, error or EOFError(), trace)
+            self._place.__exit__(EOFError, EOFError(), None)
             return
         size = self._file.tell() - self.ROOM
         header = json.dumps({self.name: {"dtype": NAMES[self.dtype], "shape": [self.rows, *self.shape],

@@ -65,10 +65,9 @@ def test_a_foreign_file_stays_as_it_is(tmp_path_factory, content):
     path.write_bytes(content)
     if HEADER.startswith(content):
         return
-    for fresh in (False, True):
-        with pytest.raises(ValueError, match="diary.journal is no journal of moelab's"):
-            Journal(path, fresh)
-        assert path.read_bytes() == content
+    with pytest.raises(ValueError, match="diary.journal is no journal of moelab's"):
+        Journal(path)
+    assert path.read_bytes() == content
 
 
 def test_no_file_is_no_place_for_one(tmp_path):
@@ -95,13 +94,15 @@ def test_a_full_disk_leaves_whole_records(tmp_path, monkeypatch):
     assert reopened(tmp_path / "j") == [1, 3]
 
 
-def test_fresh_and_held(tmp_path):
+def test_held_emptied_and_removed(tmp_path):
     first = Journal(tmp_path / "x.part.jsonl")
     first.append(RECORDS)
     with pytest.raises(FileExistsError, match="another process is writing .*x.part; wait"):
         Journal(tmp_path / "x.part.jsonl")
     first.close()
-    second = Journal(tmp_path / "x.part.jsonl", fresh=True)
+    second = Journal(tmp_path / "x.part.jsonl")
+    assert second.lines == RECORDS
+    second.restart([])
     assert second.lines == []
     second.remove()
     assert not list(tmp_path.iterdir())

@@ -98,15 +98,15 @@ class _Cache(caching.FunctionCache):
                 if not file.name.startswith(f"{self._base}.{self._cache_file._source_stamp[:16]}."):
                     file.unlink()           # of other sources
         except Exception as error:          # of the disk, or of pickling
-            _not_kept(self._cache_path, error)
+            _not_kept(self._cache_path, getattr(error, "strerror", type(error).__name__))
 
 
 def _cache_of(function: Callable) -> Any:
     _OURS.add(function.__code__.co_filename)
     try:
         return _Cache(function)
-    except (RuntimeError, OSError) as error:            # numba found no folder that it can write to
-        _not_kept(Path(function.__code__.co_filename).parent, error)
+    except (RuntimeError, OSError):
+        _not_kept(str(Path(function.__code__.co_filename).parent), "there is no folder that can be written")
         return caching.NullCache()
 
 
@@ -122,8 +122,7 @@ def _folder_digest(folder: Path) -> str:
     return sha256(b"".join(sha256(file.read_bytes()).digest() for file in sorted(folder.glob("*.py")))).hexdigest()
 
 
-def _not_kept(folder: Any, error: Exception) -> None:
-    """Python shows a warning of one place and of the same words once."""
-    why = getattr(error, "strerror", type(error).__name__)
+@lru_cache(maxsize=None)                # so it is said once
+def _not_kept(folder: str, why: str) -> None:
     warnings.warn(f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "
                   f"NUMBA_CACHE_DIR to a folder that can be written", stacklevel=1)

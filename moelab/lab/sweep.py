@@ -234,15 +234,16 @@ def sweep(target: str, points: list[Point], table: Path, run: Callable[[list[Poi
     """
     table = writable(table)
     table.parent.mkdir(parents=True, exist_ok=True)
-    if table.exists():
+    if table.exists() and not table.with_suffix(".journal").exists():
         read(table)                                     # else it is somebody's, and stays
     journal, failed = Journal(table.with_suffix(".journal")), []
     try:
-        if not journal.lines:
+        targets = [line for line in journal.lines if isinstance(line, str)]
+        if not targets:
             journal.append([target])
-        elif journal.lines[0] != target:
-            raise ValueError(f"{table} is a sweep of {journal.lines[0]}; give another --table")
-        rows = {key(line["point"]): Row(**line) for line in journal.lines[1:]}
+        elif targets[0] != target:
+            raise ValueError(f"{table} is a sweep of {targets[0]}; give another --table")
+        rows = {key(line["point"]): Row(**line) for line in journal.lines if isinstance(line, dict)}
         left = [point for point in points if key(point) not in rows]
         try:
             with progress(total=len(points), desc=f"sweep of {target}", unit="points",

@@ -45,7 +45,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     tensors: dict[str, Stored] = field(repr=False)
     store: ExpertStore | None = None
-    stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    stamps: dict[Path, tuple[int, ...]] = field(kw_only=True, repr=False)
 
     @classmethod
     def at(cls, folder: str | Path) -> Checkpoint:
@@ -72,14 +72,14 @@ class Checkpoint:
         store = ExpertStore(folder) if stored else None
         files, tensors = read_folder(folder)
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
-        return cls(folder, tuple(files), tensors, store, stamps)
+        return cls(folder, tuple(files), tensors, store, stamps=stamps)
 
     def require_unchanged(self, *files: Path, mapped: bool = False) -> None:
         """StoreError if one of these files, or of all, is not the one any more that was found.
 
-        mapped : for what was mapped of them, which a file that takes the place of another one does not change.
+        mapped : for weights that were mapped, which a file that takes the place of another one does not change.
         """
-        for file in files or self.stamps:
+        for file in files or (self.files if mapped else self.stamps):
             now, before = stamp(file), self.stamps[file]
             if now != before and not (mapped and now[:2] != before[:2]):
                 raise StoreError(f"{file} was changed since the model was opened from it; open it again")

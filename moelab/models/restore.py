@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from moelab.files import absolute
+from moelab.files import absolute, atomic
 from moelab.models.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
 from moelab.store import fewbit
@@ -149,10 +149,9 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     if store.quantized:
         raise StoreError(f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
                          f"is not in it; convert it without quantize= for a store that can be restored")
-    check_weights(store)
-    folder = destination.with_name(f"{destination.name}.{os.getpid()}.part")
-    folder.mkdir(parents=True)                  # a new one: nothing that lies there is written to or followed
-    try:
+    with atomic(destination) as folder:
+        folder.mkdir()
+        check_weights(store)
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
@@ -171,10 +170,6 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
         else:
             weight_map = _write(store, folder, _model_layout(store))
             (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-        os.rename(folder, destination)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return destination
 
 

@@ -17,7 +17,6 @@ import mmap
 import os
 import platform
 import statistics
-import tempfile
 import threading
 import time
 import weakref
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moelab.files import write_json
 from moelab.forks import renew_in_children
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES
@@ -421,13 +421,9 @@ def fastest_mode(store: ExpertStore) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass                                                    # never measured, or not readable: measure
     rates = measure_modes(store)
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=store.folder, prefix=MEASURED + ".")   # new: it follows no link
-        with open(descriptor, "w") as f:
-            json.dump({"machine": machine, "bytes a second": rates}, f)
-        os.replace(temporary, file)
-    except OSError:
-        pass                                                    # a read-only store is measured each time
+    if not file.is_symlink():
+        with contextlib.suppress(OSError):                      # a read-only store is measured each time
+            write_json(file, {"machine": machine, "bytes a second": rates})
     return _fastest(rates)
 
 

@@ -78,12 +78,12 @@ class StoreWriter:
         self._layer, self._end, self._unsynced = -1, 0, 0       # of the file, where it is written next, bytes
         self._thread, self._writing = ThreadPoolExecutor(1), None
         with self._explained():
-            fresh = not self.folder.is_dir()
-            for path in (self.folder, Path(f"{self.folder}.jsonl"), *(() if fresh else self.folder.iterdir())):
+            journal = Path(f"{self.folder}.jsonl")
+            for path in (self.folder, journal, *self.folder.glob("*")):
                 if path.is_symlink():
                     raise ValueError(f"{path} is a link, and writing would follow it; remove it")
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._journal = Journal(Path(f"{self.folder}.jsonl"), fresh)
+            self._journal = Journal(journal)
         try:
             self._resume(self._journal.lines, content)
         except BaseException:

@@ -160,6 +160,33 @@ def test_an_interrupted_sweep_goes_on_and_a_larger_grid_adds_to_it(tmp_path):
         sweep("y", POINTS, table, refused)
 
 
+def test_what_belongs_to_somebody_else_stays(tmp_path):
+    table, diary = tmp_path / "diary.parquet", tmp_path / "diary.journal"
+    for file, words in ((diary, "is no journal"), (table, "is no table of a sweep")):
+        file.write_text("Dear diary,\n")
+        with pytest.raises(ValueError, match=words):
+            sweep("area", POINTS, table, refused)
+        assert [path.read_text() for path in tmp_path.iterdir()] == ["Dear diary,\n"]
+        file.unlink()
+
+
+def test_a_damaged_line_of_the_journal_costs_its_point_and_no_other(tmp_path):
+    table, runs = tmp_path / "table.parquet", []
+
+    def run(points):
+        runs.append(points)
+        return ((point, {"metrics": {"n": METRIC}, "at": {"seconds": 1}}) for point in points)
+    rows, _ = sweep("area", POINTS, table, run)
+    raw = (journal := table.with_suffix(".journal")).read_bytes()
+    lines = [line for line in raw.split(b"\n\n") if line]
+    for i in range(1, len(lines)):
+        journal.write_bytes(raw.replace(lines[i], lines[i].replace(b'"', b"'", 1)))
+        with pytest.warns(UserWarning, match="1 records in .* are damaged"):
+            assert sweep("area", POINTS, table, run) == (rows, [])
+        assert read(table) == rows
+    assert runs == [POINTS, *([point] for point in POINTS)]
+
+
 def test_a_failed_point_is_told_and_tried_again(tmp_path):
     table, ok = tmp_path / "t.parquet", {"metrics": {"n": METRIC}, "at": {}}
     rows, failed = sweep("x", POINTS[:3], table, lambda left: zip(left, [ok, {"error": "no memory"}, ok]))

@@ -43,6 +43,7 @@ from moelab.journal import Journal
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint
 from moelab.models.direct import CheckpointExperts
+from moelab.models.convert import content_of
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.registry import require
@@ -108,7 +109,8 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
         entry, of_layer = source.layer(layer)
         layers.append(entry)
         tasks += of_layer
-    with closing(Work(destination.with_name(destination.name + ".part"), about)) as work:
+    began = about | {"content": content_of(checkpoint)}
+    with closing(Work(destination.with_name(destination.name + ".part"), began)) as work:
         with progress(total=len(tasks), desc="converting", unit="graph", initial=len(work.done)) as bar:
             for part, name, make, check in tasks:
                 if name not in work.done:

@@ -150,7 +150,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         convert_model(checkpoint, destination, plan, SETTINGS)
     part = tmp_path / "ane.part"
-    assert not destination.exists() and len((part / "journal.jsonl").read_text().splitlines()) == 2
+    assert not destination.exists() and (part / "journal.jsonl").read_text().count("\t") == 2
     with pytest.raises(FileExistsError, match="settings"):
         convert_model(checkpoint, destination, plan, ConversionSettings(context=96))
     with open(part / "journal.jsonl", "a") as journal:
@@ -314,7 +314,8 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
                                   '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}'])
 def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
     with closing(Work(tmp_path / "a.part", {})) as work:
-        work.journal.path.write_text(line + "\n")
+        with open(work.journal.path, "a") as journal:
+            journal.write(line + "\n")
     (tmp_path / "model").mkdir()
-    with closing(Work(tmp_path / "a.part", {})) as work:
+    with pytest.warns(UserWarning, match="1 records in"), closing(Work(tmp_path / "a.part", {})) as work:
         assert work.done == {}

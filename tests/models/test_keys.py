@@ -1,0 +1,169 @@
+"""What is kept of a checkpoint is kept by its content: one weight that is changed, wherever, is seen; and so is a file
+that is written to while a model is open."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+
+import moelab
+from moelab.models import convert as converting
+from moelab.models.checkpoint import Checkpoint
+from moelab.models.convert import convert, kept_store
+from moelab.models.direct import CheckpointExperts
+from moelab.store.layout import INDEX, StoreError
+from tests.depth import depth
+from tests.models.stores import identity_of
+from tests.store.faults import small_checkpoint
+
+IDS = torch.arange(3, 19)[None]
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A checkpoint of tensors that an identity has samples of, as it has of large ones."""
+    for name, value in {"WHOLE": 256, "PIECE": 16, "SETTLED": -1}.items():      # each digest is kept at once
+        monkeypatch.setattr(sys.modules["moelab.models.identity"], name, value)
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))
+    return small_checkpoint(tmp_path / "m")
+
+
+def edited(folder, share=0.4, file="model.safetensors"):
+    """Another low bit of a weight, at a share of the file, in place and with the times as they were."""
+    path = folder / file
+    times = os.stat(path)
+    with open(path, "r+b") as f:
+        f.seek(int(share * times.st_size) & ~1)
+        byte = f.read(1)[0]
+        f.seek(-1, 1)
+        f.write(bytes([byte ^ 4]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.stress
+def test_a_kept_store_is_of_every_byte(source, tmp_path):
+    """Wherever one is changed; back again, the first is found."""
+    identity, first, seen = identity_of(source), kept_store(source, "raw").folder, set()
+    for n in range(depth(3, 20)):
+        whole = contents(source)
+        edited(source, share=0.15 + 0.8 * n / depth(3, 20))
+        store = kept_store(source, "raw")
+        assert contents(store.folder) == contents(convert(source, tmp_path / f"s{n}", "raw").folder)
+        seen |= {store.folder} | ({identity_of(source)} - {identity})
+        (source / "model.safetensors").write_bytes(whole["model.safetensors"])
+        assert kept_store(source, "raw").folder == first
+    assert len(seen - {first}) >= depth(3, 20)
+    (source / "generation_config.json").write_text("{}")
+    assert kept_store(source, "raw").folder not in seen | {first}
+
+
+def test_one_neuron_that_was_edited_is_in_what_is_opened(source, tmp_path):
+    key, entry = next((key, entry) for key, entry in Checkpoint.at(source).tensors.items() if "experts" in key)
+    found = [moelab.open_model(source, quantize="int8")(IDS).logits]
+    for row in range(3):
+        neuron = entry.nbytes // 64
+        with open(source / "model.safetensors", "r+b") as f:
+            f.seek(entry.begin + (20 * row + 7) * neuron)
+            f.write(b"\x00\x3f" * (neuron // 2))
+        found.append(moelab.open_model(source, quantize="int8")(IDS).logits)
+        truth = convert(source, tmp_path / f"s{row}", quantize="int8").folder
+        assert torch.equal(found[-1], moelab.open_model(truth)(IDS).logits) and not torch.equal(*found[-2:]), key
+
+
+def test_a_kept_store_that_is_damaged_is_made_again(source):
+    index = kept_store(source, "raw").folder / INDEX
+    raw = index.read_bytes()
+    index.write_bytes(raw[:-9])
+    assert kept_store(source, "raw").folder == index.parent and index.read_bytes() == raw
+
+
+def test_a_conversion_of_what_was_changed_since_begins_anew(source, tmp_path, monkeypatch):
+    identity, made, calls = identity_of(source), CheckpointExperts.made, []
+
+    def interrupted(self, layer, expert):
+        calls.append((layer, expert))
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return made(self, layer, expert)
+    monkeypatch.setattr("moelab.store.writer.COMMIT", 1)
+    with monkeypatch.context() as cut:
+        cut.setattr(CheckpointExperts, "made", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "s")
+    shares = (n / 97 for n in range(30, 90))
+    while True:                                                 # an edit that is no other model by the samples
+        kept = contents(source)["model.safetensors"]
+        edited(source, next(shares))
+        if identity_of(source) == identity:
+            break
+        (source / "model.safetensors").write_bytes(kept)
+    assert contents(convert(source, tmp_path / "s").folder) == contents(convert(source, tmp_path / "t").folder)
+
+
+def test_a_source_that_changes_while_it_is_converted_is_refused(source, tmp_path, monkeypatch):
+    finish = converting.StoreWriter.finish
+    monkeypatch.setattr(converting.StoreWriter, "finish", lambda self, *of: (finish(self, *of), edited(source)))
+    with pytest.raises(StoreError, match="was changed since"):
+        convert(source, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "50%"}, {"memory": "100%"}, {"experts": "external"}],
+                         ids=["resident", "50%", "100%", "external"])
+@pytest.mark.parametrize("how", ["in place", "another file in its place", "nothing in its place"])
+def test_a_checkpoint_that_is_changed_while_it_is_open(source, how, options, tmp_path):
+    """Its own logits, or a refusal; times as they were."""
+    lm = moelab.open_model(source, **options)
+    before, file = lm(IDS).logits, source / "model.safetensors"
+    if how == "in place":
+        for n in range(8):
+            edited(source, 0.1 + n / 10)
+    else:
+        file.rename(tmp_path / "elsewhere")
+        if how == "another file in its place":
+            shutil.copy2(tmp_path / "elsewhere", file)
+            edited(source)
+    try:
+        assert torch.equal(lm(IDS).logits, before) and how != "in place"
+    except StoreError as error:
+        assert "was changed since the model was opened from it; open it again" in str(error)
+    lm.moelab.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "50%"}, {"experts": "external"}], ids=["resident", "50%", "external"])
+@pytest.mark.parametrize("stored", [False, True], ids=["checkpoint", "store"])
+def test_a_relative_path_is_from_where_one_stood(source, tmp_path, monkeypatch, stored, options):
+    monkeypatch.chdir(tmp_path)
+    if stored:
+        convert("m", "s", "raw")
+    with moelab.open_model("s" if stored else "m", **options) as lm:
+        before = lm(IDS).logits
+        monkeypatch.chdir("/")
+        assert torch.equal(lm(IDS).logits, before) and moelab.models.identity(lm) == identity_of(source)
+
+
+def test_a_home_that_no_shell_has_expanded(source, tmp_path, monkeypatch):
+    """As in python/mypy pull request 10051: what is read from ~ is written there, too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    convert("~/m", "~/s")
+    moelab.restore("~/s", "~/r")
+    for folder in ("~/s", "~/r"):
+        moelab.open_model(folder, memory="50%").moelab.close()
+    assert contents(tmp_path / "r") == contents(source) and not (tmp_path / "~").exists()
+
+
+def test_a_store_that_cannot_be_kept_says_where_else(source, tmp_path, monkeypatch):
+    """As in pypa/pip issue 7488."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="MOELAB_CACHE"), pytest.raises(OSError, match="set MOELAB_CACHE to another"):
+        moelab.open_model(source, quantize="int4")
