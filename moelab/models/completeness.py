@@ -19,7 +19,7 @@ import torch
 
 from moelab.configs import quantisation
 from moelab.models import compat
-from moelab.models.checkpoint import COUNTS, FLOATS, Checkpoint, blamed
+from moelab.models.checkpoint import FLOATS, Checkpoint, blamed
 from moelab.models.seam import MoELayer, banks, discover
 from moelab.specs import MoESpec
 from moelab.store.headers import DTYPES, Stored
@@ -75,7 +75,6 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no floating-point number where
     the model has one, or a code without its scale; a dense model; an architecture that cannot be built with this config.
     """
-    _plausible(checkpoint, config)
     compat.model_class(config)
     main = _first_type(checkpoint)
     with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be built of this config"):
@@ -118,18 +117,6 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
         stored.append(_stored(checkpoint, experts[-1], parameters, quantizer))
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
     return LoadingPlan(twin, layers, quantizer, main, narrowed, experts, stored, expert_keys, set(foreign.values()))
-
-
-def _plausible(checkpoint: Checkpoint, config: Any) -> None:
-    """ValueError for a config with many more layers than the checkpoint has tensors, or of anything else it counts."""
-    most = max(1000, len(checkpoint.tensors))
-    widest = max([most, *(n for entry in checkpoint.tensors.values() for n in entry.shape)])
-    for part in [config, *(getattr(config, name, None) for name in type(config).sub_configs)]:
-        for name, value in vars(part).items() if part is not None else ():
-            limit = most if "layer" in name else widest
-            if type(value) is int and value > limit and COUNTS.search(name):
-                raise ValueError(f"{checkpoint.folder / 'config.json'} says {name} = {value:,}, and the checkpoint has "
-                                 f"{len(checkpoint.tensors):,} tensors; one of the two is damaged or not the other's")
 
 
 def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[str, torch.Tensor],

@@ -325,8 +325,8 @@ def test_an_index_and_its_shards_say_the_same(tmp_path):
     split(names)
     index.write_text(json.dumps({"weight_map": names}))
     open_model(folder)
-    for wrong, message in (({**names, "x": names[key]}, f"x: {names[key]} lacks it"),
-                           ({k: n for k, n in names.items() if k != key}, f"{key}: {names[key]} has it"),
+    for wrong, message in (({**names, "x": names[key]}, f"x is in {names[key]}, and it is in None"),
+                           ({k: n for k, n in names.items() if k != key}, f"{key} is in None, and it is in {names[key]}"),
                            ({**names, key: "model-1.safetensors"}, f"{key} is in model-1")):
         index.write_text(json.dumps({"weight_map": wrong}))
         with pytest.raises(ValueError, match=message):
