@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import prod
 from typing import Any
 
 import torch
@@ -188,13 +187,15 @@ def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], bloc
     tensors = checkpoint.tensors
     for plan in plans.values():
         for pattern, keys in plan.sources.items():
-            scales = plan.sources.get(f"{pattern}_scale_inv", [])
-            for key, scale in zip_longest(keys, scales):
-                stored, shape = tensors[key or scale], scale and tensors[scale].shape
-                grid = tuple(-(-n // b) for n, b in zip(stored.shape, block or shape or ()))
-                fits = scale and (not block or prod(shape) == 1 or shape == grid or stored.dtype == "I8")
-                plain = stored.dtype in FLOATS or pattern.endswith("_scale_inv")
-                if bool(scale) == plain or scale and not (fits and stored.dtype in CODES):
+            for key, scale in zip_longest(keys, plan.sources.get(f"{pattern}_scale_inv", [])):
+                dtype, shape = tensors[key].dtype, tensors[key].shape
+                grid = tuple(-(-n // b) for n, b in zip(shape, block or ()))
+                if scale:
+                    fits = not block or dtype == "I8" or tensors[scale].shape in (grid, (), (1,), (1,) * len(shape))
+                    fits = fits and dtype in CODES
+                else:
+                    fits = dtype in FLOATS or pattern.endswith("_scale_inv")
+                if not fits:
                     raise ValueError(
                         f"{checkpoint.folder}: {_described(tensors, [key])} with "
                         f"{_described(tensors, [scale]) if scale else f'no {key}_scale_inv'}; FP8 weights, and they "
