@@ -71,8 +71,8 @@ class Checkpoint:
         return cls(folder, tuple(files), tensors, store)
 
     def config(self) -> Any:
-        """Its config, see `load_config`, told to dequantise (`compat.dequantising`) if some weights are quantised: tools
-        that dequantise a checkpoint leave its quantization_config in config.json."""
+        """Its config, see `load_config`, told to dequantise (`compat.dequantising`) if some weights are quantised:
+        tools that dequantise a checkpoint leave its quantization_config in config.json."""
         config = load_config(self.folder)
         method, store = quantisation(config), self.store
         plain = all(entry.dtype in FLOATS for entry in self.tensors.values()) and (

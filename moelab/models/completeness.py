@@ -72,7 +72,7 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     """The plan of a checkpoint that holds exactly the model of this config.
 
     Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no floating-point number where
-    the model has one, or a code without its scale; a dense model; an architecture that cannot be built with this config.
+    the model has one, or a code without its scale; an architecture that cannot be built with this config; a dense one.
     """
     compat.model_class(config)
     main = _first_type(checkpoint)
@@ -175,7 +175,7 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
 
 
 def _first_type(checkpoint: Checkpoint) -> torch.dtype:
-    """The type in which transformers computes where no config says: the first one of plain weights in the first file."""
+    """What transformers computes in where no config says: the type of the first plain weights of the first file."""
     floats = [(entry.file, key) for key, entry in checkpoint.tensors.items() if entry.dtype in FLOATS]
     if not floats:
         raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")

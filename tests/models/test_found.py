@@ -413,6 +413,7 @@ def test_a_model_whose_tokenizer_cannot_be_read_opens_without_it(what, tmp_path,
 def test_own_code_beside_a_tokenizer_that_needs_none(tmp_path):
     folder = Path(shutil.copytree(small_model(), tmp_path / "m"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["own.X", None]}}))
+    settings["auto_map"] = {"AutoTokenizer": ["own.X", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "own.py").write_text("raise SystemExit")
     assert open_model(folder).tokenizer("a b")["input_ids"] == open_model().tokenizer("a b")["input_ids"]
