@@ -117,8 +117,6 @@ def load_config(folder: Path) -> Any:
     """The config of a checkpoint folder; ValueError for one that transformers does not know or that is damaged."""
     import transformers
     file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint")
     fields = read_json(file)
     model_type = fields.get("model_type")
     if model_type == "deepseek":

@@ -163,10 +163,10 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
         shapes = {prefix + name: tuple(p.shape) for name, p in banks(layer.experts).items()}
         stored: dict[str, tuple] = {}
         for there in checkpoint.store.layers[i:i + 1]:
-            for e, entries in enumerate(there.experts):
-                for name, entry in entries.items():
-                    key = f"{there.module}.{name}" if stacked else f"{there.module}.expert_{e}.{name}"
-                    stored[key] = (len(there.experts), *entry.shape) if stacked else tuple(entry.shape)
+            E = len(there.experts)
+            for name, (_, shape) in there.tensors.items():
+                stored |= {f"{there.module}.{name}": (E, *shape)} if stacked else {
+                    f"{there.module}.expert_{e}.{name}": tuple(shape) for e in range(E)}
         if stored != shapes or len(checkpoint.store.layers) != len(layers):
             raise ValueError(f"{checkpoint.folder} holds other experts than its config.json describes (MoE layer {i} "
                              f"of {len(layers)}); convert the model again")
