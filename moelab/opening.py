@@ -72,8 +72,8 @@ def open_model(source: str | Path | ExpertStore | None = None, *, memory: str | 
         (`moelab.offloading.cache_aware`). Not with the executor "exact".
     options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging, ahead, verify …
 
-    Returns a transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if it
-    has none that can be read), `.spec`, and `.moelab`: metrics, run, `cancel()`, `close()` (`offloading.session.Session`).
+    Returns a transformers model in eval mode and a context manager that closes it, with `.tokenizer` (None if it has
+    none that can be read), `.spec`, and `.moelab`: metrics, run, `cancel()`, `close()` (`offloading.session.Session`).
 
     Raises FileNotFoundError for no such folder, or a hub id that can be had neither from the cache nor the network;
     ValueError for a dense model, an unknown architecture, a damaged or incomplete checkpoint, a budget that is too

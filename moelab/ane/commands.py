@@ -140,8 +140,8 @@ def plan(args: argparse.Namespace) -> int:
     if args.prompt is not None and args.model not in cards.MODELS:      # only what a conversion would put on the ANE
         from moelab.ane.coreml.convert import ConversionSettings, possible
         from moelab.models import find
-        from moelab.models.checkpoint import load_config
-        made = possible(made, load_config(find(None if args.model == "small" else args.model)),
+        from moelab.models.checkpoint import Checkpoint
+        made = possible(made, Checkpoint.at(find(None if args.model == "small" else args.model)).config(),
                         ConversionSettings(max(args.prompt, made.chunk)))
     if args.layers is not None and max(args.layers) >= spec.L:
         raise ValueError(f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}")
@@ -257,7 +257,7 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     if card := registry.like("model", model):
         return cards.load_model(card), None
     from moelab.models import find, identity, opening
-    from moelab.models.checkpoint import load_config
+    from moelab.models.checkpoint import Checkpoint
     try:
         folder = find(model)
     except FileNotFoundError as error:
@@ -265,7 +265,7 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     if with_identity:
         opened = opening.open_checkpoint(model, experts="external")
         return opened.spec, identity(opened)
-    return spec_from_config(load_config(folder), name=opening.model_name(model, folder)), None
+    return spec_from_config(Checkpoint.at(folder).config(), name=opening.model_name(model, folder)), None
 
 
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:

@@ -20,7 +20,7 @@ import torch
 from moelab.configs import quantisation
 from moelab.files import absolute, stamp
 from moelab.models import compat, deepseek
-from moelab.store import fewbit
+from moelab.specs import DTYPE_BYTES
 from moelab.store.headers import Stored, other_weights, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore, StoreError
 
@@ -85,14 +85,12 @@ class Checkpoint:
                 raise StoreError(f"{file} was changed since the model was opened from it; open it again")
 
     def config(self) -> Any:
-        """Its config, see `load_config`, told to dequantise (`compat.dequantising`) if some weights are quantised: tools
-        that dequantise a checkpoint leave its quantization_config in config.json."""
+        """Its config, see `load_config`, told to dequantise (`compat.dequantising`) if some weights are quantised:
+        tools that dequantise a checkpoint leave its quantization_config in config.json."""
         config = load_config(self.folder)
         method, store = quantisation(config), self.store
-        plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
-        if plain and store is not None and not store.quantized:
-            plain = not any(fewbit.is_format(entry.planes[0][0]) for layer in store.layers
-                            for entries in layer.experts for entry in entries.values())
+        plain = all(entry.dtype in FLOATS for entry in self.tensors.values()) and (
+            store is None or DTYPE_BYTES[store.spec.dtype] >= 2)
         if method and plain and store is None:
             warnings.warn(f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
                           f"floating-point numbers: they are read as they are", stacklevel=2)
@@ -109,14 +107,10 @@ class Checkpoint:
         entry = self.tensors[key] if part is None else self.tensors[key].slice(part)
         tensor = entry.empty()
         self.require_unchanged(entry.file)
-        with open(entry.file, "rb", buffering=0) as f:
+        with open(entry.file, "rb") as f:
             f.seek(entry.begin)
-            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-            while view:
-                n = f.readinto(view)
-                if not n:
-                    raise ValueError(f"{entry.file} ends inside the tensor {key}; download it again")
-                view = view[n:]
+            if f.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != entry.nbytes:
+                raise ValueError(f"{entry.file} ends inside the tensor {key}; download it again")
         return tensor
 
 
@@ -138,8 +132,6 @@ def load_config(folder: Path) -> Any:
     """The config of a checkpoint folder; ValueError for one that transformers does not know or that is damaged."""
     import transformers
     file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint")
     fields = read_json(file)
     model_type = fields.get("model_type")
     if model_type == "deepseek":
@@ -157,8 +149,9 @@ def load_config(folder: Path) -> Any:
                              f"of the kind is fetched. Remove that line")
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
         for name, value in part.items():
-            if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < 100_000:
-                raise ValueError(f"{file} says {name} = {value:,}, which no model has; download it again")
+            if COUNTS.search(name) and type(value) in (int, float) and not (
+                    0 <= value < (2_000 if "layer" in name else 100_000)):
+                raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
     with blamed(file, f"it is no config of a {model_type} model"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for inner in (getattr(config, name, None) for name in type(config).sub_configs):

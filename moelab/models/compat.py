@@ -235,9 +235,9 @@ def _register_quantizers() -> None:
                     for layer, tensors in layers.items()}
 
         def _weight(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            if tensors.keys() == {"weight"} and tensors["weight"].dtype in (torch.float32, torch.bfloat16,
-                                                                            torch.float16):
-                return tensors["weight"]                        # not quantised
+            weight = tensors.get("weight")
+            if len(tensors) == 1 and weight is not None and weight.is_floating_point() and weight.itemsize > 1:
+                return weight                                   # not quantised
             return packings.dequantize(*self.hf_quantizer.scheme, tensors)
 
     @register_quantizer(UNPACKED)

@@ -12,14 +12,13 @@ from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import prod
 from typing import Any
 
 import torch
 
 from moelab.configs import quantisation
 from moelab.models import compat
-from moelab.models.checkpoint import COUNTS, FLOATS, Checkpoint, blamed
+from moelab.models.checkpoint import FLOATS, Checkpoint, blamed
 from moelab.models.seam import MoELayer, banks, discover
 from moelab.specs import MoESpec
 from moelab.store.headers import DTYPES, Stored
@@ -73,9 +72,8 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
     """The plan of a checkpoint that holds exactly the model of this config.
 
     Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no floating-point number where
-    the model has one, or a code without its scale; a dense model; an architecture that cannot be built with this config.
+    the model has one, or a code without its scale; an architecture that cannot be built with this config; a dense one.
     """
-    _plausible(checkpoint, config)
     compat.model_class(config)
     main = _first_type(checkpoint)
     with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be built of this config"):
@@ -118,18 +116,6 @@ def complete(checkpoint: Checkpoint, config: Any) -> LoadingPlan:
         stored.append(_stored(checkpoint, experts[-1], parameters, quantizer))
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
     return LoadingPlan(twin, layers, quantizer, main, narrowed, experts, stored, expert_keys, set(foreign.values()))
-
-
-def _plausible(checkpoint: Checkpoint, config: Any) -> None:
-    """ValueError for a config with many more layers than the checkpoint has tensors, or of anything else it counts."""
-    most = max(1000, len(checkpoint.tensors))
-    widest = max([most, *(n for entry in checkpoint.tensors.values() for n in entry.shape)])
-    for part in [config, *(getattr(config, name, None) for name in type(config).sub_configs)]:
-        for name, value in vars(part).items() if part is not None else ():
-            limit = most if "layer" in name else widest
-            if type(value) is int and value > limit and COUNTS.search(name):
-                raise ValueError(f"{checkpoint.folder / 'config.json'} says {name} = {value:,}, and the checkpoint has "
-                                 f"{len(checkpoint.tensors):,} tensors; one of the two is damaged or not the other's")
 
 
 def _made(checkpoint: Checkpoint, plan: compat.ParameterPlan, parameters: dict[str, torch.Tensor],
@@ -177,10 +163,10 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
         shapes = {prefix + name: tuple(p.shape) for name, p in banks(layer.experts).items()}
         stored: dict[str, tuple] = {}
         for there in checkpoint.store.layers[i:i + 1]:
-            for e, entries in enumerate(there.experts):
-                for name, entry in entries.items():
-                    key = f"{there.module}.{name}" if stacked else f"{there.module}.expert_{e}.{name}"
-                    stored[key] = (len(there.experts), *entry.shape) if stacked else tuple(entry.shape)
+            E = len(there.experts)
+            for name, (_, shape) in there.tensors.items():
+                stored |= {f"{there.module}.{name}": (E, *shape)} if stacked else {
+                    f"{there.module}.expert_{e}.{name}": tuple(shape) for e in range(E)}
         if stored != shapes or len(checkpoint.store.layers) != len(layers):
             raise ValueError(f"{checkpoint.folder} holds other experts than its config.json describes (MoE layer {i} "
                              f"of {len(layers)}); convert the model again")
@@ -189,7 +175,7 @@ def _experts_of_store(checkpoint: Checkpoint, layers: list[MoELayer]) -> set[str
 
 
 def _first_type(checkpoint: Checkpoint) -> torch.dtype:
-    """The type in which transformers computes where no config says: the first one of plain weights in the first file."""
+    """What transformers computes in where no config says: the type of the first plain weights of the first file."""
     floats = [(entry.file, key) for key, entry in checkpoint.tensors.items() if entry.dtype in FLOATS]
     if not floats:
         raise ValueError(f"{checkpoint.folder} has no floating-point weights, so it is no model that is run here")
@@ -201,13 +187,15 @@ def _scales(checkpoint: Checkpoint, plans: dict[str, compat.ParameterPlan], bloc
     tensors = checkpoint.tensors
     for plan in plans.values():
         for pattern, keys in plan.sources.items():
-            scales = plan.sources.get(f"{pattern}_scale_inv", [])
-            for key, scale in zip_longest(keys, scales):
-                stored, shape = tensors[key or scale], scale and tensors[scale].shape
-                grid = tuple(-(-n // b) for n, b in zip(stored.shape, block or shape or ()))
-                fits = scale and (not block or prod(shape) == 1 or shape == grid or stored.dtype == "I8")
-                plain = stored.dtype in FLOATS or pattern.endswith("_scale_inv")
-                if bool(scale) == plain or scale and not (fits and stored.dtype in CODES):
+            for key, scale in zip_longest(keys, plan.sources.get(f"{pattern}_scale_inv", [])):
+                dtype, shape = tensors[key].dtype, tensors[key].shape
+                grid = tuple(-(-n // b) for n, b in zip(shape, block or ()))
+                if scale:
+                    fits = not block or dtype == "I8" or tensors[scale].shape in (grid, (), (1,), (1,) * len(shape))
+                    fits = fits and dtype in CODES
+                else:
+                    fits = dtype in FLOATS or pattern.endswith("_scale_inv")
+                if not fits:
                     raise ValueError(
                         f"{checkpoint.folder}: {_described(tensors, [key])} with "
                         f"{_described(tensors, [scale]) if scale else f'no {key}_scale_inv'}; FP8 weights, and they "

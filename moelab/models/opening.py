@@ -181,7 +181,7 @@ def require_tokenizer(name_or_path: str | Path | None) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a checkpoint, None if it has none. Raises ValueError, saying why, for one that cannot be read."""
+    """The tokenizer of a checkpoint, None if it has none. Raises ValueError, saying why, if it cannot be read."""
     from transformers import AutoTokenizer
     if not (files := [name for name in TOKENIZERS if (folder / name).exists()]):
         return None

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from moelab.models.identity import of_checkpoint
 from moelab.store import fewbit
 from moelab.store.headers import DTYPES, OTHER_WEIGHTS, WEIGHT_MAP, header_bytes, nbytes, read_header
 from moelab.store.layout import (CHECKSUMS, FILE_LIMIT, INDEX, PIECE, SOURCE_LAYOUT, WEIGHTS, ExpertStore,
-                                 StoreError, TensorEntry, plain_name)
+                                 StoreError, plain_name)
 from moelab.store.reader import MEASURED, Chunks
 from moelab.store.verify import check_weights, checked_experts
 
@@ -212,39 +211,18 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
 
 
 def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[str, Any]) -> None:
-    """Every tensor of the source's files is one of the store's, or made of pieces of experts' without a gap."""
-    pieces = defaultdict(list)
-    everyone = [_sizes(entries) for layer in store.layers for entries in layer.experts]
-    for sizes, recorded in zip(everyone, experts, strict=True):
-        for key, start, name, shape, offset, strides, _ in recorded:
-            if not all(type(n) is int and n >= 0 for n in (start, offset, *shape, *strides)):
-                raise ValueError(f"{key} has an impossible place")
-            last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-            dtype, n = sizes[name]
-            theirs = DTYPES[targets[key].dtype]
-            narrowed = name.endswith(".scales") and dtype == torch.float32 and theirs.is_floating_point
-            if theirs != dtype and not narrowed or math.prod(shape) and last >= n:
-                raise ValueError(f"{key} is no part of {name}")
-            pieces[key].append((start, start + math.prod(shape)))
-    for key, found in pieces.items():
-        begins, ends = zip(*sorted(found))
-        if begins != (0, *ends[:-1]) or ends[-1] != math.prod(targets[key].shape) or key in store.weights:
+    """Every tensor of the source's files is one of the store's, or made of pieces of experts' without a gap; of which
+    types and shapes they are, and where in an expert the pieces lie, shows when they are written and identified."""
+    filled = {key: [(0, math.prod(shape))] for key, (_, shape, *_) in store.weights.items()}
+    for records in experts:
+        for key, start, _, shape, *_ in records:
+            filled.setdefault(key, []).append((start, start + math.prod(shape)))
+    for key, pieces in filled.items():
+        begins, ends = zip(*sorted(pieces))
+        if begins != (0, *ends[:-1]) or ends[-1] != math.prod(targets[key].shape):
             raise ValueError(f"{key} is not whole")
-    for key, (dtype, shape, *_) in store.weights.items():
-        if (targets[key].dtype, tuple(targets[key].shape)) != (dtype, shape):
-            raise ValueError(f"{key} is {targets[key].dtype} {targets[key].shape}, in the store {dtype} {shape}")
-    if odd := targets.keys() ^ (store.weights.keys() | pieces.keys()):
+    if odd := targets.keys() ^ filled.keys():
         raise ValueError(f"{min(odd)} is not in both")
-
-
-def _sizes(entries: dict[str, TensorEntry]) -> dict[str, tuple[torch.dtype, int]]:
-    """The names of an expert's `pieces`: name → (dtype, weights)."""
-    found = {name: (DTYPES[entry.dtype], entry.n) for name, entry in entries.items()}
-    for name, entry in entries.items():
-        if fewbit.is_format(form := entry.planes[0][0]):
-            found |= {f"{name}.{part}": (dtype, math.prod(shape))
-                      for part, (dtype, shape) in fewbit.parts(form, entry.shape).items()}
-    return found
 
 
 def _model_layout(store: ExpertStore) -> dict[str, Any]:

@@ -139,14 +139,11 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
                                  f"{file.name}; remove the one that is not of this model, or add the index "
                                  f"{WEIGHT_MAP} that says which are")
             tensors[key] = entry
-    for key in sorted(named.keys() ^ tensors.keys()) if named else ():
-        where = f"{tensors[key].file.name} has it" if key in tensors else f"{named[key]} lacks it"
-        raise ValueError(f"{index} and its shards disagree about the tensor {key}: {where}; download the checkpoint "
-                         f"again")
-    for key, name in named.items():
-        if tensors[key].file.name != name:
-            raise ValueError(f"{index} says that the tensor {key} is in {name}, and it is in {tensors[key].file.name}; "
-                             f"download the checkpoint again")
+    for key in sorted(named.keys() | tensors.keys()) if named else ():
+        said, found = named.get(key), tensors[key].file.name if key in tensors else None
+        if said != found:
+            raise ValueError(f"{index} says that the tensor {key} is in {said}, and it is in {found}; download the "
+                             f"checkpoint again")
     return files, tensors
 
 

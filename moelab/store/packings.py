@@ -49,7 +49,7 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
         return _scheme(config, checkpoint)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"the quantization_config of {checkpoint} makes no sense ({type(error).__name__}: {error}); "
-                         f"download it again") from error
+                         f"correct it") from error
 
 
 def _scheme(config: dict[str, Any], checkpoint: str) -> tuple[str, int]:

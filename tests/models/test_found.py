@@ -74,7 +74,7 @@ def test_any_tensor_in_any_floating_type_is_what_transformers_makes_of_it(name, 
     folder, rng = tiny.save(name, tmp_path / "m", torch.bfloat16), random.Random(name)
     tensors = load_file(folder / "model.safetensors")
     tried = [(key, dtype) for key in tensors for dtype in FLOATS if dtype != tensors[key].dtype]
-    for key, dtype in rng.sample(tried, depth(8, len(tried))):
+    for key, dtype in rng.sample(tried, depth(4, len(tried))):
         rewrite(folder, tensors | {key: tensors[key].to(dtype)})
         truth, found = theirs(folder).state_dict(), open_model(folder).state_dict()
         assert truth.keys() == found.keys()
@@ -101,8 +101,9 @@ def test_tensors_of_all_types_at_once(name, seed, tmp_path):
         assert torch.equal(found, truth), how
 
 
+@pytest.mark.stress
 def test_whole_models_in_every_type(tmp_path):
-    for dtype in FLOATS[:4]:
+    for dtype in depth([torch.float64], FLOATS[:4]):
         folder = tiny.save("qwen3_moe", tmp_path / str(dtype), dtype)
         truth = logits(theirs(folder))
         for how, found in every_way(folder, folder):
@@ -137,6 +138,7 @@ def fp8(folder: Path, how: str, scale_of=lambda R, n: torch.full((1, 1), 0.01), 
     return rewrite(folder, tensors, quantization_config=settings)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("how, scale_of, said", [
     ("one a tensor", lambda R, n: torch.tensor(0.01), {"weight_block_size": None}),
     ("one a tensor, in a list", lambda R, n: torch.tensor([0.01]), {"weight_block_size": None}),
@@ -152,7 +154,8 @@ def test_fp8_of_every_kind_that_transformers_reads(how, scale_of, said, tmp_path
     pytest.importorskip("accelerate")                   # which transformers wants
     folder = fp8(tmp_path / "m", how, scale_of, **said)
     truth = logits(theirs(folder, dtype=torch.bfloat16))
-    for way, found in every_way(folder, tmp_path):
+    assert torch.equal(logits(open_model(folder)), truth)
+    for way, found in every_way(folder, tmp_path) if depth(how in ("static", "blocks"), True) else ():
         assert torch.equal(found, truth), way
 
 
@@ -413,6 +416,7 @@ def test_a_model_whose_tokenizer_cannot_be_read_opens_without_it(what, tmp_path,
 def test_own_code_beside_a_tokenizer_that_needs_none(tmp_path):
     folder = Path(shutil.copytree(small_model(), tmp_path / "m"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["own.X", None]}}))
+    settings["auto_map"] = {"AutoTokenizer": ["own.X", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "own.py").write_text("raise SystemExit")
     assert open_model(folder).tokenizer("a b")["input_ids"] == open_model().tokenizer("a b")["input_ids"]
