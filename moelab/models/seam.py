@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.models import guard
+from moelab.models.decode.unchanged import Unchanged
 from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
 from moelab.models.gradients import refuse
 from moelab.models.identity import require_same_model
@@ -248,6 +249,10 @@ class SeamExperts(Dressed, nn.Module):
         y = self._linear(h, weights, "down_proj")
         return self.post_expert_norm(y) if self.has_post_expert_norm else y
 
+    def activation(self) -> Unchanged:
+        """What says whether the modules that this one is made of are still what they are now."""
+        return Unchanged([*self.modules()][1:])
+
     def _linear(self, x: Tensor, weights: Weights, name: str) -> Tensor:
         y = x @ weights[name] if self.is_transposed else F.linear(x, weights[name])
         return y + weights[name + "_bias"] if self.has_bias else y
@@ -385,10 +390,16 @@ def external_class(cls: type) -> type:
                 delattr(self, name)
         self._is_hf_initialized = True          # nothing here for transformers to initialise
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("shapes", ()):
+            raise AttributeError(f"{name} of these experts is not in memory, so it cannot be another: open the model "
+                                 f"without memory= and experts=")
+        cls.__setattr__(self, name, value)
+
     def __getitem__(self, key: str) -> nn.Module:
         return self._template[0] if hasattr(self, "_template") else nn.ModuleDict.__getitem__(self, key)
 
-    members = {"__init__": __init__, "stock": cls}
+    members = {"__init__": __init__, "__setattr__": __setattr__, "stock": cls}
     if issubclass(cls, nn.ModuleDict):
         members["__getitem__"] = __getitem__
     return type("External" + cls.__name__, (seam_class(cls),), members)
