@@ -352,7 +352,12 @@ class _SwitchExperts(SeamExperts):
         return len(self) > 0
 
     def own(self, expert: int) -> Weights:
-        return dict(self[f"expert_{expert}"].named_parameters())
+        module = self[f"expert_{expert}"]
+        weights = dict(module.named_parameters())
+        if weights.keys() != {"wi.weight", "wo.weight"} or Unchanged(module.modules()).listeners() is None:
+            raise ValueError(f"expert {expert} of MoE layer {self.layer} has an adapter or a hook, and is computed from "
+                             f'its weights alone: use executor="exact"')
+        return weights
 
     def ffn(self, x: Tensor, weights: Weights) -> Tensor:
         h = self["expert_0"].act(F.linear(x, weights["wi.weight"]))
