@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.models import guard
-from moelab.models.decode.unchanged import Unchanged
+from moelab.models.decode.unchanged import Replaced, Unchanged, forward
 from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
 from moelab.models.gradients import refuse
 from moelab.models.identity import require_same_model
@@ -79,8 +79,7 @@ class MoELayer:
         Raises ValueError: the router needs what is neither x nor kept by the block, such as the tokens' ids.
         """
         stock = type(self.router).forward
-        kernel = getattr(vars(self.router).get("forward"), "call", None)
-        if not own and getattr(kernel, "stock", None) is stock:
+        if not own and isinstance(kernel := forward(self.router), Replaced):
             return kernel(x.reshape(-1, x.shape[-1]))
         first, *others = _parameters(stock)
         given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
