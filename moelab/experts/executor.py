@@ -168,14 +168,16 @@ def activate(experts: Any, h: Tensor) -> Tensor:
     return experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
 
 
-_SILU: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+#: experts modules → (their attributes and parts, what says whether these are as they were, whether that is silu · up)
+_SILU: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
 def silu_gated(experts: Any) -> bool:
     """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures clamp at 7 or 10."""
-    if (known := _SILU.get(experts)) is None:
+    if (found := _SILU.get(experts)) is None or found[0] != [vars(experts), experts._modules]:
         far = torch.logspace(-2, 6, 25)
         gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")
-        known = _SILU[experts] = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)),
-                                                                     F.silu(gate) * up, atol=1e-6)
-    return known
+        silu = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)), F.silu(gate) * up,
+                                                   atol=1e-6)
+        found = _SILU[experts] = [dict(vars(experts)), dict(experts._modules)], experts.activation(), silu
+    return found[2] and found[1].listeners() is not None

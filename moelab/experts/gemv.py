@@ -129,10 +129,10 @@ class GEMV(Sorted):
                 tables.append((products.PACKED.get(codec.removesuffix(".T"), products.KINDS[dtype]), table, R))
             turned = {found[name][0].endswith(".T") for name in names(experts)}     # few bits lie in the rows layout
             return (tables, found, experts.is_transposed and turned == {False}) if len(turned) == 1 else None
-        if banks(experts, "down_proj") is None:
-            return _tables(experts, [experts.weights(e) for e in hit.tolist()], dtype, on)
-        held = {part: experts._parameters[part] for name in names(experts) for part in (name, name + "_bias")
+        held = {part: banks(experts, part) for name in names(experts) for part in (name, name + "_bias")
                 if part == name or experts.has_bias}
+        if any(bank is None for bank in held.values()):
+            return _tables(experts, [experts.weights(e) for e in hit.tolist()], dtype, on)
         state = [(w.data_ptr(), w.stride(), w.dtype) for w in held.values()]
         before, found = _BANKS.get(experts, (None, None))
         if before != state:

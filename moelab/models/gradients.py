@@ -22,9 +22,9 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError("moelab opens models for inference only, so no gradient passes its experts: compute under "
-                           "torch.no_grad(), or train with transformers' own model (of one opened without memory= and "
-                           'with executor="exact", what requires_grad_(True) is set on has transformers\' own gradients)')
+        raise RuntimeError("moelab opens models for inference only: nothing in them requires a gradient, and none passes "
+                           "their experts. Compute under torch.no_grad(), or train with transformers; opened without "
+                           'memory= and with executor="exact", what requires_grad_(True) is set on can be trained')
 
 
 def refuse(y: Tensor, *of: Tensor) -> Tensor:
@@ -33,16 +33,9 @@ def refuse(y: Tensor, *of: Tensor) -> Tensor:
 
 
 def refuse_all(output: Any) -> Any:
-    """A model's output, tuple or dictionary; where gradients are recorded and it has none, `backward()` says why."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return output
-    leaf = torch.zeros((), requires_grad=True)
-
-    def one(y: Any) -> Any:
-        wants = isinstance(y, Tensor) and y.is_floating_point() and not y.requires_grad
-        return refuse(y, leaf) if wants else y
-    if isinstance(output, tuple):
-        return tuple(map(one, output))
-    for name, y in output.items():
-        output[name] = one(y)
+    """A model's output, a dictionary; where gradients are recorded and it has none, `backward()` says why."""
+    if isinstance(output, dict) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for name, y in output.items():
+            if isinstance(y, Tensor) and y.is_floating_point() and not y.requires_grad:
+                output[name] = refuse(y, torch.zeros((), requires_grad=True))
     return output

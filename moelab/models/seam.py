@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.models import guard
+from moelab.models.decode.unchanged import Replaced, Unchanged, forward
 from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
 from moelab.models.gradients import refuse
 from moelab.models.identity import require_same_model
@@ -78,8 +79,7 @@ class MoELayer:
         Raises ValueError: the router needs what is neither x nor kept by the block, such as the tokens' ids.
         """
         stock = type(self.router).forward
-        kernel = getattr(vars(self.router).get("forward"), "call", None)
-        if not own and getattr(kernel, "stock", None) is stock:
+        if not own and isinstance(kernel := forward(self.router), Replaced):
             return kernel(x.reshape(-1, x.shape[-1]))
         first, *others = _parameters(stock)
         given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
@@ -219,6 +219,12 @@ class SeamExperts(Dressed, nn.Module):
             y = execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
         return refuse(y, hidden_states, top_k_weights, *self.parameters())
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("shapes", ()):
+            raise AttributeError(f"{name} of these experts is not in memory, so it cannot be another: open the model "
+                                 f"without memory= and experts=")
+        super().__setattr__(name, value)
+
     @property
     def resident(self) -> bool:
         return next(self._held(), None) is not None
@@ -247,6 +253,10 @@ class SeamExperts(Dressed, nn.Module):
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y = self._linear(h, weights, "down_proj")
         return self.post_expert_norm(y) if self.has_post_expert_norm else y
+
+    def activation(self) -> Unchanged:
+        """What says whether the modules that this one is made of are still what they are now."""
+        return Unchanged([*self.modules()][1:])
 
     def _linear(self, x: Tensor, weights: Weights, name: str) -> Tensor:
         y = x @ weights[name] if self.is_transposed else F.linear(x, weights[name])
@@ -350,7 +360,12 @@ class _SwitchExperts(SeamExperts):
         return super().__getitem__(key) if self.resident else self._template[0]
 
     def own(self, expert: int) -> Weights:
-        return dict(self[f"expert_{expert}"].named_parameters())
+        module = self[f"expert_{expert}"]
+        weights = dict(module.named_parameters())
+        if weights.keys() != {"wi.weight", "wo.weight"} or Unchanged(module.modules()).listeners() is None:
+            raise ValueError(f"expert {expert} of MoE layer {self.layer} has an adapter or a hook, and is computed from "
+                             f'its weights alone: use executor="exact"')
+        return weights
 
     def ffn(self, x: Tensor, weights: Weights) -> Tensor:
         h = self["expert_0"].act(F.linear(x, weights["wi.weight"]))

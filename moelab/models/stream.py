@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.models.decode.unchanged import Replaced, forward
 from moelab.models.seam import MoELayer, discover, plugged
 
 NOISE, QUIET, SILENT = 0, 1, 2
@@ -121,8 +122,8 @@ def first(output: Any) -> Tensor:
 def alone(module: nn.Module, *args: Any) -> Any:
     """What a module's code, or a kernel in its place (`moelab.models.fast_decode`), computes, past its hooks: no real
     pass."""
-    stock, kernel = type(module).forward, getattr(vars(module).get("forward"), "call", None)
-    return kernel(*args) if getattr(kernel, "stock", None) is stock else stock(module, *args)
+    kernel = forward(module)
+    return kernel(*args) if isinstance(kernel, Replaced) else type(module).forward(module, *args)
 
 
 def times(factor: float, x: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class Engine:
         self.scheduler = scheduler
         self.residency, self.delays, self.workers, self.executor = residency, delays, workers, executor
         self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
+        self.computes_in: torch.dtype | None = None
         self._mark, self.closed = None, False   # since when the model does something else than experts, in a forward
         self._began, self._computed = 0.0, 0.0  # the forward pass: when, and what the pipeline had computed by then
         # Its threads are started when they are needed, by `_recover`.
@@ -102,7 +103,7 @@ class Engine:
         self._check()
         if not self._sound or self.pipeline.closed:             # or one of its threads has ended early
             self._recover()
-        self._sound = False
+        self._sound, self.computes_in = False, x.dtype          # which is another if the model was cast
         tokens = counts(ids, experts.num_experts)
         if (link := self.pipeline.slots.link) is not None:
             link.mark()
@@ -404,7 +405,7 @@ class EngineSource:
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
         try:
-            return self.engine.weights(layer, expert, self.dtype if self.cast else None)
+            return self.engine.weights(layer, expert, self.engine.computes_in or (self.dtype if self.cast else None))
         except KeyError:
             raise ValueError(f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
                              f"so it has not been loaded: use this executor on a model in memory") from None

@@ -24,13 +24,10 @@ def watched() -> bool:
 
 
 class Replaced:
-    """A module whose forward a kernel takes the place of.
-
-    stock : the forward of its class then.
-    """
+    """A kernel in the place of a module's forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.stock = module, type(module).forward
+        self.module = module
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's class makes of a call."""
