@@ -46,8 +46,9 @@ from tests.test_trace import random_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 #: what stands in the place of any value of JSON
-VALUES = [None, True, False, -1, 0, 1, -0.5, 2 ** 70, -(2 ** 70), 10 ** 400, 1e300, math.nan, math.inf, -math.inf, "", "x",
-          "nan", "\ud800", [], [[]], {}, {"": None}, [None], ["x"] * 3, [1, [2, [3]]], "../../../etc/passwd", "<img src=x>"]
+VALUES = [None, True, False, -1, 0, 1, -0.5, 2 ** 70, -(2 ** 70), 10 ** 400, 1e300, math.nan, math.inf, -math.inf, "",
+          "x", "nan", "\ud800", [], [[]], {}, {"": None}, [None], ["x"] * 3, [1, [2, [3]]], "../../../etc/passwd",
+          "<img src=x>"]
 
 
 @pytest.fixture(scope="module")
