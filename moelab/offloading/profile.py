@@ -112,7 +112,8 @@ class Profile:
     def points(self, kind: str) -> dict[int, float]:
         """Median seconds by number: of "expert", "other" and "head" by tokens, of "read" by bytes."""
         return {int(number): self.median(name) for name in self.seconds
-                for begin, _, number in (name.partition(" "),) if begin == kind and number.isdigit()}
+                for begin, _, number in (name.partition(" "),)
+                if begin == kind and number.isdecimal() and int(number)}
 
     def fit(self, kind: str) -> tuple[float, float]:
         """(base, per token) in seconds, neither negative: exact for one token, for more with the least squares of
