@@ -42,8 +42,6 @@ from moelab.speculate.next_token import NextToken
 from moelab.speculate.signals import DefaultVectors
 from moelab.specs import MoESpec
 from moelab.trace import RoutingTrace
-from moelab.viz.views.command import class_of
-from moelab.viz.views.treemap import counted
 from tests.depth import depth
 from tests.models import tiny
 from tests.test_trace import random_trace
@@ -138,6 +136,12 @@ def as_ledger(path, model):
 
 def as_notebook(path, model):
     inspect(path), is_side_by_side(path)
+
+
+def counted(path):
+    pytest.importorskip("anywidget")
+    from moelab.viz.views import treemap
+    return treemap.counted(path)
 
 
 def as_counts(path, model):
@@ -477,6 +481,8 @@ def test_kept_measurements_that_make_no_sense_count_as_not_made(tmp_path):
 @pytest.mark.parametrize("text", ["os:system", "subprocess:Popen", "os.path:join", "numpy:array", "", "mine", "mine:",
                                   "mine:Nothing", "mine:number", "mine:Empty", "broken:A", "json:A", "../mine:Policy"])
 def test_the_arena_imports_nothing_but_a_class_of_this_folder(text, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("anywidget")
+    from moelab.viz.views.command import class_of
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     (tmp_path / "mine.py").write_text("number = 3\nclass Empty: pass\nclass Policy:\n  def touch(self, key, step): pass\n"
