@@ -93,14 +93,14 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--counts is for the view model_map, not for {args.view}")
     model = args.what[0] if args.what else None
     if args.view not in OF_A_MODEL or args.view == "budget" and model in registry.names("model"):
-        what = [class_of(model)] if args.view == "arena" else args.what
+        what = [_class(model)] if args.view == "arena" else args.what
         more = {"counts": args.counts} if args.counts is not None else {}
         return _write(turned(make(*what, **more), args.parameter), args.output)
     with open_model(model, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
         return _write(turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter), args.output)
 
 
-def class_of(text: str | None) -> type:
+def _class(text: str | None) -> type:
     """The class of "module:name", of a module in this folder, where no other is imported. ValueError: there is none, or
     it is nothing that the arena ranks."""
     module, _, name = (text or "").partition(":")
