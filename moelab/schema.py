@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -89,7 +89,7 @@ def parse_json(text: str | bytes) -> Any:
 def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     """What `annotation` says, made of a value from JSON or TOML; ValueError says `at` what place it is not."""
     origin, parts = get_origin(annotation), get_args(annotation)
-    if annotation in (Any, object):
+    if annotation is Any:
         return value
     if origin is Annotated:
         found = typed(value, parts[0], at)
@@ -98,11 +98,12 @@ def typed(value: Any, annotation: Any, at: str = "it") -> Any:
                 raise ValueError(f"{at} is {_short(value)}; it must be {must.words}")
         return found
     if origin is Literal:
-        if type(value) is not str or value not in parts:
-            raise ValueError(f"{at} is {_short(value)}; it must be one of {', '.join(map(str, parts))}")
-        return value
+        return typed(value, Annotated[str, Must(parts.__contains__, f"one of {', '.join(parts)}")], at)
     if origin in (Union, UnionType):
-        return _one_of(value, parts, at)
+        for part in parts[:-1]:
+            with suppress(ValueError):
+                return typed(value, part, at)
+        return typed(value, parts[-1], at)
     kind = annotation if annotation in WORDS else origin
     if kind is None:
         return _made(value, annotation, at)
@@ -125,16 +126,6 @@ def _fits(value: Any, kind: type) -> bool:
     if kind is int:
         return type(value) is int and -2 ** 63 <= value < 2 ** 63
     return isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
-
-
-def _one_of(value: Any, parts: Sequence[Any], at: str) -> Any:
-    """The first of several annotations that fits; the error is that of the last one."""
-    for part in parts[:-1]:
-        try:
-            return typed(value, part, at)
-        except ValueError:
-            continue
-    return typed(value, parts[-1], at)
 
 
 @lru_cache(maxsize=None)

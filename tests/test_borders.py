@@ -12,6 +12,7 @@ import math
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from safetensors.torch import save_file
 
 from moelab import claims
 from moelab.__main__ import main
+from moelab.advice.simulated import FORMAT, kept_look
+from moelab.advice.verify import sensible
 from moelab.ane.device.published import TABLE_5
 from moelab.ane.device.timing import load_samples, save_samples
 from moelab.ane.plan import ANEPlan, make_plan
@@ -39,15 +42,15 @@ from moelab.speculate.next_token import NextToken
 from moelab.speculate.signals import DefaultVectors
 from moelab.specs import MoESpec
 from moelab.trace import RoutingTrace
-from moelab.viz.views.treemap import counted
 from tests.depth import depth
 from tests.models import tiny
 from tests.test_trace import random_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 #: what stands in the place of any value of JSON
-VALUES = [None, True, False, -1, 0, 1, -0.5, 2 ** 70, -(2 ** 70), 10 ** 400, 1e300, math.nan, math.inf, -math.inf, "", "x",
-          "nan", "\ud800", [], [[]], {}, {"": None}, [None], ["x"] * 3, [1, [2, [3]]], "../../../etc/passwd", "<img src=x>"]
+VALUES = [None, True, False, -1, 0, 1, -0.5, 2 ** 70, -(2 ** 70), 10 ** 400, 1e300, math.nan, math.inf, -math.inf, "",
+          "x", "nan", "\ud800", [], [[]], {}, {"": None}, [None], ["x"] * 3, [1, [2, [3]]], "../../../etc/passwd",
+          "<img src=x>"]
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,12 @@ def as_ledger(path, model):
 
 def as_notebook(path, model):
     inspect(path), is_side_by_side(path)
+
+
+def counted(path):
+    pytest.importorskip("anywidget")
+    from moelab.viz.views import treemap
+    return treemap.counted(path)
 
 
 def as_counts(path, model):
@@ -436,3 +445,53 @@ def test_annotations_mean_what_they_say():
         typed({"a": [{"b": 1}, {"b": "x"}]}, dict[str, list[dict[str, int]]])
     with pytest.raises(ValueError, match="w is float32 .2.; it must be int64 .any, 3."):
         checked({"w": torch.ones(2)}, "w", ("int64",), (None, 3))
+
+
+def test_kept_measurements_that_make_no_sense_count_as_not_made(tmp_path):
+    """Of a look at a model: negative, NaN, absurd, of another geometry; and lines of the journal of measurements."""
+    spec = MoESpec("m", "t", 2, (0, 1), E=4, K=2, H=8, I=8)
+    look = {"format": FORMAT, "steps": [[[0, [[3, 1]]], [1, [[0, 2]]]]] * 2, "forwards": [[5, "prefill"], [1, "decode"]],
+            "recall": 0.5, "ttft": 0.1, "tpot": [0.2], "peak": 10 ** 9, "limit": "", "memory": 1, "context": 1, "batch": 1,
+            "observed": [[0.1, 0.1], [0.1, 0.1], 0.0, 0.0, [], 0.0, None, [[2, 0.1]]], "late": 0.0}
+    profile, file, asked = profile_file(tmp_path / "p.json", None), tmp_path / "l.json", SimpleNamespace(spec=spec)
+    write_json(file, look)
+    found, itself = kept_look(file, profile, asked)
+    assert found["observed"].together == ((2, 0.1),) and itself == Profile.load(profile)
+    for at, value in ((("tpot", 0), -0.2), (("tpot", 0), math.nan), (("ttft",), 0), (("steps", 0, 0, 1, 0, 0), 4),
+                      (("steps", 0, 0, 0), 2), (("steps", 0, 0, 1, 0, 1), -1), (("format",), "x"), (("tpot",), []),
+                      (("forwards", 0, 1), "else"), (("observed", 2), math.inf), (("forwards",), [])):
+        file.write_bytes(as_text(changed(look, at, value)))
+        assert kept_look(file, profile, asked) is None, (at, value)
+    for what, other in mutants(look, 1, depth(200, 10 ** 6)):
+        file.write_bytes(as_text(other))
+        if (kept := kept_look(file, profile, asked)) is not None:
+            assert min(kept[0]["tpot"]) > 0 and kept[0]["ttft"] > 0 and kept[0]["batch"] >= 1, what
+    write_json(file, look)
+    profile.write_text(profile.read_text().replace("0.1", "-0.1", 1))
+    assert kept_look(file, profile, asked) is None
+    record = {"machine": "a", "model": "b", "settings": {"form": "bf12"}, "batch": 1, "predicted": 0.1, "tpot": 0.2,
+              "ttft": 0.1, "peak": 1, "limit": "", "loss": [0.01, 0.001], "when": "now", "load": 0.1}
+    assert sensible(record) and sensible(record | {"loss": None, "predicted": None})
+    for key, value in (("tpot", -1), ("tpot", math.nan), ("tpot", 0), ("predicted", -0.1), ("loss", [1]), ("batch", 0),
+                       ("settings", {}), ("machine", None), ("loss", "x")):
+        assert not sensible(record | {key: value}), (key, value)
+    assert not any(map(sensible, (None, [], {}, "x", 1)))
+
+
+@pytest.mark.parametrize("text", ["os:system", "subprocess:Popen", "os.path:join", "numpy:array", "", "mine", "mine:",
+                                  "mine:Nothing", "mine:number", "mine:Empty", "broken:A", "json:A", "../mine:Policy"])
+def test_the_arena_imports_nothing_but_a_class_of_this_folder(text, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("anywidget")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "mine.py").write_text("number = 3\nclass Empty: pass\nclass Policy:\n  def touch(self, key, step): pass\n"
+                                      "  def victim(self, resident): return next(iter(resident))\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "json.py").write_text("class A: pass\n")
+    assert main(["view", "arena", text]) == 2
+    assert "the arena is of a class, as in" in capsys.readouterr().err
+
+    def found(mine):                                    # no contest, which takes a while
+        raise ValueError(f"this is {mine.__name__}")
+    monkeypatch.setattr("moelab.viz.views.arena", found, raising=False)
+    assert main(["view", "arena", "mine:Policy"]) == 2 and "this is Policy" in capsys.readouterr().err

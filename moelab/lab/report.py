@@ -123,11 +123,10 @@ def _folded(summary: str, content: str) -> str:
 
 
 def _markdown(text: str) -> str:
-    """The Markdown of a takeaway: bold, code and italics."""
-    text = escape(text, quote=False)
-    for mark, tag in ((r"\*\*", "strong"), ("`", "code"), (r"\*", "em")):
-        text = re.sub(rf"{mark}(?=\S)(.+?){mark}", rf"<{tag}>\1</{tag}>", text)
-    return text
+    """The Markdown of a takeaway: bold, code and italics, none inside another."""
+    tags = {"**": "strong", "`": "code", "*": "em"}
+    return re.sub(r"(\*\*|`|\*)(?=\S)(.+?)\1", lambda found: f"<{tags[found[1]]}>{found[2]}</{tags[found[1]]}>",
+                  escape(text, quote=False))
 
 
 def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:

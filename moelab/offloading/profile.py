@@ -51,11 +51,11 @@ MINIMUM = 3                                                     # rounds, howeve
 
 
 def _complete(seconds: dict[str, list[float]]) -> bool:
-    """Whether there is all that `Profile.delays`, `other` and `head` are made of."""
-    computed = [name.split() for name in seconds if re.fullmatch("(expert|other|head) [1-9][0-9]{0,8}", name)
-                and min(seconds[name]) > 0]
-    return {kind for kind, _ in computed} == {"expert", "other", "head"} and seconds.keys() >= {
-        "read E", "read SM", "read both", "decompress", "recover", "decode"}
+    """Whether there is all that `Profile` asks for, and time was taken by what divides something."""
+    above0 = {name for name, samples in seconds.items() if min(samples) > 0}
+    computed = {name.partition(" ")[0] for name in above0 if re.fullmatch("(other|head) [1-9][0-9]{0,8}", name)}
+    return computed == {"other", "head"} and above0 >= {"read both", "decode", "copy", "expert 1"} and (
+        seconds.keys() >= {"read E", "read SM", "decompress", "recover"})
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,7 +112,8 @@ class Profile:
     def points(self, kind: str) -> dict[int, float]:
         """Median seconds by number: of "expert", "other" and "head" by tokens, of "read" by bytes."""
         return {int(number): self.median(name) for name in self.seconds
-                for begin, _, number in (name.partition(" "),) if begin == kind and number.isdigit()}
+                for begin, _, number in (name.partition(" "),)
+                if begin == kind and number.isdecimal() and int(number)}
 
     def fit(self, kind: str) -> tuple[float, float]:
         """(base, per token) in seconds, neither negative: exact for one token, for more with the least squares of

@@ -101,7 +101,8 @@ def _loaded(tensors: dict[str, Tensor], kind: str, config: dict[str, int], model
         estimator = find("estimator", kind)(**config, model_id=model_id)
     for name, parameter in estimator.state_dict().items():
         checked(tensors, name, ("float32",), parameter.shape)
-    estimator.load_state_dict(tensors, assign=True)
+    # of its own: what safetensors gives lies in the file
+    estimator.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
     return estimator
 
 

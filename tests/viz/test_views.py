@@ -16,6 +16,7 @@ from moelab.viz import theme                                                    
 from moelab.viz.figures import finish                                           # noqa: E402
 from moelab.viz.plotly_json import Figure                                             # noqa: E402
 from moelab.viz.views.base import View, menu, several, slider                   # noqa: E402
+from moelab.viz.views.command import turned                                       # noqa: E402
 
 #: one black pixel: the chunks of a PNG
 DOT = b"".join(len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4) for name, body in {
@@ -168,3 +169,25 @@ def test_steps_ahead_end_at_one_that_computes_for_long_and_their_errors_are_not_
         view._prepare()
         assert done == wanted
         done.clear()
+
+
+def test_a_control_is_set_to_nothing_that_its_widget_could_not_have():
+    """At first, too, and from a command line."""
+    controls = {"n": slider("n", 3, 1, 9), "x": slider("x", 1.0, 0.5, 2.0, log=True), "of": menu("of", "a", "ab"),
+                "some": several("some", ["a"], ["a", "b"]), "rate": slider("rate", 1.0, 0.5, 2.0, log=True, beyond=1e3)}
+    view = View("v", controls, lambda **values: values, lambda data: Figure(), lambda data: [], lambda **_: ("", ""),
+                lambda data: ("", ""))
+    for good in ({"n": 1}, {"x": 2.0}, {"of": "b"}, {"some": ("a", "b")}, {"rate": 900.0}):
+        assert view.set(**good).values.items() >= good.items()
+    before = dict(view.values)
+    for bad in ({"n": 0}, {"n": "3"}, {"n": None}, {"x": float("nan")}, {"x": float("inf")}, {"x": 0.0}, {"of": "c"},
+                {"of": None}, {"some": ()}, {"some": ("c",)}, {"rate": 0.0}, {"rate": -1.0}, {"rate": 1e9}):
+        with pytest.raises(ValueError, match="it must be"):
+            view.set(**bad)
+        assert view.values == before
+        with pytest.raises(ValueError, match="it must be"):
+            name, value = *bad, *bad.values()
+            View("v", {name: controls[name]._replace(value=value)}, *[lambda *_, **__: ("", "")] * 5)
+    for words in ("n=", "n", "n=x", "n=1e3", "of=c", "q=1", "", "x=nan"):
+        with pytest.raises(ValueError):
+            turned(view, [words])

@@ -24,6 +24,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moelab.comparison import are_numbers
+from moelab.schema import Must
 from moelab.table import head_and_rows
 from moelab.viz import theme
 from moelab.viz.notebook import LABEL, live, show
@@ -33,10 +35,11 @@ FOLDER = Path(__file__).parent
 
 
 class Control(NamedTuple):
-    """A value that a person turns: what it is at first, and the widget that shows it."""
+    """A value that a person turns: what it is at first, the widget that shows it, and what it must be."""
 
     value: Any
     build: Callable[[], Any]
+    must: Must
 
 
 def _wide(kind: str, label: str, **how: Any) -> Any:
@@ -48,29 +51,38 @@ def _wide(kind: str, label: str, **how: Any) -> Any:
                                      layout={"width": "auto"}, **how)
 
 
-def slider(label: str, value: float, low: float, high: float, step: float = 0.0, log: bool = False) -> Control:
-    """A number from low to high; `label` says the quantity and its unit. Whole where value and step are."""
+def slider(label: str, value: float, low: float, high: float, step: float = 0.0, log: bool = False,
+           beyond: float | None = None) -> Control:
+    """A number from low to high; `label` says the quantity and its unit. Whole where value and step are.
+
+    beyond : what may be set, by a command, beside what the slider reaches: from 1 / beyond to beyond.
+    """
     if not low <= value <= high or log and low <= 0:
         raise ValueError(f"{label}: {value} is not from {low} to {high}" + " > 0" * log)
+    ends = (1 / beyond, beyond) if beyond else (low, high)
+    must = Must(lambda value: are_numbers(value) and ends[0] <= value <= ends[1], f"from {ends[0]:g} to {ends[1]:g}")
     if log:
-        ends = {"min": math.log10(low), "max": math.log10(high), "step": step or math.log10(high / low) / 100 or 0.01,
+        scale = {"min": math.log10(low), "max": math.log10(high), "step": step or math.log10(high / low) / 100 or 0.01,
                 "readout_format": ".3g"}
-        return Control(value, partial(_wide, "FloatLogSlider", label, **ends))
+        return Control(value, partial(_wide, "FloatLogSlider", label, **scale), must)
     kind = "IntSlider" if isinstance(value, int) and float(step).is_integer() else "FloatSlider"
     step = step or (1 if kind == "IntSlider" else (high - low) / 100)
-    return Control(value, partial(_wide, kind, label, min=low, max=high, step=type(value)(step)))
+    return Control(value, partial(_wide, kind, label, min=low, max=high, step=type(value)(step)), must)
 
 
 def menu(label: str, value: Any, options: Sequence[Any] | Mapping[str, Any]) -> Control:
     """One of several; a mapping is label → value."""
+    known = list(options.values() if isinstance(options, Mapping) else options)
     return Control(value, partial(_wide, "Dropdown", label, options=list(
-        options.items() if isinstance(options, Mapping) else options)))
+        options.items() if isinstance(options, Mapping) else options)), Must(
+            lambda value: value in known, f"one of {', '.join(map(repr, known))}"))
 
 
 def several(label: str, values: Sequence[str], options: Sequence[str]) -> Control:
     """Any of several, at least one."""
     return Control(tuple(values), partial(_wide, "SelectMultiple", label, options=list(options),
-                                          rows=min(6, len(options))))
+                                          rows=min(6, len(options))), Must(
+        lambda values: values and set(values) <= set(options), f"some of {', '.join(options)}"))
 
 
 class View:
@@ -101,16 +113,24 @@ class View:
         self._compute, self._draw, self._rows, self._command, self._words = compute, draw, rows, command, words
         self.values = {name: control.value for name, control in controls.items()}
         self._dark, self._turn = False, threading.RLock()
+        self._check(self.values)
         self.refresh()
 
     def __repr__(self) -> str:
         return f"<view {self.name}: {', '.join(f'{name}={value!r}' for name, value in self.values.items())}>"
 
+    def _check(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if not (must := self.controls[name].must).test(value):
+                raise ValueError(f"the view {self.name} has {name}={value!r}; it must be {must.words}")
+
     def set(self, **values: Any) -> View:
-        """Turn controls; ValueError for one that there is not. What is displayed changes in place."""
+        """Turn controls; ValueError for one that there is not, or a value that it cannot have. What is displayed
+        changes in place."""
         if unknown := values.keys() - self.controls.keys():
             raise ValueError(f"the view {self.name} has no control {', '.join(sorted(unknown))}; it has "
                              f"{', '.join(self.controls) or 'none'}")
+        self._check(values)
         if "widget" in self.__dict__:
             moved = [name for name, value in values.items()
                      if name in self._built and self._built[name].value != value]

@@ -283,7 +283,8 @@ def budget(*sources: Any, share: float = 50.0, policies: Sequence[str] = POLICIE
         "policies": several("cache policies", policies, known),
         "model": menu("model", first, list(found)),
         "machine": menu("machine", device or machines[0], machines),
-        "target": slider("wanted (tokens/s)", target, min(target, 1.0) / 10, max(target, 10.0) * 10, log=True)}
+        "target": slider("wanted (tokens/s)", target, min(target, 1.0) / 10, max(target, 10.0) * 10, log=True,
+                         beyond=1e9)}
     return View("budget", controls, compute, draw, rows, command("budget", found[first]), words,
                 lambda view: button(view, lambda: explorers[view.values["model"], view.values["machine"]], options),
                 ahead)

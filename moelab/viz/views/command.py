@@ -129,8 +129,8 @@ def turned(view: Any, assignments: list[str]) -> Any:
     """A view with its controls as "name=value" says; ValueError for what cannot be read."""
     values = {}
     for assignment in assignments:
-        name, _, text = assignment.partition("=")
-        if name not in view.values:
+        name, given, text = assignment.partition("=")
+        if name not in view.values or not given:
             raise ValueError(f"-p {assignment}: write -p name=value, with one of {', '.join(view.values)}")
         try:
             values[name] = read(view.values[name], text)

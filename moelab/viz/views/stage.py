@@ -131,8 +131,6 @@ class Scene:
 
 def scene(stage: Stage, way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
     """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
-    if way not in WAYS:
-        raise ValueError(f"the way is {way!r}; it must be one of {', '.join(WAYS)}")
     titles = {name: name if name == "none" else f"{name}: {predictor}, {distance} ahead" for name in WAYS}
     played = {name: run for name in WAYS
               if (run := stage.play(name, predictor, distance, bandwidth, begin=name in ("none", way))) is not None}
@@ -247,7 +245,7 @@ def _view(staged: Stage, way: str, predictors: Sequence[str], distances: Sequenc
         "way": menu("prefetching", way, WAYS), "predictor": menu("predictor", predictors[0], list(predictors)),
         "distance": menu("distance (layers)", distances[0], list(distances)),
         "bandwidth": slider("disk (MB/s)", rate / 1e6, min(rate, staged.bandwidth) / 2e7,
-                            max(rate, staged.bandwidth) / 1e5, log=True),
+                            max(rate, staged.bandwidth) / 1e5, log=True, beyond=1e9),
         "token": slider("decode step", min(1, steps - 1), 0, steps - 1, 1)}
     return View("theatre", controls, compute, draw, rows, command("theatre", staged.found), words, _clicks)
 
