@@ -58,7 +58,7 @@ def test_a_file_is_replaced_only_if_one_says_so(tmp_path, capsys, monkeypatch):
     assert "--force" in capsys.readouterr().err and file.read_text() == "kept"
     assert main(["calibrate", "small", str(tmp_path), "--force"]) == 2
     assert main(["calibrate", "small", str(file / "below")]) == 2
-    assert "no folder" in capsys.readouterr().err
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["calibrate", "small", str(file), *SMALL, "--new-tokens", "0", "--force"]) == 0
     assert Calibration.load(file).tokens[PREFILL] > 0
