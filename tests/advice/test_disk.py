@@ -59,12 +59,13 @@ def test_a_store_for_which_the_disk_has_no_room_is_not_advised(free, monkeypatch
     assert "more are needed" not in str(advise("Qwen3-30B-A3B", "18GB", device="jetson-agx-orin-32gb"))
 
 
-@pytest.mark.parametrize("text, value", [("1%", 0.01), (0.01, 0.01), ("100%", 1.0), ("ANY", float("inf")), (0, 0.0)])
+@pytest.mark.parametrize("text, value", [("1%", 0.01), (0.01, 0.01), ("100%", 1.0), ("any", float("inf")), ("ANY", float("inf")), (0, 0.0),
+                                         ("0.5", 0.5)])
 def test_losses(text, value):
     assert parse_loss(text) == value
 
 
-@pytest.mark.parametrize("text", ["1", 1, 1.0, "5", "101%", "-1%", "nan", "inf", "", "one", None])
+@pytest.mark.parametrize("text", ["1", 1, 1.0, "5", "101%", "-1%", "nan", "inf", "", "much", None])
 def test_what_is_no_loss_or_could_mean_two(text):
     with pytest.raises(ValueError, match="'1%'"):
         parse_loss(text)
