@@ -129,7 +129,7 @@ def offline(*_, **__):
 
 @pytest.mark.parametrize("options, words", [
     ({"memory": "1GB"}, "does not fit 1 GB"), ({"memory": "50%"}, "whole process"),
-    ({"model": "qwen3-30b"}, "Did you mean 'Qwen3-30B-A3B'"), ({"memory": "lots"}, "whole process"),
+    ({"model": "qwen3-30b"}, "Did you mean 'Qwen3-30B-A3B'"), ({"memory": "lots"}, "the budget is .lots."),
     ({"model": None, "context": 2049}, "at most 2,048"), ({"device": "no-such-card"}, "there is no card"),
     ({"device": "trn2"}, "no card of a device with a host link"), ({"model": "no/such/folder"}, "no checkpoint folder"),
     ({"model": "some-where/else"}, "cannot be had")])
