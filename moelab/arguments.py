@@ -32,7 +32,7 @@ class Parser(ArgumentParser):
         namespace, left = super().parse_known_args(args, namespace)
         if left:
             option = left[0].partition("=")[0]
-            close = get_close_matches(option, re.findall(r"--[a-z][\w-]*", self.format_help()), n=1)
+            close = get_close_matches(option, re.findall(r"--[a-z][\w-]*", self.format_help()), 1, 0.7)
             hint = f"; did you mean {close[0]}?" if close and option.startswith("-") else \
                 "; a size is one word, such as 16GB" if re.fullmatch("[kmgt]i?b?", left[0].lower()) else ""
             self.error(f"nothing here takes {' '.join(left)}{hint}")
@@ -53,7 +53,7 @@ def output(text: str) -> Path:
 def whole(least: int = 0) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
-            if (value := int(text)) >= least:
+            if 2**63 > (value := int(text)) >= least:               # what libraries take
                 return value
         except ValueError:
             pass

@@ -329,22 +329,19 @@ def problems(answered: Iterable[Row]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", metavar="KEY", help="only this source's claims: " + ", ".join(
-        dict.fromkeys(claim.source for claim in ledger())))
+    parser.add_argument("--source", choices=dict.fromkeys(claim.source for claim in ledger()),
+                        help="only this source's claims")
     parser.add_argument("--check", action="store_true", help="fail if a metric is gone or a claim is unanswered")
     parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
 
 
 def main(args: argparse.Namespace) -> int:
     chosen = [claim for claim in ledger() if args.source in (None, claim.source)]
-    if not chosen:
-        raise ValueError(f"there is no source {args.source!r}; there are: "
-                         + ", ".join(dict.fromkeys(claim.source for claim in ledger())))
     answered = rows(chosen, args.results)
     print(summary(answered))
     for source in dict.fromkeys(claim.source for claim in chosen):
         own = [row for row in answered if row.claim.source == source]
-        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own]))
+        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own], fit=True))
     wrong = problems(answered) if args.check else []
     print("".join(f"\nFAILED {problem}" for problem in wrong).lstrip("\n"), end="\n" if wrong else "")
     return 1 if wrong else 0

@@ -97,7 +97,7 @@ def saved_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
 
 def is_named(notebook: str, name: str) -> bool:
     """Whether `name` is the notebook's name or number: "01_calibration", "01" or "1"."""
-    return name == notebook or name.zfill(2) == notebook.split("_")[0]
+    return name == notebook or name.isdigit() and name.zfill(2) == notebook.split("_")[0]
 
 
 def are_numbers(*values: Any) -> bool:

@@ -111,15 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--perfetto", type=output, metavar="FILE", help="write what happened when as a trace for "
                         "https://ui.perfetto.dev; with --memory, every read, decoding and wait")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.epilog = "\n\n".join([parser.epilog or "", *map(_listed, ("executor", "cache", "predictor", "format"))])
-
-
-def _listed(kind: str) -> str:
-    found = registry.describe(kind)
-    lines = [f"  {name:<12} {purpose}" for name, (purpose, of) in found.items() if of == "use"]
-    if teaching := [f"  {name:<12} {purpose}" for name, (purpose, of) in found.items() if of == "teaching"]:
-        lines += [f"{kind}s for teaching and comparison:", *teaching]
-    return "\n".join([f"{kind}s:", *lines])
+    parser.epilog = "\n\n".join([parser.epilog or "", *(
+        f"{kind}s:\n{registry.describe(kind)}" for kind in ("executor", "cache", "predictor", "format"))])
 
 
 def main(args: argparse.Namespace) -> int:

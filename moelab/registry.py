@@ -57,7 +57,7 @@ class Described(dict[str, tuple[str, str]]):
     """Name → (what it is for, "use" or "teaching"), which prints as a table."""
 
     def __repr__(self) -> str:
-        return text_table(["name", "what it is for", "of"], [(name, *told) for name, told in self.items()])
+        return text_table(["name", "what it is for", "of"], [(name, *told) for name, told in self.items()], fit=True)
 
 
 def describe(kind: str) -> Described:

@@ -96,15 +96,16 @@ def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str],
     return head, [[row.get(column) for column in head] for row in dictionaries]
 
 
-def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns aligned under their heads, for the terminal; cells are written by `format_value`, and the widest are
-    wrapped at blanks where a table is wider than the terminal ($COLUMNS), or than 100 characters where there is none.
+def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]], fit: bool = False) -> str:
+    """Columns aligned under their heads, for the terminal; cells are written by `format_value`.
+
+    fit : wrap the widest columns where a table is wider than the terminal ($COLUMNS), or than 100 where there is none.
     """
     rows = [list(head), *([format_value(cell) for cell in row] for row in rows)]
     columns = list(zip(*rows))
     widths = [max(map(len, column)) for column in columns]
     least = [min(24, max((len(word) for cell in column for word in cell.split()), default=0)) for column in columns]
-    over = sum(widths) + 2 * len(widths) - get_terminal_size((100, 24)).columns
+    over = sum(widths) + 2 * len(widths) - get_terminal_size((100, 24)).columns if fit else 0
     while over > 0 and (wide := [i for i in range(len(widths)) if widths[i] > least[i]]):
         widths[max(wide, key=widths.__getitem__)] -= 1
         over -= 1

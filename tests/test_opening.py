@@ -151,7 +151,7 @@ def test_prefetching_changes_no_token(folder, prefetch):
     ({"memory": "60%", "cache": "lur"}, "'lur'"), ({"memory": "60%", "prefetch": "oracle"}, "trace"),
     ({"memory": "1kB"}, "the least that works"),
     ({"memory": "60%", "workers": 0}, "at least one thread"), ({"memory": "130%"}, "all of them are 100%"),
-    ({"memory": "0%"}, "bytes.* are the least that works"), ({"memory": "8"}, "the budget is 8 bytes; "),
+    ({"memory": "0%"}, "bytes.* are the least that works"), ({"memory": "8"}, "would be 8 bytes: write .8GB."),
     ({"memory": "60%", "cache": "belady"}, r"needs the future.*simulate\(run")])
 def test_what_cannot_be_is_explained(folder, options, told):
     with pytest.raises(ValueError, match=told):

@@ -85,7 +85,7 @@ def test_a_description_prints_as_a_table_and_names_go_in_any_case(kind):
 def test_a_table_fits_the_terminal_and_loses_no_word(rows, columns):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
-        lines = text_table(["x", "y", "z"], rows).splitlines()
+        lines = text_table(["x", "y", "z"], rows, fit=True).splitlines()
     longest = [max([1, *(len(word) for row in rows for word in row[i].split())]) for i in range(3)]
     assert max(map(len, lines)) <= max(columns, sum(min(word, 24) for word in longest) + 6)
     assert sorted("".join(lines[2:]).replace(" ", "")) == sorted("".join(map("".join, rows)).replace(" ", ""))

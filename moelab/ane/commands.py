@@ -272,8 +272,7 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
     from moelab.ane.coreml.ffn_graph import WEIGHTS
     from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
     from moelab.ane.popularity import assumed_counts
-    if args.weights not in WEIGHTS:
-        raise ValueError(f"--weights is {args.weights!r}; it must be one of {', '.join(WEIGHTS)}")
+    registry.require("--weights", args.weights, WEIGHTS)
     options = {name: getattr(args, name, default) for name, (*_, default, _) in PLANNING.items()}
     options |= {"bytes_per_weight": WEIGHTS[args.weights] / 8,
                 "max_graph_bytes": args.max_graph_mb * MB if "max_graph_mb" in args else MAX_GRAPH_BYTES}

@@ -22,6 +22,7 @@ import numpy as np
 from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit, why_no_graph
 from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
 from moelab.files import absolute, write_text
+from moelab.registry import require
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.specs import MoESpec
 from moelab.table import text_table
@@ -208,8 +209,7 @@ def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_s
         tokens come to go to the CPU.
     popularity, model_id : as in `ANEPlan`.
     """
-    if system not in SYSTEMS:
-        raise ValueError(f"there is no system {system!r}; there are: {', '.join(SYSTEMS)}")
+    require("system", system, SYSTEMS)
     for name, value in (("tokens", tokens), ("chunk", chunk), ("group_size", group_size), ("slack", slack),
                         ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight),
                         ("max_graphs", max_graphs)):

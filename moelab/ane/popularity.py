@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moelab.registry import require
 from moelab.specs import MoESpec
 
 #: name → (width of the log-normal, Dirichlet concentration an expert)
@@ -18,8 +19,7 @@ SKEWS = {"even": (0.0, 1e6), "typical": (0.4, 2.0), "strong": (0.9, 2.0)}
 
 def assumed_loads(spec: MoESpec, chunk: int, chunks: int = 64, skew: str = "typical", seed: int = 0) -> np.ndarray:
     """Tokens that each expert gets in each chunk, assumed: int64 [n, L, E], at most `chunk`, chunk·K a layer."""
-    if skew not in SKEWS:
-        raise ValueError(f"there is no skew {skew!r}; there are: {', '.join(SKEWS)}")
+    require("skew", skew, SKEWS)
     width, concentration = SKEWS[skew]
     rng = np.random.default_rng(seed)
     popularity = np.exp(width * rng.standard_normal((spec.L, spec.E)))

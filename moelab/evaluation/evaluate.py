@@ -25,7 +25,7 @@ from typing import Any
 
 import moelab
 from moelab import datasets, registry
-from moelab.arguments import output, several, whole
+from moelab.arguments import output, whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, writable, write_json
@@ -40,7 +40,7 @@ EXECUTOR, CACHE_AWARE = "executor", "cache-aware"           # the modes that are
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint folder, a hub id or a store; else the small model")
-    parser.add_argument("--tasks", type=several(), default=list(accuracy.TASKS), help="moelab's own, moelab_NAME (the same under "
+    parser.add_argument("--tasks", default=",".join(accuracy.TASKS), help="moelab's own, moelab_NAME (the same under "
                         "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
                         "ruler … (default: all of moelab's own)")
     parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.output is not None:
         writable(args.output)
-    wanted = list(dict.fromkeys(args.tasks))
+    if not (wanted := list(dict.fromkeys(name for name in args.tasks.split(",") if name))):
+        raise ValueError(f"--tasks names none; there are {', '.join(accuracy.TASKS)}, and lm-eval's")
     own = [name for name in wanted if name in accuracy.TASKS]
     others = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moelab.registry import require
 from moelab.specs import DeviceSpec
 
 #: dtype of the weights → (figure with its compute rate, bytes a weight)
@@ -91,8 +92,7 @@ def intensity_factor(B: int, N: int, E: int, bytes_a_weight: float = 2) -> float
 
 def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
     """FLOPs/byte from which on a device is compute-bound: peak compute / memory bandwidth; KeyError without a rate."""
-    if dtype not in RATES:
-        raise ValueError(f"there is no dtype {dtype!r}; there are: {', '.join(RATES)}")
+    require("dtype", dtype, RATES)
     return 1e3 * device[RATES[dtype][0]] / device["memory_bandwidth_gbs"]
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, local_experts, zeros
 from moelab.experts.tiers import Group
+from moelab.registry import require
 
 #: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens' saliency [T], and chance
 Order = Callable[[Dispatch, Tensor, Tensor, torch.Generator], Tensor]
@@ -138,8 +139,7 @@ class StaticExecutor(Executor):
         super().__init__()
         if overflow not in ("prune", "pad"):
             raise ValueError(f"overflow is {overflow!r}; it must be 'prune' or 'pad'")
-        if order not in ORDERS:
-            raise ValueError(f"there is no order {order!r}; there are: {', '.join(ORDERS)}")
+        require("order", order, ORDERS)
         if overflow == "prune" and order in NEED_SALIENCY and saliency is None:
             raise ValueError(f"order={order!r} needs the tokens' saliency: pass saliency=Saliency(model, layers) and "
                              f"run the model inside `with saliency:`, or choose order='router', 'token' or 'random'")

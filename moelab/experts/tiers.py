@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from moelab.registry import require
+
 RULES = ("topk", "paper")
 MULTIPLE = 16                   # of capacities
 
@@ -53,8 +55,7 @@ def capacity_tiers(counts: Any, tokens: int, chunk: int, *, levels: int = 3, rul
     rule : "topk", levels from K·B/E to r·K·B/E; "paper", the literal B/E to r·B/E. Expected loads, which choose the
         tier, have the factor K in both; an expert above the largest level gets the largest.
     """
-    if rule not in RULES:
-        raise ValueError(f"there is no rule {rule!r}; there are: {', '.join(RULES)}")
+    require("rule", rule, RULES)
     if tokens < 1 or chunk < 1 or slack <= 0:
         raise ValueError(f"tokens={tokens} and chunk={chunk} must be at least 1, and slack={slack} above 0")
     counts = _layers_of(counts)

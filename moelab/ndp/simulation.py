@@ -22,6 +22,7 @@ from moelab.ndp.plans import LayerStep, Plan, problems
 from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import System
+from moelab.registry import require
 from moelab.specs import Event
 
 PLACEMENTS = ("id", "popularity")
@@ -290,8 +291,7 @@ def timeline(hardware: Hardware, system: System, routing: PromptRouting, forward
 
 def place(history: np.ndarray, N: int, placement: str = "id") -> np.ndarray:
     """The unit of each expert where units hold whole experts: int [L, E], round-robin by "id" or "popularity"."""
-    if placement not in PLACEMENTS:
-        raise ValueError(f"unknown placement {placement!r}; known are {', '.join(PLACEMENTS)}")
+    require("placement", placement, PLACEMENTS)
     L, E = history.shape
     if placement == "id":
         return np.tile(np.arange(E) % N, (L, 1))

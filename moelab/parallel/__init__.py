@@ -12,6 +12,7 @@ from moelab.parallel.executors import AllGather, AllToAll, Blocks, Deduplicated,
 from moelab.parallel.exchange import Exchange, Grid
 from moelab.parallel.launch import PeerLost, connect, launch
 from moelab.parallel.sharding import Placement, ShardedExperts
+from moelab.registry import require
 
 #: name → executor
 VARIANTS = {"ep": AllGather, "ep-a2a": AllToAll, "ep-dedup": Deduplicated, "tp": AllGather, "tp-ep": Deduplicated,
@@ -20,8 +21,7 @@ VARIANTS = {"ep": AllGather, "ep-a2a": AllToAll, "ep-dedup": Deduplicated, "tp":
 
 def degree(variant: str, W: int, tp: int | None = None) -> int:
     """How many of W ranks share an expert: all for "tp" and "hidden", `tp` (or 2) for "tp-ep", 1 for the others."""
-    if variant not in VARIANTS:
-        raise ValueError(f"there is no variant {variant!r}; there are: {', '.join(VARIANTS)}")
+    require("variant", variant, VARIANTS)
     if variant == "tp-ep":
         tp = 2 if tp is None else tp
         if tp < 1 or W % tp:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.sharding import share
+from moelab.registry import require
 
 
 def deduplicated(E: int, K: int, W: int) -> float:
@@ -33,8 +34,7 @@ def expected(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
     made = {"ep": W - 1.0, "tp": W - 1.0, "ep-a2a": K * (1 - 1 / W), "ep-dedup": deduplicated(E, K, W),
             # gathered in the row of tp ranks, each of which sends its copy to its peers
             "tp-ep": tp - 1.0 + tp * deduplicated(E, K, W // tp)}
-    if variant not in made:
-        raise ValueError(f"there is no variant {variant!r}; there are: {', '.join(made)}")
+    require("variant", variant, made)
     return made[variant]
 
 

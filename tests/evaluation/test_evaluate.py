@@ -76,8 +76,8 @@ def test_modes_by_name(text, expected):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--modes", "guess"], "no mode 'guess'; there are baseline, hint"),
-    (["--modes", "hint:nobody"], "it can be router, quasi"),
+    (["--modes", "guess"], "no mode 'guess'. There are: baseline, hint"),
+    (["--modes", "hint:nobody"], "There are: router, quasi"),
     (["--modes", "hint:oracle"], "an oracle must be given"),
     (["--modes", "router-free:quasi"], "only the estimator"),
     (["--modes", "speculative:hybrid"], "need --estimator FILE")])

@@ -155,5 +155,5 @@ def test_the_copied_command_gives_the_same_numbers(tmp_path):
         view = views.budget(lm, prompt="the fox's 'den'", tokens=6, device="jetson-agx-orin-32gb", policies=("lru", "lfu"))
     told = shlex.split(view.commands[0])
     assert ["--cache", "lru", "--prefetch", "previous"] == told[told.index("--cache"):][:4]
-    assert main([*told[3:], "--output", str(tmp_path / "budget.csv")]) == 0
+    assert main([*told[1:], "--output", str(tmp_path / "budget.csv")]) == 0
     assert (tmp_path / "budget.csv").read_text() == view.csv().replace("\r\n", "\n")

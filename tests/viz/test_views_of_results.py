@@ -149,7 +149,7 @@ def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path, capsys):
     again = {"views": views}
     exec(view.commands[1].replace("views.model_map", "found = views.model_map"), again)
     assert again["found"].csv() == view.csv()
-    assert main([*shlex.split(view.commands[0])[3:], "--output", str(tmp_path / "map.csv")]) == 0
+    assert main([*shlex.split(view.commands[0])[1:], "--output", str(tmp_path / "map.csv")]) == 0
     assert (tmp_path / "map.csv").read_text() == view.csv().replace("\r\n", "\n")
     assert "counts" not in view.set(colour="entropy bound").commands[0]
     assert main(["view", "claims", "--counts", "x.npy"]) == 2 and "is for the view model_map" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from moelab.ane.device.rates import (
 from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
 from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
 from moelab.cards import load_device
+from moelab.registry import require
 from moelab.specs import MoESpec
 
 
@@ -95,8 +96,7 @@ class DeviceModel:
     memory_bytes: float = math.inf              # of the machine, which CPU and ANE share; inf where it is not known
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"there is no mode {self.mode!r}; there are: {', '.join(MODES)}")
+        require("mode", self.mode, MODES)
 
     @classmethod
     def of(cls, device: str = "m2-ultra", samples: Sequence[Sample] = TABLE_5, attention: float = ATTENTION_CPU,

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", default=DEFAULT_POLICY, metavar="NAME", help="who is evicted (default: %(default)s)")
     parser.add_argument("--prefetch", metavar="NAME", help="what predicts which experts to load ahead")
     parser.add_argument("--prompt", help="the text that is gone on from")
-    parser.add_argument("--tokens", type=whole(1), default=TOKENS, metavar="N", help="generated (default: %(default)s)")
+    parser.add_argument("--tokens", type=whole(3), default=TOKENS, metavar="N", help="generated (default: %(default)s)")
     parser.add_argument("--counts", type=Path, metavar="FILE",
                         help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it")
     parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",

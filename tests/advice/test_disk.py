@@ -1,0 +1,94 @@
+"""Disks beside what is advised; a place for notes that cannot be written; losses that change nothing."""
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab import advise
+from moelab.advice import disk
+from moelab.advice.advise import parse_loss
+from moelab.advice.answer import unmeasured
+from moelab.advice.machine import here
+from moelab.advice.model import AS_IS, find_model
+from moelab.advice.verify import Kept
+from moelab.advice.ways import Way
+from moelab.files import small_model
+from moelab.models import open_checkpoint
+
+GB = 10**9
+WAY = Way(AS_IS, 0.0, 58 * GB, 10 * GB, 14 * GB, 0.5, 1.0, 1.0, 1.0)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    def has(nbytes):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=nbytes))
+    return has
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 200))
+def test_what_goes_to_one_disk_is_added_up(download, written, gigabytes):
+    model = replace(find_model("Qwen3-30B-A3B"), download=download * GB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=gigabytes * GB))
+        patch.setattr(disk, "nearest", lambda path: small_model())                  # all are on one
+        words = disk.lacking(model, replace(WAY, form="bf12", written=written * GB))
+    missing = download + written - gigabytes
+    assert bool(words) == (missing > 0) and (not words or f"{missing} GB more are needed" in words)
+
+
+def test_a_store_for_which_the_disk_has_no_room_is_not_advised(free, monkeypatch):
+    """60 GB to download and 46 GB of a store beside 81 GB."""
+    monkeypatch.setattr("moelab.advice.advise.here", lambda folder: here_once)
+    here_once = here()
+    free(10**15)
+    plenty = advise("qwen3-30b-a3b", "18GB")
+    assert plenty.best.form == "bf12" and not plenty.notes
+    free(81 * GB)
+    scarce = advise("qwen3-30b-a3b", "18GB")
+    assert scarce.best.form == AS_IS and {way.form for way in scarce.ways} == {AS_IS, "int4", "mxfp4"}
+    assert any("Left out: bf12: " in note and "GB to download" in note for note in scarce.notes)
+    free(10 * GB)
+    none = advise("Qwen/Qwen3-30B-A3B", "18GB")
+    assert none.best == plenty.best and "too small" in str(none) and "GB more are needed" in str(none)
+    free(0)
+    assert "more are needed" not in str(advise("Qwen3-30B-A3B", "18GB", device="jetson-agx-orin-32gb"))
+
+
+@pytest.mark.parametrize("text, value", [("1%", 0.01), (0.01, 0.01), ("100%", 1.0), ("any", float("inf")), ("ANY", float("inf")), (0, 0.0),
+                                         ("0.5", 0.5)])
+def test_losses(text, value):
+    assert parse_loss(text) == value
+
+
+@pytest.mark.parametrize("text", ["1", 1, 1.0, "5", "101%", "-1%", "nan", "inf", "", "much", None])
+def test_what_is_no_loss_or_could_mean_two(text):
+    with pytest.raises(ValueError, match="'1%'"):
+        parse_loss(text)
+
+
+def test_a_loss_that_changes_nothing_is_said():
+    unknown, known = replace(WAY, form="int4", loss=None), replace(WAY, form="int4", loss=0.004)
+    assert unmeasured([WAY, unknown], 0.01) and not unmeasured([WAY, unknown, known], 0.01)
+    assert not unmeasured([WAY, unknown], 0.0) and not unmeasured([WAY, unknown], float("inf"))
+
+
+def test_notes_that_cannot_be_kept_stop_no_advice(tmp_path, monkeypatch):
+    """guillochon/MOSFiT pull requests 172 and 249, pypa/pip issue 7488."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match="MOELAB_CACHE"):
+        Kept("a").add(settings=WAY.settings, batch=1, predicted=1.0, tpot=2.0, ttft=1.0, peak=1, limit="", loss=None)
+    assert Kept("a").corrected(WAY, 1).tpot == 2.0 and (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "qwen3-30b-a3b", "MIXTRAL-8X7B"])
+def test_a_card_has_no_weights_to_open(name):
+    with pytest.raises(ValueError, match="is a card, .*without its weights: give its hub id, .*synthesize") as error:
+        open_checkpoint(name)
+    assert len(str(error.value).splitlines()) == 1 and error.value.__cause__ is None
+    assert find_model(name).spec.name.lower() == name.lower()
