@@ -47,7 +47,8 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
         slowly, until another source is plugged in (`moelab.models.plug`).
     dtype : of the weights; "auto" takes what config.json says, or else the checkpoint's.
 
-    Returns a transformers model in eval mode, whose parameters require no gradient, with `.tokenizer` (None if the checkpoint has none) and `.spec`.
+    Returns a transformers model in eval mode, whose parameters require no gradient, with `.tokenizer` (None if the
+    checkpoint has none) and `.spec`.
 
     Raises FileNotFoundError: no such folder, or a hub id that can be had neither from the cache nor the network.
     Raises ValueError: a dense model, an unknown architecture, a damaged or hostile file, an unknown `experts`; a tensor
