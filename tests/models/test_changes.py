@@ -1,7 +1,7 @@
-"""Whatever a person changes on the live model: every public attribute of a decoder layer in turn, adapters, hooks, casts.
+"""Whatever a person changes on the live model: every public attribute of a decoder layer, adapters, hooks, casts.
 
-Fused kernels stand in for transformers' modules, so each change must be seen at every token: as transformers itself with
-the same change, or refused by name.
+Fused kernels stand in for transformers' modules, so each change must be seen at every token: as transformers itself
+with the same change, or refused by name.
 """
 
 from __future__ import annotations
@@ -185,8 +185,9 @@ def close(got, wanted, dtype):
 def refused(what, way, error):
     """Whether an error is a refusal by name of a change that cannot be honoured."""
     said = str(error)
-    return way == "bf12" and "edited after copies of it" in said or "memory" in WAYS[way][1] and ".experts." in what and (
-        "not in memory" in said or "does not have a parameter" in said)
+    if way == "bf12":
+        return "edited after copies of it" in said
+    return ".experts." in what and ("not in memory" in said or "does not have a parameter" in said)
 
 
 def opened(name, way, folder):
@@ -364,7 +365,8 @@ OFFLOADED = [name for name in RUN if sweep.table()["architectures"][name]["fp32"
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name, how", in_turn(depth(["minimax_m2", "lfm2_moe", "hy_v3"], OFFLOADED), ["fast", "offloaded fast"]))
+@pytest.mark.parametrize("name, how", in_turn(depth(["minimax_m2", "lfm2_moe", "hy_v3"], OFFLOADED),
+                                              ["fast", "offloaded fast"]))
 def test_every_architecture_decodes_with_fast(name, how, tmp_path):
     """Routers that take a bias of their block's, too: ml-explore/mlx-lm issue 1883, NVIDIA/TensorRT-LLM pull request
     13294."""
