@@ -93,8 +93,9 @@ class FastDecode(Patches):
         for name, weight in self.model.named_parameters():
             address, checksum = self.copied.get(weight, (None, None))
             if weight.data_ptr() == address and _checksum(weight) != checksum:
-                raise ValueError(f"{name} was edited after copies of it in {self.dense} had been made, with which tokens "
-                                 f"would still be computed: edit it with the model opened without dense={self.dense!r}")
+                raise ValueError(f"{name} was edited after copies of it in {self.dense} had been made, with which "
+                                 "tokens would still be computed: edit it with the model opened without "
+                                 f"dense={self.dense!r}")
 
 
 def _checksum(weight: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Inference only: kernels, and experts that come and go, keep nothing of which a gradient could be made.
 
-So nothing in an opened model requires one. Whoever asks for one nevertheless (by a `backward()`, through an adapter that
-is trained or through embeddings as inputs) is told so, and not given another.
+So nothing in an opened model requires one. Whoever asks for one nevertheless (by a `backward()`, through an adapter
+that is trained or through embeddings as inputs) is told so, and not given another.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError("moelab opens models for inference only: nothing in them requires a gradient, and none passes "
-                           "their experts. Compute under torch.no_grad(), or train with transformers; opened without "
+        raise RuntimeError("moelab opens models for inference only: nothing in them requires a gradient, and none "
+                           "passes their experts. Compute under torch.no_grad(), or train with transformers; opened without "
                            'memory= and with executor="exact", what requires_grad_(True) is set on can be trained')
 
 

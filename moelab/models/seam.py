@@ -363,8 +363,8 @@ class _SwitchExperts(SeamExperts):
         module = self[f"expert_{expert}"]
         weights = dict(module.named_parameters())
         if weights.keys() != {"wi.weight", "wo.weight"} or Unchanged(module.modules()).listeners() is None:
-            raise ValueError(f"expert {expert} of MoE layer {self.layer} has an adapter or a hook, and is computed from "
-                             f'its weights alone: use executor="exact"')
+            raise ValueError(f"expert {expert} of MoE layer {self.layer} has an adapter or a hook, and is computed "
+                             f'from its weights alone: use executor="exact"')
         return weights
 
     def ffn(self, x: Tensor, weights: Weights) -> Tensor:

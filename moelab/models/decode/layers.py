@@ -2,9 +2,9 @@
 
 What is saved is transformers' way from one kernel to the next, a quarter of a token's time. A stretch is a run of
 layers alike: the first one computes all, up to one that chooses an expert that is not in memory; the others find in the
-hidden states that they are done. Between equal scores a router's own code decides. A layer that is in no stretch, or with something on its experts or its router, is
-computed up to its experts, which run as ever. With a hook on its other parts, another forward, a prompt, a batch, a
-mask or a cache of another kind it takes its own forward.
+hidden states that they are done. Between equal scores a router's own code decides. A layer that is in no stretch, or
+with something on its experts or its router, is computed up to its experts, which run as ever. With a hook on its other
+parts, another forward, a prompt, a batch, a mask or a cache of another kind it takes its own forward.
 
     x [1, 1, H] and the cache's keys and values    →    x + attention(norm(x)) and the norm of that, [1, 1, H] each
                                                    →    x after n layers, ids and weights [L, K], times [L, 2]
