@@ -130,6 +130,11 @@ def _write_png(folder: Path) -> None:
                      height=[fig.layout.height or 420 for fig in figures])
 
 
+def in_script(value: Any) -> str:
+    """JSON inside a <script>, which nothing in it can end or turn into a comment."""
+    return json.dumps(value).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
+
+
 def plotly_js() -> str:
     """The source of plotly.js, for a page that works without a network."""
     from plotly.offline import get_plotlyjs
