@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.files import absolute, finished_runs, read_json, results_root
-from moelab.records import FigureFile, MetricsFile
+from moelab.records import FigureFile, MetricsFile, Record
 from moelab.table import format_value
 
 Spread = tuple[float, float]
@@ -44,7 +44,7 @@ class Comparison:
     runs: tuple[Path, Path]
     params: dict[str, tuple[Any, Any]]
     metrics: list[Metric]
-    figures: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    figures: dict[str, tuple[Record, Record]]
 
     @property
     def names(self) -> tuple[str, str]:

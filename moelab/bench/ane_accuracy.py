@@ -23,6 +23,7 @@ from moelab.arguments import number, one_of, several, whole
 from moelab.calibration import calibrate, loads_of_ids
 from moelab.evaluation import accuracy
 from moelab.recording import record
+from moelab.records import Record, Records
 from moelab.trace import PREFILL, RoutingTrace
 
 #: mode → which routings it drops first, a name in `moelab.experts.static.ORDERS`
@@ -47,7 +48,7 @@ OPTIONS = {
 
 def run(model: str | None = None, tasks: Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
         chunk: int = 256, group_size: int = 8, system: str = "npumoe", drop: float = 0.14, slack: float | None = None,
-        calibration: int = 32, seed: int = 0) -> dict[str, dict[str, Any]]:
+        calibration: int = 32, seed: int = 0) -> Records:
     """{section: {row: {column: figure}}}; the sections' names say what kind of figures they are."""
     live = open_model(model, dtype=torch.float32)
     trace = recorded(live, calibration, tokens, "train", seed)
@@ -69,7 +70,7 @@ def run(model: str | None = None, tasks: Sequence[str] = TASKS, prompts: int = 4
 
 
 def compare(model: Any, ways: Mapping[str, tuple[ANEPlan, str]], tasks: Sequence[str], seed: int = 0, **how: Any
-            ) -> tuple[dict[str, Any], dict[str, dict[str, Account]]]:
+            ) -> tuple[Record, dict[str, dict[str, Account]]]:
     """(`accuracy.compare` of "dense" and of name → (plan, order of dropping); name → task → counts)."""
     modes = {name: partial(prefill_through, model, plan, order=order, seed=seed)
              for name, (plan, order) in ways.items()}
@@ -115,8 +116,8 @@ def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) ->
 class Answers:
     """Right answers, dense and through a plan: task → row of `accuracy.compare`, and its counts."""
 
-    dense: dict[str, dict[str, Any]]
-    pruned: dict[str, dict[str, Any]]
+    dense: Records
+    pruned: Records
     counts: dict[str, Account]
 
     def points(self, task: str) -> float:

@@ -33,6 +33,7 @@ from moelab.experts.gemv import GEMV
 from moelab.kernels.compile import kernel
 from moelab.models.fast_decode import as_bf12
 from moelab.models.seam import seam_class
+from moelab.records import Numbers, Records
 from moelab.registry import make
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
@@ -59,7 +60,7 @@ class Layers:
         self.K, self.expert_bytes, self.dtype = K, 3 * H * I * dtype.itemsize, dtype
         self.config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
         self.config._experts_implementation = "eager"
-        self.stored: dict[str, float] = {}                  # arm → its weights' bytes over those as they are here
+        self.stored: Numbers = {}                           # arm → its weights' bytes over those as they are here
         self.stock, self.seam = [], []
         for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
             rng = torch.Generator().manual_seed(seed)
@@ -149,7 +150,7 @@ class DecodedExperts:
 
 
 def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
-                ) -> tuple[Samples, dict[str, float], float]:
+                ) -> tuple[Samples, Numbers, float]:
     """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as bf16, as bf12, and
     kept in a codec and decoded first. Also what each takes of the weights' size, and the bound of their entropy."""
     layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
@@ -260,15 +261,15 @@ class ExpertTimes:
     bandwidth: float
     rate: float
     limit_samples: Samples = field(default_factory=dict)
-    stored: dict[str, float] = field(default_factory=dict)
+    stored: Numbers = field(default_factory=dict)
 
     @property
-    def limits(self) -> dict[str, float]:
+    def limits(self) -> Numbers:
         """The roofline: what limits → seconds."""
         return {"unpacked weights ÷ bandwidth": self.read / self.bandwidth, "FLOPs ÷ rate": self.flops / self.rate}
 
     @property
-    def medians(self) -> dict[str, float]:
+    def medians(self) -> Numbers:
         return {name: median(of) for name, of in self.samples.items()}
 
     @property
@@ -294,7 +295,7 @@ class ExpertTimes:
     def bound(self) -> str:
         return max(self.limits, key=self.limits.get)
 
-    def rows(self) -> dict[str, dict[str, Any]]:
+    def rows(self) -> Records:
         rows, best = {}, self.stock[1]
         for name, taken in self.medians.items():
             low, high = measure.tenths(self.samples[name])
@@ -369,7 +370,7 @@ OPTIONS = {
 
 
 def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,
-        dtypes: list[str] | None = None) -> dict[str, dict[str, Any]]:
+        dtypes: list[str] | None = None) -> Records:
     threads = torch.get_num_threads()
     found = {"conditions": {"threads": threads, "load average before": measure.load_average()}}
     aims, every = {}, {}
@@ -387,7 +388,7 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
     return found | {"aims": aims, "samples": every}
 
 
-def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _aims(label: str, phase: str, rows: Records) -> Records:
     own = [name for name in rows if not name.startswith("transformers") and name not in PACKED]
     best = min(own, key=lambda name: rows[name]["ms"])
     ratio = rows[best]["× transformers' best"]

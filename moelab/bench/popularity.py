@@ -30,6 +30,7 @@ from moelab.calibration import (Calibration, calibrate, capacity_needed, chunk_l
 from moelab.datasets import prompts, token_count
 from moelab.intervals import interval
 from moelab.recording import record
+from moelab.records import Numbers, Records
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
@@ -108,7 +109,7 @@ class Popularity:
         return {name: torch.stack([overlap(self.offline[a], self.unseen[b], k, phase) for a, b in pairs]).nanmean(0)
                 for name, phase in PHASES.items()}
 
-    def same_domain(self, k: int) -> dict[str, float]:
+    def same_domain(self, k: int) -> Numbers:
         """Between `RELATED`, median over layers, by phase."""
         first, second = RELATED
         return {name: torch.stack([overlap(self.offline[a], self.unseen[b], k, phase)
@@ -157,7 +158,7 @@ class Capacities:
 
 
 def by_size(offline: dict[str, RoutingTrace], unseen: dict[str, RoutingTrace], pairs: Sequence[tuple[str, str]],
-            sizes: Sequence[int], k: int, most: int = 8) -> dict[int, dict[str, float]]:
+            sizes: Sequence[int], k: int, most: int = 8) -> dict[int, Numbers]:
     """Prompts calibrated on → Overlap@K of (calibrated on, run on), median over layers, mean over the pairs; with the
     95 % interval over at most so many disjoint groups of prompts. Sizes of which there are not two groups are left out.
     """
@@ -183,7 +184,7 @@ def by_size(offline: dict[str, RoutingTrace], unseen: dict[str, RoutingTrace], p
 
 
 def run(prompts_each: int = 256, unseen: int = 48, sizes: Sequence[int] = (1, 4, 16, 64), tokens: int = 256,
-        ks: Sequence[int] = (4, 8), seed: int = 0) -> dict[str, dict[str, Any]]:
+        ks: Sequence[int] = (4, 8), seed: int = 0) -> Records:
     model, others = open_model(), ("code", "prose", "lookup", RELATED[0])
     how = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
     traces = [{name: record(model, [p.text for p in prompts(name, n, split=split, **how)], batch_size=32)

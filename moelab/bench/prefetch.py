@@ -44,6 +44,7 @@ from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes
 from moelab.opening import using
+from moelab.records import Numbers, Record
 from moelab.registry import make
 from moelab.specs import Event, MoESpec
 from moelab.speculate import MODES, Predictor, Speculation
@@ -216,7 +217,7 @@ class PrefetchBenchmark:
         return {arm: taken[WARM:] for arm, taken in found.items()}
 
     def study(self, ratios: Sequence[float], tokens: int, length: int, times: int = 3
-              ) -> tuple[dict[float, dict[str, list[Taken]]], dict[float, dict[str, float]]]:
+              ) -> tuple[dict[float, dict[str, list[Taken]]], dict[float, Numbers]]:
         """Every ratio of copying to computing: (the tokens of each arm, figures against the bounds)."""
         if self.free is None:
             self.free = pooled(self.samples(ARMS[:1], tokens, "without a limit", length, times))[ARMS[0]]
@@ -257,7 +258,7 @@ def offloaded(store: ExpertStore) -> Any:
                    verify=False)
 
 
-def tpot_metrics(ran: Mapping[float, Mapping[str, Sequence[Taken]]]) -> dict[str, float]:
+def tpot_metrics(ran: Mapping[float, Mapping[str, Sequence[Taken]]]) -> Numbers:
     """Median TPOT of each ratio and arm, ms, by the names of metrics."""
     return {f"tpot_{ratio:g}_{arm.replace(', ', '_').replace(' ', '_')}": 1e3 * median(one.seconds for one in taken)
             for ratio, found in ran.items() for arm, taken in found.items()}
@@ -274,7 +275,7 @@ def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
     return "waiting " + ", ".join(f"{arm} {1e3 * seconds:.1f} ms" for arm, seconds in took.items()) + " (measured)"
 
 
-def row(found: Sequence[Taken]) -> dict[str, float]:
+def row(found: Sequence[Taken]) -> Numbers:
     ahead = [t.metrics.prefetched for t in found]
     return {"TPOT s": median(t.seconds for t in found), "mean s": fmean(t.seconds for t in found),
             "best s": min(t.seconds for t in found),
@@ -302,10 +303,10 @@ def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float
         "hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"]}
 
 
-def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[int]) -> dict[str, Any]:
+def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[int]) -> Record:
     """Hint ÷ on demand of the first so many tokens of generations in pairs, and whether that is at most `AIM`. A pair
     is one sample, as what disturbs a token mostly disturbs the next one, too."""
-    row: dict[str, Any] = {}
+    row: Record = {}
     for n in lengths:
         demand, hint = ([sum(one[:n]) for one in found[arm]] for arm in PAIR)
         row |= named(f"{n} tokens", of := ratio_of(hint, demand))
@@ -316,7 +317,7 @@ def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[in
 
 def run(folder: str | Path | None = None, tokens: int = 18, budgets: Sequence[float] = BUDGETS,
         ratios: Sequence[float] = RATIOS, executors: Sequence[str] = EXECUTORS, lengths: Sequence[int] = LENGTHS,
-        times: int = 8, spec: MoESpec = SPEC) -> dict[str, Any]:
+        times: int = 8, spec: MoESpec = SPEC) -> Record:
     sections, against, never = {}, {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()

@@ -23,6 +23,7 @@ from moelab.bench import measure
 from moelab.bench.measure import Samples
 from moelab.intervals import Interval
 from moelab.progress import progress
+from moelab.records import Numbers
 from moelab.specs import MoESpec
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader, decode, empty_tensors, modes
@@ -150,7 +151,7 @@ class Study:
         return measure.gain(self.samples[limit], way, BASE)
 
     @property
-    def here(self) -> dict[str, dict[str, float]]:
+    def here(self) -> dict[str, Numbers]:
         """`summary` of the disk as it is."""
         return summary(self.samples[0.0], self.nbytes)
 
@@ -158,7 +159,7 @@ class Study:
         """GB a second that this disk reads of a compressed store, f of the weights' size."""
         return self.here["compressed, read only"]["GB/s"] * f
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Numbers:
         return {"load_" + name.replace(", ", "_").replace(" ", "_"): row["GB/s"] for name, row in self.here.items()}
 
     def spans(self) -> dict[str, list[tuple[str, float, float]]]:
@@ -178,7 +179,7 @@ class Study:
                                  for name in modelled}
 
 
-def summary(samples: Samples, nbytes: float) -> dict[str, dict[str, float]]:
+def summary(samples: Samples, nbytes: float) -> dict[str, Numbers]:
     """GB of weights a second of each way, and how many times the uncompressed rate that is, round by round."""
     return {name: {"GB/s": nbytes / statistics.median(values) / 1e9,
                    "÷ uncompressed": measure.speed_up(samples, name, BASE)}

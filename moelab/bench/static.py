@@ -33,6 +33,7 @@ from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches
+from moelab.records import Record, Records
 from moelab.trace import PREFILL, RoutingTrace
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)          # of blocks, tokens
@@ -150,7 +151,7 @@ def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Poi
 def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
     """The model on a new executor `make(saliency)`, whose capacities are for each text of a batch by itself."""
     with Patches() as patches, Saliency(model, discover(model)) as saliency, plugged(model, make(saliency)) as executor:
-        def begin(_model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        def begin(_model: Any, args: tuple, kwargs: Record) -> None:
             executor.chunk = (args or [kwargs["input_ids"]])[0].shape[1]
         patches.hook(model.register_forward_pre_hook, begin, with_kwargs=True)
         yield executor
@@ -161,7 +162,7 @@ class DropCosts:
     """Accuracy costs of ways of dropping, each against `BASELINE`: scores and samples of `accuracy.compare`, and
     tallies : way → task → its executor's counts."""
 
-    scores: dict[str, dict[str, dict[str, Any]]]
+    scores: dict[str, Records]
     samples: dict[str, dict[str, list[float]]]
     tallies: dict[str, dict[str, Tally]]
 

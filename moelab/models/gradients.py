@@ -23,8 +23,9 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise RuntimeError("moelab opens models for inference only: nothing in them requires a gradient, and none "
-                           "passes their experts. Compute under torch.no_grad(), or train with transformers; opened without "
-                           'memory= and with executor="exact", what requires_grad_(True) is set on can be trained')
+                           "passes their experts. Compute under torch.no_grad(), or train with transformers; opened "
+                           'without memory= and with executor="exact", what requires_grad_(True) is set on can be '
+                           "trained")
 
 
 def refuse(y: Tensor, *of: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from typing import Any
 import xxhash
 
 from moelab.files import absolute
+from moelab.records import Record
 from moelab.specs import MoESpec
 from moelab.store import bf12, fewbit
 from moelab.store.bits import LAYOUT, as_bytes
@@ -109,7 +110,7 @@ class Layer:
     tensors : name → (dtype, shape); experts : the entries of each by name.
     """
 
-    def __init__(self, index: int, fields: dict[str, Any]) -> None:
+    def __init__(self, index: int, fields: Record) -> None:
         self.file, self.stacked = layer_file(index), fields["stacked"]
         self.module = _text(fields["module"], "the module of a layer")
         _need(type(self.stacked) is bool, "stacked is neither true nor false")
@@ -184,7 +185,7 @@ def layer_header(index: int, layer: Layer) -> bytes:
     """The safetensors header of a layer's chunks and the padding between them."""
     start = layer.header
     about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
-    entries: dict[str, Any] = {"__metadata__": {"moelab.layer": json.dumps(about)}}
+    entries: Record = {"__metadata__": {"moelab.layer": json.dumps(about)}}
     for expert, tensors in enumerate(layer.experts):
         for name, chunk in in_file(tensors):
             key, begin = f"{index}.{expert}.{name}", chunk.offset - start
@@ -203,14 +204,14 @@ def weights_header(weights: dict[str, list], digest: str) -> bytes:
     return header_bytes(weights, {"moelab.index": digest})
 
 
-def seal(fields: dict[str, Any]) -> tuple[bytes, str]:
+def seal(fields: Record) -> tuple[bytes, str]:
     """(bytes of an index, digest): JSON whose last member is the SHA-256 of all bytes before it."""
     text = json.dumps(fields, separators=(",", ":"))[:-1]
     digest = sha256(text.encode()).hexdigest()
     return f'{text},"sha256":"{digest}"}}'.encode(), digest
 
 
-def unseal(raw: bytes, file: Path) -> dict[str, Any]:
+def unseal(raw: bytes, file: Path) -> Record:
     """The fields of a sealed index; StoreError unless every byte is as it was written."""
     text, _, _ = raw.rpartition(b',"sha256":"')
     if f'{{}},"sha256":"{sha256(text).hexdigest()}"}}'.encode()[2:] != raw[len(text):]:
@@ -268,7 +269,7 @@ def regular_file(path: Path) -> int:
     return found.st_size
 
 
-def _spec(given: dict[str, Any]) -> MoESpec:
+def _spec(given: Record) -> MoESpec:
     kinds = {"str": str, "int": int, "bool": bool, "tuple[int, ...]": list}
     for field in fields(MoESpec):
         value = given[field.name]
@@ -316,7 +317,7 @@ class ExpertStore:
             raise StoreError(f"{index} is no index of an expert store ({what}). Convert the model again") from error
         self._check_files(fields["sha256"])
 
-    def _set(self, fields: dict[str, Any]) -> None:
+    def _set(self, fields: Record) -> None:
         if fields["format"] != FORMAT or fields["version"] != VERSION:
             raise StoreError(f"format {fields['format']!r} version {fields['version']!r}; this moelab reads {FORMAT!r} "
                              f"version {VERSION}")
@@ -401,9 +402,9 @@ class ExpertStore:
     def weights_bytes(self) -> int:
         return sum(size for _, _, _, size, _ in self.weights.values())
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes and fractions."""
-        rows: dict[tuple, dict[str, Any]] = {}
+        rows: dict[tuple, Record] = {}
         for layer in self.layers:
             for entries in layer.experts:
                 for name, entry in entries.items():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from moelab.records import Record
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure, merged
 
@@ -28,28 +29,28 @@ Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
 
 
-def line_look(i: int) -> dict[str, Any]:
+def line_look(i: int) -> Record:
     """The i-th series as a line: colour, dash and marker differ."""
     return {"mode": "lines+markers", "line": {"color": theme.PALETTE[i % 8], "dash": theme.DASHES[i % 8]},
             "marker": {"symbol": theme.MARKERS[i % 8]}}
 
 
-def bar_look(i: int) -> dict[str, Any]:
+def bar_look(i: int) -> Record:
     """The marker of the i-th series of bars: colour and pattern differ."""
     return {"color": theme.PALETTE[i % 8], "pattern": pattern(theme.PATTERNS[i % 8], size=6)}
 
 
-def point_look(i: int, size: int = 11) -> dict[str, Any]:
+def point_look(i: int, size: int = 11) -> Record:
     """The marker of the i-th series of points: colour and symbol differ."""
     return {"symbol": theme.MARKERS[i % 8], "size": size, "color": theme.PALETTE[i % 8], "line": EDGE}
 
 
-def pattern(shape: str, colour: str = "white", **look: Any) -> dict[str, Any]:
+def pattern(shape: str, colour: str = "white", **look: Any) -> Record:
     """A bar's pattern, laid over its colour."""
     return {"shape": shape, "fgcolor": colour, "fillmode": "overlay"} | look
 
 
-def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> dict[str, Any]:
+def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> Record:
     """Error bars from low to high around the values."""
     value, low, high = (np.asarray(of, dtype=float) for of in (value, low, high))
     return {"type": "data", "symmetric": False, "array": high - value, "arrayminus": value - low, "thickness": 1.2,
@@ -79,7 +80,7 @@ def panels(titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **
 
 
 @lru_cache(maxsize=None)
-def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> Record:
     """The empty panels, some with a title, as plotly lays them out."""
     from plotly.subplots import make_subplots
     n = len(titled)
