@@ -23,6 +23,7 @@ from moelab.ane.device.mac import CoreMLRunner, PackageProbe, probe, require_mac
 from moelab.ane.device.timing import Meter, measure
 from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
+from moelab.records import Rows
 from moelab.table import text_table
 
 #: relative RMS difference between a device and the evaluator in fp16: rounding per operation alone makes 5e-4
@@ -131,7 +132,7 @@ def _probed(converted: ConvertedModel, timeout: float
 
 
 def time_prefill(model: Any, backend: Backend, prompts: Sequence[int], repeats: int = 5, meter: Meter | None = None
-                 ) -> list[dict[str, Any]]:
+                 ) -> Rows:
     """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part, drops and launches."""
     meter, rows = meter or Meter(), []
     for length in progress(list(prompts), "measuring", unit="prompt"):

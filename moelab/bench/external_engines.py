@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moelab.bench.peers import BenchmarkedEngine
+from moelab.bench.peers import BenchmarkedEngine, Sequences
 from moelab.files import atomic
 from moelab.records import Record
 
@@ -45,7 +45,7 @@ class Llama(BenchmarkedEngine):
     def restart(self) -> None:
         self.model.reset()
 
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         """Of one sequence: more cannot be evaluated at a time in Python."""
         import numpy as np
         self.model.eval(*ids)
@@ -73,7 +73,7 @@ class Ftllm(BenchmarkedEngine):
     def restart(self) -> None:
         self.handle = None
 
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         """One more token; a new sequence begins with `ids`, later ones are its own."""
         import numpy as np
         library = self.api.fastllm_lib
@@ -88,7 +88,7 @@ class Ftllm(BenchmarkedEngine):
             raise RuntimeError(f"ftllm ended its answer early ({token})")
         return np.zeros((1, 1), np.float32)
 
-    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> Record:
+    def measure(self, tokens: Sequences, prompts: list[int], logits_to: str | None = None) -> Record:
         """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt; it
         has no logits to keep."""
         (tokens,), first = tokens, sum(prompts[:-1])

@@ -38,6 +38,7 @@ ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "eager": ("moelab.bench.p
            "ftllm": ("moelab.bench.external_engines", "Ftllm"),
            "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline")}
 RAPL = Path("/sys/class/powercap")
+Sequences = list[list[int]]      # of tokens
 DEPTHS = (1, 2, 4)              # queue depths at which the read rate is measured
 FOUND = ("hits", "misses", "evictions", "read_bytes")       # what engine and simulator must agree upon
 
@@ -115,7 +116,7 @@ class BenchmarkedEngine(ABC):
         """The next tokens begin new sequences."""
 
     @abstractmethod
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         """The logits [B, V] after the last of `ids` [B][T]: a numpy array, fp32 or the bits of bf16 as int16."""
 
     def decoding(self) -> None:
@@ -125,7 +126,7 @@ class BenchmarkedEngine(ABC):
         """Further entries of the report, asked for at the end."""
         return {}
 
-    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> Record:
+    def measure(self, tokens: Sequences, prompts: list[int], logits_to: str | None = None) -> Record:
         """Feed prompts of the given lengths, each of new sequences, then the other tokens [B][T] one by one: `ttft_s`
         [prompts], `tpot_s` [tokens after them], bytes read, faults, processor seconds and joules of each phase,
         `digest`, `best` (argmax) of all logits, which a file `logits_to` may keep: fp32 [(prompts + tokens) · B, V]."""
@@ -175,7 +176,7 @@ class Transformers(BenchmarkedEngine):
         from transformers import DynamicCache
         self.cache = DynamicCache(config=self.model.config)
 
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         import torch
         with torch.inference_mode():
             logits = self.model(input_ids=torch.tensor(ids, device=self.model.device), past_key_values=self.cache,
@@ -239,7 +240,7 @@ class Moelab(Transformers):
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None,
             "overlapped_s": overlapped_limit(records, rate, decoded, workers) if decoded else None}
 
-    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> Record:
+    def measure(self, tokens: Sequences, prompts: list[int], logits_to: str | None = None) -> Record:
         self.rates = {"before": self.read_rate()}
         return super().measure(tokens, prompts, logits_to)
 

@@ -70,6 +70,9 @@ class Taken(NamedTuple):
         return self.forward.end - self.forward.start
 
 
+Turns = dict[str, list[Taken]]              # arm → what each of its tokens took
+
+
 class Spent(NamedTuple):
     """Seconds of one layer of a token: reading from disk, waiting for it, its experts, all else before them."""
 
@@ -132,7 +135,7 @@ class Gain(NamedTuple):
     bound: float
 
 
-def gains(samples: Sequence[Mapping[str, Sequence[Taken]]], way: str, against: str = ARMS[0]) -> list[Gain]:
+def gains(samples: Sequence[Turns], way: str, against: str = ARMS[0]) -> list[Gain]:
     """Of each sample. What can be gained follows from the layers of "copy, then compute"."""
     found = []
     for sample in samples:
@@ -169,7 +172,7 @@ class PrefetchBenchmark:
             self.past, self.at = deepcopy(self.prompts[length, first]), first + length
 
     def samples(self, arms: Sequence[str], tokens: int, name: str, length: int = 1, times: int = 3
-                ) -> list[dict[str, list[Taken]]]:
+                ) -> list[Turns]:
         """Three prompts of `length` tokens, each so many times: samples of `tokens` an arm."""
         found = []
         for number in range(3 * times):
@@ -209,7 +212,7 @@ class PrefetchBenchmark:
         engine.pipeline.queue.ahead = self.ahead if arm in MODES else 0
         return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
 
-    def turns(self, arms: Sequence[str], tokens: int, name: str) -> dict[str, list[Taken]]:
+    def turns(self, arms: Sequence[str], tokens: int, name: str) -> Turns:
         """`tokens` for each arm, in turn."""
         found = {arm: [] for arm in arms}
         for _, arm in measure.turns(arms[::-1], tokens + WARM, name, "turns"):
@@ -217,7 +220,7 @@ class PrefetchBenchmark:
         return {arm: taken[WARM:] for arm, taken in found.items()}
 
     def study(self, ratios: Sequence[float], tokens: int, length: int, times: int = 3
-              ) -> tuple[dict[float, dict[str, list[Taken]]], dict[float, Numbers]]:
+              ) -> tuple[dict[float, Turns], dict[float, Numbers]]:
         """Every ratio of copying to computing: (the tokens of each arm, figures against the bounds)."""
         if self.free is None:
             self.free = pooled(self.samples(ARMS[:1], tokens, "without a limit", length, times))[ARMS[0]]
@@ -242,9 +245,9 @@ class PrefetchBenchmark:
         self.at += n
 
 
-def pooled(samples: Iterable[Mapping[str, Sequence[Taken]]]) -> dict[str, list[Taken]]:
+def pooled(samples: Iterable[Turns]) -> Turns:
     """The tokens of each arm in all samples."""
-    found: dict[str, list[Taken]] = {}
+    found: Turns = {}
     for sample in samples:
         for arm, taken in sample.items():
             found.setdefault(arm, []).extend(taken)
@@ -258,13 +261,13 @@ def offloaded(store: ExpertStore) -> Any:
                    verify=False)
 
 
-def tpot_metrics(ran: Mapping[float, Mapping[str, Sequence[Taken]]]) -> Numbers:
+def tpot_metrics(ran: Mapping[float, Turns]) -> Numbers:
     """Median TPOT of each ratio and arm, ms, by the names of metrics."""
     return {f"tpot_{ratio:g}_{arm.replace(', ', '_').replace(' ', '_')}": 1e3 * median(one.seconds for one in taken)
             for ratio, found in ran.items() for arm, taken in found.items()}
 
 
-def typical(found: Mapping[str, Sequence[Taken]]) -> dict[str, list[Event]]:
+def typical(found: Turns) -> dict[str, list[Event]]:
     """The events of each arm's token of median duration."""
     return {arm: sorted(taken, key=lambda one: one.seconds)[len(taken) // 2].events for arm, taken in found.items()}
 
@@ -284,7 +287,7 @@ def row(found: Sequence[Taken]) -> Numbers:
             "hidden reads": fmean(a["used"] for a in ahead)}
 
 
-def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float) -> tuple[dict, dict]:
+def compare(samples: Sequence[Turns], ratio: float, rate: float) -> tuple[dict, dict]:
     """(rows of the arms, figures against the bounds)."""
     found = pooled(samples)
     rows = {arm: row(taken) for arm, taken in found.items()}

@@ -38,6 +38,7 @@ from moelab.store.reader import measure_modes, modes
 EXPERT = 16 << 20               # bytes of the expert that is measured
 PEER = "zipnn"
 MISSING = "not installed"
+Work = Callable[[], Any]
 
 
 def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
@@ -51,9 +52,9 @@ class Coder:
     """A way to pack one expert: its stored size in bytes, and functions of no arguments to be timed."""
 
     nbytes: int
-    compress: Callable[[], Any]
-    decode: Callable[[], Any]
-    another: Callable[[], Callable[[], Any]]        # a decode with buffers of its own, for one more thread
+    compress: Work
+    decode: Work
+    another: Callable[[], Work]                 # a decode with buffers of its own, for one more thread
 
 
 def coders(weights: torch.Tensor, names: Iterable[str] = CODECS) -> dict[str, Coder]:
@@ -99,7 +100,7 @@ def _check(name: str, found: np.ndarray, weights: torch.Tensor) -> None:
         raise ValueError(f"{name} does not give the same bytes back; its rates would mean nothing")
 
 
-def copies(weights: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def copies(weights: torch.Tensor) -> dict[str, Work]:
     """Two arms for comparison: memcpy of the expert, and recovery alone, which writes as many bytes."""
     source, out = bits.as_bytes(weights), np.zeros(weights.numel() * 2, np.uint8)
     exponents, rest = bits.split(source.view(np.uint16))
@@ -118,11 +119,11 @@ def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 
 def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4) -> Samples:
     """Seconds on the clock until each of n threads has decoded the expert `loops` times: "NAME × n"."""
     with ThreadPoolExecutor(max(counts)) as pool:
-        def loop(decode: Callable[[], Any]) -> None:
+        def loop(decode: Work) -> None:
             for _ in range(loops):
                 decode()
 
-        def arm(coder: Coder, n: int) -> Callable[[], Any]:
+        def arm(coder: Coder, n: int) -> Work:
             decoders = [coder.another() for _ in range(n)]
             return lambda: list(pool.map(loop, decoders))
         return interleaved({f"{name} × {n}": arm(coder, n) for name, coder in made.items() for n in counts},

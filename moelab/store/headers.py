@@ -19,6 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from moelab.records import Record
 
+Shape = tuple[int, ...]
+#: name → tensor
+Tensors = dict[str, torch.Tensor]
 #: bytes of a header or a JSON file at most; the limit of safetensors
 MOST_JSON = 100_000_000
 #: the index of a folder of several files
@@ -44,7 +47,7 @@ class Stored:
 
     file: Path
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     begin: int
 
     @property

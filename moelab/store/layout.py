@@ -44,7 +44,7 @@ from moelab.specs import MoESpec
 from moelab.store import bf12, fewbit
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codecs import find_codec
-from moelab.store.headers import DTYPES, header_bytes, nbytes
+from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
 
 FORMAT, VERSION = "moelab-store", 2
@@ -81,7 +81,7 @@ class TensorEntry:
     """One tensor of one expert; its planes as (codec, chunks), the exponents' first."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     checksum: str
     planes: tuple[tuple[str, tuple[Chunk, ...]], ...]
 
@@ -244,7 +244,7 @@ def _checksum(value: Any) -> str:
     return value
 
 
-def _dtype_and_shape(value: Any, what: str) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(value: Any, what: str) -> tuple[str, Shape]:
     dtype, shape = value
     _need(dtype in DTYPES and len(shape) <= 8, f"{what} is {str(dtype)[:40]!r} {str(shape)[:80]}")
     return dtype, tuple(_integer(n, f"the shape of {what}") for n in shape)
@@ -339,7 +339,7 @@ class ExpertStore:
             _need(len(layer.experts) == self.spec.E, f"{layer.module} has {len(layer.experts)} experts; "
                                                      f"{self.spec.name} has {self.spec.E:,} a layer")
         _need(len({layer.module for layer in self.layers}) == self.spec.L, "two layers are of one module")
-        self.weights: dict[str, tuple[str, tuple[int, ...], int, int, list[str]]] = {}
+        self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
         shapes = {_text(key, "a weight"): _dtype_and_shape(entry[:2], key) for key, entry in fields["weights"].items()}
         at = len(weights_header(shapes, fields["sha256"]))
         for key, (dtype, shape) in shapes.items():

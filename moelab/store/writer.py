@@ -26,7 +26,7 @@ from moelab.records import Record
 from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
-from moelab.store.headers import NAMES, WEIGHT_MAP, Stored
+from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
 from moelab.store.layout import (CHECKSUMS, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHTS, Chunk, Layer,
                                  aligned, in_file, layer_file, layer_header, plain_name, read_entries, seal,
                                  weights_header)
@@ -342,7 +342,7 @@ def _chunks(record: Record) -> list[Chunk]:
     return [chunk for _, chunk in in_file(read_entries(record["entries"], record["tensors"]))]
 
 
-def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, Shape]]:
     return {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
 
 

@@ -27,6 +27,7 @@ NOTE = {"size": 11, "color": GREY}
 ROUND = tuple(digit * 10.0 ** power for power in range(-6, 7) for digit in (1, 2, 5))
 Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
+Values = Mapping[str, float]
 
 
 def line_look(i: int) -> Record:
@@ -272,7 +273,7 @@ def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns
 
 
 def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, str] | str,
-                limits: Mapping[str, float] | None = None) -> Figure:
+                limits: Values | None = None) -> Figure:
     """Each way's difference from a baseline with its interval, a panel a task.
 
     tasks : {task: {way: (value, low, high)}}; NaN where a point is off the scale.
@@ -309,8 +310,8 @@ def imbalance(by_phase: Mapping[str, ArrayLike]) -> Figure:
     return finish(figure, y="busiest expert ÷ mean load")
 
 
-def overlap(by_name: Mapping[str, ArrayLike], paper: Mapping[str, float] | None = None,
-            chance: Mapping[str, float] | None = None) -> Figure:
+def overlap(by_name: Mapping[str, ArrayLike], paper: Values | None = None,
+            chance: Values | None = None) -> Figure:
     """Overlap@K by layer, one line a comparison: {"top-4, code": [L], ...}, values from 0 to 1.
 
     chance : what two random rankings would reach, k/E; drawn across, like the published values of `paper`.
@@ -332,7 +333,7 @@ def agreement(values: ArrayLike, rows: Sequence[str], columns: Sequence[str]) ->
     return finish(figure, "run on", "calibrated on", xaxis_showgrid=False)
 
 
-def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> Figure:
+def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Figure:
     """Tokens of each expert of one layer in a chunk, `loads` [chunks, E], busiest expert first.
 
     Bands: all chunks, and the middle half of them; line: the median; `capacities` are drawn across.

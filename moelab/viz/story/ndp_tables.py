@@ -15,6 +15,7 @@ from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_
 from moelab.records import Rows
 from moelab.specs import MoESpec
 from moelab.table import ms
+from moelab.viz.figures import Values
 
 
 def times(ratio: float) -> str:
@@ -46,7 +47,7 @@ def answers(found: Mapping[tuple[str, int], float]) -> Rows:
                "N.S." for N in UNITS} for name in MODELS]
 
 
-def steps(figures: Mapping[str, Mapping[str, float]]) -> Rows:
+def steps(figures: Mapping[str, Values]) -> Rows:
     """One decode step under each schedule: time and utilisation."""
     heads = {"gpu": "GPU busy", "link": "link busy", "modules": "modules busy, mean", "least": "least busy module"}
     return [{"schedule": label, "the step, ms (simulated)": ms(of["seconds"])}
@@ -82,7 +83,7 @@ def increments(found: Mapping[str, Spread]) -> Rows:
              "ours": f"{found[after][0] / found[before][0] - 1:+.1%}"} for name, (after, before) in INCREMENTS.items()]
 
 
-def recorded(seconds: Mapping[str, Mapping[str, float]], over: str) -> Rows:
+def recorded(seconds: Mapping[str, Values], over: str) -> Rows:
     """Decode of each schedule under each routing: source of the routing → schedule → seconds; speedups over one."""
     return [{"schedule": name}
             | {f"{source}, over {over}": times(of[over] / of[name]) for source, of in seconds.items()}
@@ -96,7 +97,7 @@ def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -
             for names in HALVES.values() for name in names if not CLAIMS[name].agrees(found[name][0])]
 
 
-def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Rows:
+def sensitivity(table: Mapping[str, Values], names: Sequence[str]) -> Rows:
     """What each changed assumption does to those figures: the three that it moves most, from "as chosen" to it."""
     rows, usual = [], table["as chosen"]
     for what, row in table.items():

@@ -19,6 +19,7 @@ from moelab.experts.quantization import Quantized
 from moelab.parallel.advice import Advice
 from moelab.records import Record, Rows
 from moelab.table import ms, percent
+from moelab.viz.figures import Values
 
 
 def block_map(mapped: BlockMap) -> Rows:
@@ -103,7 +104,7 @@ def loading(raced: Mapping[int, Samples], ratios: Mapping[int, float], E: int, K
             | {"all ÷ selective": f"{ratios[b]:.2f}"} for b, of in raced.items()]
 
 
-def formats(errors: Mapping[str, Mapping[str, float]], sources: Mapping[str, Quantized], own: int, L: int) -> Rows:
+def formats(errors: Mapping[str, Values], sources: Mapping[str, Quantized], own: int, L: int) -> Rows:
     """Bytes and errors of each format: `layer_errors` of `moelab.bench.quantization`, own bytes of an expert."""
     return [{"format": name, "bytes ÷ bf16 (exact)": f"{source.nbytes(0, 0) / own:.3f}"}
             | {f"layer {l}": f"{errors[f'{name}, layer {l}']['layer']:.2f} %" for l in range(L)}
@@ -122,7 +123,7 @@ def stored(found: Mapping[str, Mapping[str, Any]]) -> Rows:
             for name, of in found.items()]
 
 
-def zipf(loads: Mapping[str, Mapping[str, float]]) -> Rows:
+def zipf(loads: Mapping[str, Values]) -> Rows:
     """Max/mean by skew of the popularity and way of placing."""
     return [{"load, max/mean": name} | {way: f"{value:.3f}" for way, value in of.items()} for name, of in loads.items()]
 

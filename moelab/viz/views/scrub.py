@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from moelab.offloading.metrics import Forward
+from moelab.records import Rows
 from moelab.specs import Event, State
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, finish, hover, panels, pattern, whole_steps
@@ -126,7 +127,7 @@ def draw(found: Scrub, token: int) -> list[Figure]:
             finish(bars, "forward pass (0: the prompt)", "experts", legend="exact", barmode="stack", height=260)]
 
 
-def rows(found: Scrub) -> list[dict[str, Any]]:
+def rows(found: Scrub) -> Rows:
     """A row a forward pass: the experts in each state."""
     return [{"pass": i, "text": found.words[i], "seconds": found.seconds[i],
              **dict(zip(STATES, map(int, counts)))} for i, counts in enumerate(found.counts())]

@@ -21,6 +21,7 @@ from moelab.calibration import Calibration
 from moelab.files import absolute, atomic, cache_folder
 from moelab.models import find
 from moelab.progress import progress
+from moelab.records import Rows
 from moelab.registry import names
 from moelab.store import survey
 from moelab.schema import naming
@@ -185,7 +186,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
                 f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
                 f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
 
-    def rows(data: tuple[list[Node], str]) -> list[dict[str, Any]]:
+    def rows(data: tuple[list[Node], str]) -> Rows:
         return [{"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
                 for node in data[0]]
 
