@@ -6,7 +6,6 @@ most that it was in the runs of the same notebook with the same parameters: one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +36,7 @@ class Metric(NamedTuple):
         return "" if a == b else "only one has it" if None in (a, b) else "differs"
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Runs A and B. params : name → values, of parameters that differ. figures : name → what both runs kept of it."""
 
     runs: tuple[Path, Path]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +29,7 @@ from moelab.table import text_table
 TOLERANCE = 5e-3
 
 
-@dataclass(frozen=True, eq=False)
-class Checkup:
+class Checkup(NamedTuple):
     """One function of a package: its probe, and the largest relative RMS difference of its outputs (nan: none)."""
 
     package: str
@@ -54,8 +52,7 @@ class Checkup:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """All packages of a converted model."""
 
     checkups: tuple[Checkup, ...]

@@ -8,9 +8,8 @@ float32. The answer's own tokens are in the prefill and may be dropped, which is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,8 +111,7 @@ def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) ->
             "plan": plan, "one_capacity": make_plan(*counted_in, system="base", **how)}, slack
 
 
-@dataclass(frozen=True, eq=False)
-class Answers:
+class Answers(NamedTuple):
     """Right answers, dense and through a plan: task → row of `accuracy.compare`, and its counts."""
 
     dense: Records
@@ -142,8 +140,7 @@ def pruned_answers(model: Any, plan: ANEPlan, tasks: Sequence[str] = TASKS, seed
     return Answers(dense, pruned, counts["pruned"])
 
 
-@dataclass(frozen=True, eq=False)
-class LossByOrder:
+class LossByOrder(NamedTuple):
     """Language loss by the order of dropping and by the capacities' slack.
 
     cost : mode of `MODES` → slack → (share dropped, per cent more than dense, its standard error).

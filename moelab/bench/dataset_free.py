@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +55,7 @@ class Chosen:
         return next(key for key in resident if key not in self.keys)
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
+class Answer(NamedTuple):
     """One greedy answer [D + 1] under one choice of resident experts; counts, resident, wanted : see the file's top;
     hits, requests, read_bytes : counted by the engine while decoding."""
 

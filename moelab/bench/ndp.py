@@ -10,10 +10,10 @@ import gc
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -203,8 +203,7 @@ def tensor_parallel_error(source: Any, prompt: str | Sequence[int], units: Seque
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class OneLayer:
+class OneLayer(NamedTuple):
     """One MoE layer of a decode step: seconds and events, simulated; closed : of some layers and tokens, modelled."""
 
     seconds: float

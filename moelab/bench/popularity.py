@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from itertools import permutations
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +49,7 @@ def overlap(offline: Calibration, seen: Calibration, k: int, phase: int = PREFIL
     return overlap_at_k(offline.counts(phase), seen.counts(phase), k)
 
 
-@dataclass(frozen=True, eq=False)
-class Popularity:
+class Popularity(NamedTuple):
     """Traces and calibrations of a model: of each source, to calibrate on (offline) and unseen."""
 
     names: list[str]
@@ -131,8 +129,7 @@ class Popularity:
                                 for name in self.names]).mean(0) for b in batches}
 
 
-@dataclass(frozen=True, eq=False)
-class Capacities:
+class Capacities(NamedTuple):
     """Capacities from calibration chunks, tried on unseen ones: name → [L, E], and the share that overflows [L]."""
 
     of: dict[str, Tensor]

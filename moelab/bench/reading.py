@@ -12,9 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -121,8 +120,7 @@ def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequenc
     return samples, last
 
 
-@dataclass(frozen=True)
-class Study:
+class Study(NamedTuple):
     """Loading from this machine's disk, and from slower ones that a bandwidth limit emulates.
 
     nbytes : of the weights that are loaded. samples : of `compare`, by the disk's limit in bytes a second, 0 for none.

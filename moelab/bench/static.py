@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,8 +94,7 @@ def apart(curves: Mapping[str, Points], one: str, other: str) -> tuple[float, fl
     return max((abs(a - b), x) for (x, a), (_, b) in zip(curves[one], curves[other], strict=True))
 
 
-@dataclass(frozen=True)
-class BlockCount:
+class BlockCount(NamedTuple):
     """Blocks of B slots in one step of all layers, counted while the executor ran.
 
     by_text, by_code : the two formulas' N of a layer. filled : blocks with a token, mean of layers.
@@ -157,8 +155,7 @@ def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
         yield executor
 
 
-@dataclass(frozen=True, eq=False)
-class DropCosts:
+class DropCosts(NamedTuple):
     """Accuracy costs of ways of dropping, each against `BASELINE`: scores and samples of `accuracy.compare`, and
     tallies : way → task → its executor's counts."""
 
@@ -226,8 +223,7 @@ def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
     return ways | {NO_EXPERTS: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
 
 
-@dataclass(frozen=True)
-class TierPlan:
+class TierPlan(NamedTuple):
     """Capacities of every layer from a calibration: with the factor K, as the paper prints them, and in groups."""
 
     tiers: tuple[Tiers, ...]
@@ -269,8 +265,7 @@ def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:
                 for text in texts]
 
 
-@dataclass(frozen=True, eq=False)
-class Ran:
+class Ran(NamedTuple):
     """Counts of one way; the largest change of a logit; share of positions with the same best token, mean of texts."""
 
     total: Tally

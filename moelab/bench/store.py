@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
     return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
 
 
-@dataclass(frozen=True)
-class Coder:
+class Coder(NamedTuple):
     """A way to pack one expert: its stored size in bytes, and functions of no arguments to be timed."""
 
     nbytes: int
@@ -232,8 +231,7 @@ class Rates:
                 "×": {f"decode_over_{PEER}": self.over_peer[0]} if self.over_peer else {}}
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
+class Sample(NamedTuple):
     """Expert weights of a model, spread evenly over its experts and read one expert at a time."""
 
     spec: Any

@@ -30,7 +30,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -269,18 +269,6 @@ def regular_file(path: Path) -> int:
     return found.st_size
 
 
-def _spec(given: Record) -> MoESpec:
-    kinds = {"str": str, "int": int, "bool": bool, "tuple[int, ...]": list}
-    for field in fields(MoESpec):
-        value = given[field.name]
-        _need(type(value) is kinds[field.type], f"{field.name} of the model is {str(value)[:40]!r}")
-        for n in [value] if type(value) is int else value if type(value) is list else ():
-            _integer(n, f"{field.name} of the model")
-    spec = MoESpec.from_dict(given)
-    _need(spec.L and list(spec.moe_layers) == sorted(set(spec.moe_layers)), "the model has no MoE layers in order")
-    return spec
-
-
 class ExpertStore:
     """An expert store; index, sizes, headers and small files are checked when it is opened, weights are not read.
 
@@ -324,7 +312,8 @@ class ExpertStore:
         if fields["layout"] != LAYOUT or fields["checksum"] not in CHECKSUMS:
             raise StoreError(f"byte layout {fields['layout']!r} and checksums {fields['checksum']!r}; here there are "
                              f"{LAYOUT!r} and {', '.join(CHECKSUMS)}")
-        self.spec, self.identity = _spec(fields["spec"]), _checksum(fields["identity"])
+        self.spec, self.identity = MoESpec.from_dict(fields["spec"]), _checksum(fields["identity"])
+        _need(self.spec.L, "the model has no MoE layers")
         if quantized := fields.get("quantized"):
             fewbit.find_format(quantized)
             self.identity += f"-{quantized}"

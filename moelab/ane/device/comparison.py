@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -188,8 +188,7 @@ class Setting:
         return f"{self.levels} tier{'s' * (self.levels > 1)}, slack {self.slack:g}, G = {self.group_size}"
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
+class Outcome(NamedTuple):
     """What a setting does; dropped and padded are shares."""
 
     plan: ANEPlan

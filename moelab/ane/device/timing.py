@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -71,8 +70,7 @@ class Meter:
                       if (value := getattr(soc, field, None)) is not None}
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds of each repeat, and mJ of one repeat by part of the chip (empty where they cannot be read)."""
 
     seconds: tuple[float, ...]

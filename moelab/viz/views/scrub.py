@@ -10,10 +10,9 @@ from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ STATES = {"absent": ("on disk", "#dddddd", ""), "resident": ("in memory, not rou
 ABSENT, RESIDENT, HIT, AHEAD, UNUSED, MISSED = range(6)
 
 
-@dataclass(frozen=True)
-class Scrub:
+class Scrub(NamedTuple):
     """states : uint8 [F, L, E], places in `STATES`, of F forward passes. words : the text of each pass, its prompt or
     one token.    seconds : [F].    kind : of the seconds."""
 
