@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +40,7 @@ def nbytes(dtype: str, shape: Iterable[int]) -> int:
     return prod(shape) * DTYPES[dtype].itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor in a safetensors file: its type by safetensors' name, and where in the file its bytes begin."""
 
     file: Path

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -172,8 +171,7 @@ def dequantize(kind: str, bits: int, tensors: Tensors) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------ what is kept
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """What a blob is of, see above.
 
     tensors : (name, dtype by safetensors' name, shape, how often each entry stands in the blob) of one matrix.

@@ -9,11 +9,10 @@ is, a sample of a tensor at a time (`moelab.store.survey`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +41,7 @@ MOST = 8000
 SOON = 64 << 20
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey; part : of a tensor."""
 
     name: str
