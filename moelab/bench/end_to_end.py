@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -320,8 +319,7 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5,
     load, engines = measure.load_average(), interpreters(python)
     sections: dict[str, Rows] = {}
     profiles: dict[Any, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary).expanduser().resolve()
+    with measure.working(folder) as place:
         count = max(batches) * (max(contexts) + decode)
         source, spec, tokens = text_for(model, count, seed) if model else (
             None, spec, random.Random(seed).choices(range(spec.vocab), k=count))

@@ -21,8 +21,9 @@ from typing import Any
 from moelab.arguments import one_of, several, whole
 from moelab.bench.harness import PROCESS, Arm, EngineBenchmark, interpreters
 from moelab.bench.machine import disk
-from moelab.bench.measure import load_average, multiple
+from moelab.bench.measure import load_average, multiple, working
 from moelab.bench.peers import FOUND
+from moelab.files import folder_bytes
 from moelab.records import Numbers, Record
 from moelab.specs import MoESpec
 
@@ -101,7 +102,7 @@ def against_limit(reports: list[Record]) -> Numbers:
 
 def peers(bench: EngineBenchmark) -> Record:
     """All engines in the same memory, page cache included: about 60 % and 37 % of the checkpoint."""
-    whole = sum(path.stat().st_size for path in (bench.folder / "model").iterdir())
+    whole = folder_bytes(bench.folder / "model")
     sections: Record = {}
     for share in SHARES:
         memory = round(share * whole)
@@ -243,8 +244,8 @@ def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None,
     if quick:
         rounds, decode = 1, 8
     load = load_average()
-    with tempfile.TemporaryDirectory() as temporary:
-        with disk(Path(folder or temporary).expanduser().resolve(), 9 * spec.experts_bytes + 3e9) as (place, words):
+    with working(folder) as where:
+        with disk(where, 9 * spec.experts_bytes + 3e9) as (place, words):
             bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
             bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
             bench.warm()

@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ import torch
 from moelab import open_model, using
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.external_engines import write_gguf
-from moelab.bench.measure import aim, share, turns
+from moelab.bench.measure import aim, share, turns, working
 from moelab.bench.peers import Accelerate, Transformers
 from moelab.cards import load_model
 from moelab.models.convert import convert
@@ -208,8 +207,7 @@ def run(only: Iterable[str] = SECTIONS, folder: str | None = None, scale: float 
     aims["copying beside computing: the longer alone ÷ both"] = aim(
         share(rows["both"]["longer of both ÷ both"]), 0.9)
     rate = 1e9 * rows["1 GB at once"]["GB/s"]
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary).expanduser().resolve()
+    with working(folder) as place:
         if {"tokens", "peers"} & set(only):
             if not (place / "model").exists():
                 synthesize(place / "model", spec)

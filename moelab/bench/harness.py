@@ -23,6 +23,7 @@ from typing import Any
 from moelab.bench import measure, peers
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
+from moelab.files import folder_bytes
 from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.records import Record, Records
 from moelab.specs import MoESpec
@@ -146,7 +147,7 @@ class EngineBenchmark:
     @property
     def dense_bytes(self) -> int:
         """Of the checkpoint's files but for the routed experts."""
-        return sum(path.stat().st_size for path in (self.folder / "model").iterdir()) - self.spec.experts_bytes
+        return folder_bytes(self.folder / "model") - self.spec.experts_bytes
 
     def rounded_bytes(self, form: str) -> int:
         """By how much less attention's and the head's weights take in few bits, so that experts have more: what is

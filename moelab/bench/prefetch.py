@@ -18,7 +18,6 @@ token after, nothing is prefetched across tokens.
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -322,8 +321,7 @@ def run(folder: str | Path | None = None, tokens: int = 18, budgets: Sequence[fl
         ratios: Sequence[float] = RATIOS, executors: Sequence[str] = EXECUTORS, lengths: Sequence[int] = LENGTHS,
         times: int = 8, spec: MoESpec = SPEC) -> Record:
     sections, against, never = {}, {}, {}
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary).expanduser().resolve()
+    with measure.working(folder) as place:
         source, store = place / "model", place / "raw"
         if not source.is_dir():
             synthesize(source, spec)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.engine import against_limit
 from moelab.bench.harness import EngineBenchmark
-from moelab.bench.measure import load_average
+from moelab.bench.measure import load_average, working
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.cards import load_model
 from moelab.files import read_json
@@ -51,8 +50,8 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
                   "cores": os.cpu_count()}
     title = f"{memory} of experts in memory"
     rows, limits, turns, samples = earlier(merge, conditions, title, stored) if merge else ({}, {}, {}, {})
-    with tempfile.TemporaryDirectory() as temporary:
-        bench = EngineBenchmark(spec, Path(folder or temporary).expanduser().resolve(), prompt, decode, rounds, {},
+    with working(folder) as place:
+        bench = EngineBenchmark(spec, place, prompt, decode, rounds, {},
                                 reference={"result": "the model does not fit"})
         for name in stored:
             if new := not (bench.folder / name).exists():

@@ -178,9 +178,8 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> Record:
 
 def mcnemar(lost: int, gained: int) -> float:
     """Exact two-sided p value of McNemar's test: of a split so uneven if both directions were equally likely."""
-    changed = lost + gained
-    tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
-    return min(1.0, 2 * tail / 2**changed)
+    from scipy.stats import binomtest                       # takes a moment to import
+    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
 
 
 def _mean(name: str, error: str, values: np.ndarray) -> Numbers:
