@@ -149,18 +149,9 @@ def writable(path: str | Path) -> Path:
 
     Raises ValueError: there is something that is no regular file; OSError: it cannot be written, and why.
     """
-    path = _target(path)
-    folder = next(parent for parent in path.parents if parent.exists())
-    try:
-        _probe(folder)
-    except OSError as error:
-        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}", str(folder)) from error
-    return path
-
-
-def _target(path: str | Path) -> Path:
-    """`writable`, but for the folder."""
     path = Path(os.path.realpath(absolute(path)))
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link in a circle; remove it, or give another name")
     if path.exists():
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -168,6 +159,11 @@ def _target(path: str | Path) -> Path:
             raise ValueError(f"{path} is a {kind}, and a file is to be written there; give another name")
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is there and write-protected; give another name, or change its permissions")
+    folder = next(parent for parent in path.parents if parent.exists())
+    try:
+        _probe(folder)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}", str(folder)) from error
     return path
 
 
@@ -178,17 +174,20 @@ def atomic(path: str | Path) -> Iterator[Path]:
     Readers find the old or the new one, whole, and the last of several writers wins. A link stays, and what it leads
     to is replaced. Raises what `writable` raises.
     """
-    path = _target(path)
+    path = writable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     mine = f".{path.name[:40]}@{platform.node()}@{os.getpid()}@"
     folder = Path(tempfile.mkdtemp(".part", mine, path.parent))     # new, and nobody else's: it follows no link
     try:
-        part = folder / path.name
+        part, new = folder / path.name, folder / ".new"
+        new.touch()
+        mode = stat.S_IMODE((path if path.exists() else new).stat().st_mode)       # safetensors has one of its own
         yield part
         if part.is_file():
             with open(part, "rb+") as file:
                 os.fsync(file.fileno())
+            part.chmod(mode)
         os.replace(part, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

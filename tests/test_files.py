@@ -12,12 +12,14 @@ from argparse import ArgumentTypeError
 from contextlib import suppress
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import files
 from moelab.arguments import output
-from moelab.files import absolute, atomic, cache_folder, read_json, stamp, writable, write_json, write_text
+from moelab.files import (absolute, atomic, cache_folder, read_json, save_tensors, stamp, writable, write_json,
+                          write_text)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["begin", "half", "end", "fail"])), max_size=30))
@@ -69,6 +71,27 @@ def test_links(tmp_path):
     write_json(dangling, 3)
     assert link.is_symlink() and dangling.is_symlink() and victim.read_text() == "kept"
     assert read_json(real) == 2 and read_json(tmp_path / "elsewhere" / "new.json") == 3
+
+
+@pytest.mark.parametrize("write", [lambda path: write_text(path, "x"), lambda path: write_json(path, 1),
+                                   lambda path: save_tensors(path, {"a": torch.ones(2)}, {"format": "x"})],
+                         ids=["text", "json", "tensors"])
+def test_rights_are_those_that_were_there_or_any_new_file_s(tmp_path, write):
+    (plain := tmp_path / "plain").touch()
+    (kept := tmp_path / "kept").touch()
+    kept.chmod(0o640)
+    write(kept), write(tmp_path / "new")
+    assert kept.stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "new").stat().st_mode == plain.stat().st_mode
+
+
+def test_a_link_in_a_circle_and_a_file_for_a_folder_are_named(tmp_path):
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(ValueError, match="round is a link in a circle"):
+        write_text(tmp_path / "round", "x")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file/below cannot be written: Not a directory"):
+        write_text(tmp_path / "file" / "below", "x")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "device", "link to a device"])

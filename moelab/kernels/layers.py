@@ -196,8 +196,9 @@ def stretch(shape, routing, ways, weights, routers, ups, downs, token, rooms, x,
         at = w + span(score_kind, i * K)
         if ids[i, 0] < 0:
             to_experts(shape, weights[i], token, rooms[i], x, y, normed)
-            if not route(kind, score_kind, normed, routers[i], E, H, K, normalised, logits, at, ids[i:i + 1], work,
-                         team, threads):
+            decided = route(kind, score_kind, normed, routers[i], E, H, K, normalised, logits, at, ids[i:i + 1], work,
+                            team, threads)
+            if not decided:
                 ids[i, 0] = -1
                 return i
         for k in range(K):

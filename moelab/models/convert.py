@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from moelab import registry
 from moelab.configs import spec_from_config
 from moelab.arguments import whole
 from moelab.files import cache_root
+from moelab.forks import in_children
 from moelab.models import opening
 from moelab.models.checkpoint import SUFFIXES, Checkpoint
 from moelab.models.direct import CheckpointExperts, few_bits, store_layers
@@ -149,6 +151,10 @@ def content_of(checkpoint: Checkpoint) -> str:
     return xxhash.xxh3_128_hexdigest(repr(sorted((small | large).items())).encode())
 
 
+_converting = threading.Lock()                                  # another thread waits for the store, and takes it
+in_children(_converting._at_fork_reinit)
+
+
 def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize: str | None = None,
                seconds: float = math.inf) -> ExpertStore:
     """The store of a model in the cache (`cache_root`), to which it is converted when it is first asked for, and again
@@ -164,11 +170,12 @@ def kept_store(source: str | Path | None, codec: str = codecs.DEFAULT, quantize:
     destination = cache_root() / f"{opening.model_name(source, folder)}-{content_of(checkpoint)}.{form}".replace(
         "/", "--")
     try:
-        if destination.is_dir():
-            with suppress(StoreError):                          # one that is damaged is made again
-                return ExpertStore(destination)
-            shutil.rmtree(destination)
-        return convert(source, destination, codec, quantize=quantize, seconds=seconds)
+        with _converting:
+            if destination.is_dir():
+                with suppress(StoreError):                      # one that is damaged is made again
+                    return ExpertStore(destination)
+                shutil.rmtree(destination)
+            return convert(source, destination, codec, quantize=quantize, seconds=seconds)
     except OSError as error:
         if error.errno is None:                                 # not the disk's
             raise

@@ -94,8 +94,8 @@ class FastDecode(Patches):
             address, checksum = self.copied.get(weight, (None, None))
             if weight.data_ptr() == address and _checksum(weight) != checksum:
                 raise ValueError(f"{name} was edited after copies of it in {self.dense} had been made, with which "
-                                 "tokens would still be computed: edit it with the model opened without "
-                                 f"dense={self.dense!r}")
+                                 f"tokens would still be computed: open the model without dense={self.dense!r}, then "
+                                 f"edit it")
 
 
 def _checksum(weight: Tensor) -> str:

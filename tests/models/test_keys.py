@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -167,3 +168,9 @@ def test_a_store_that_cannot_be_kept_says_where_else(source, tmp_path, monkeypat
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="MOELAB_CACHE"), pytest.raises(OSError, match="set MOELAB_CACHE to another"):
         moelab.open_model(source, quantize="int4")
+
+
+def test_threads_that_want_the_same_store_at_first_wait_for_one(source):
+    with ThreadPoolExecutor(4) as threads:
+        stores = [*threads.map(lambda _: kept_store(source, quantize="int8"), range(8))]
+    assert {store.folder for store in stores} == {stores[0].folder}

@@ -207,6 +207,7 @@ def test_a_damaged_file(tmp_path, how):
 
 def test_a_missing_shard_no_weights_no_config(tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00002.safetensors"}}))
     with pytest.raises(FileNotFoundError, match="model-00002.safetensors"):
         open_model(folder)

@@ -64,7 +64,8 @@ class Seen:
             out = out[0] if isinstance(out, tuple) else out
             if first is not None and torch.is_tensor(out):
                 self.inputs[module], self.outputs[module] = first.clone(), out.clone()
-        for module in model.modules():
+        within = {part for layer in self.layers for part in [*layer.experts.modules()][1:]}    # not called when plugged
+        for module in set(model.modules()) - within:
             self.hooks.append(module.register_forward_hook(keep, with_kwargs=True))
         try:
             with torch.no_grad():

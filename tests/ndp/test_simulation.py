@@ -240,7 +240,7 @@ def test_experts_are_dealt_out_in_turn():
     history = np.array([[1.0, 9.0, 5.0, 7.0]])
     assert place(history, 2).tolist() == [[0, 1, 0, 1]]
     assert place(history, 2, "popularity").tolist() == [[1, 0, 0, 1]]       # ranks 3, 0, 2, 1
-    with pytest.raises(ValueError, match="known are id, popularity"):
+    with pytest.raises(ValueError, match="There are: id, popularity"):
         place(history, 2, "random")
 
 

@@ -85,6 +85,18 @@ def test_an_expert_pays_if_it_gains_on_average(p, idle, piece, pieces, demands):
     assert gate.pays(of, 0) == (gain > 0) or abs(gain) < 0.05 * max(idle, piece)
 
 
+@pytest.mark.parametrize("p, demands, least", [(0.5, 1.0, 0.5), (0.2, 1.0, 2.0), (0.5, 0.4, 0.2)])
+def test_an_expert_pays_from_the_bound_of_the_formula_on(p, demands, least):
+    """Eq. (1) of §5.1 with pieces of one second: p · a > (1 − p) · q / 2."""
+    gate = PrefetchGate()
+    gate.requests(Residency(2, E, Pools()), 1, (), Reads(1, 1.0, PIECE))
+    of = gate.now.layers[1]
+    of.demands, of.precision[0] = Mean(demands, 1), Mean(p, 1)
+    for idle, pays in ((0.95 * least, False), (1.05 * least, True)):
+        of.idle = Mean(idle, 1)
+        assert gate.pays(of, 0) == pays
+
+
 @given(st.lists(st.floats(0, 9), min_size=1, max_size=60))
 def test_a_mean_is_plain_at_first_and_forgets_later(values):
     mean, by_hand = Mean(), []

@@ -160,7 +160,7 @@ def compressed(**change):
 def test_what_is_not_read_is_refused_by_name_with_a_remedy(config, message):
     with pytest.raises(ValueError, match=message) as error:
         packings.scheme(config)
-    assert "unquantised checkpoint" in str(error.value) or "download it again" in str(error.value)
+    assert "unquantised checkpoint" in str(error.value) or "correct it" in str(error.value)
 
 
 def test_activations_that_are_quantised_as_they_come_do_not_matter():

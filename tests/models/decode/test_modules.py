@@ -107,3 +107,19 @@ def test_rows_are_measured_once_for_each_type():
     for layer in nn.Linear(256, 256), nn.Linear(256, 512), nn.Linear(256, 256).bfloat16():
         find(layer.requires_grad_(False))
     assert set(find.rows) == {torch.float32, torch.bfloat16} and all(rows >= 1 for rows in find.rows.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(E=st.integers(2, 70), K=st.integers(1, 8), values=st.integers(1, 12), seed=st.integers(0, 99),
+       wrong=st.sampled_from([None, None, float("nan"), float("inf"), float("-inf")]))
+@settings(max_examples=60, deadline=None)
+def test_between_equal_scores_the_modules_code_decides(dtype, E, K, values, seed, wrong):
+    """Logits of a few values, so that many are equal, or that are no numbers: the choice is torch's own."""
+    torch.manual_seed(seed)
+    router, x = Router(E, 4, min(E, K), dtype, True), torch.tensor([[[1.0, 0, 0, 0]]]).to(dtype)
+    router.weight[:, 0] = torch.randint(values, (E,)).to(dtype) / 4
+    if wrong is not None:
+        router.weight[seed % E] = wrong
+    (_, wanted, ids), (_, got, chosen) = router(x), modules.Router(router, True, torch.float32)(x)
+    assert sorted(chosen[0].tolist()) == sorted(ids[0].tolist())
+    torch.testing.assert_close(got.sort().values, wanted.sort().values, rtol=1e-5, atol=1e-7, equal_nan=True)
