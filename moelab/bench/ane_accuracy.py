@@ -140,17 +140,20 @@ def pruned_answers(model: Any, plan: ANEPlan, tasks: Sequence[str] = TASKS, seed
     return Answers(dense, pruned, counts["pruned"])
 
 
+Cost = tuple[float, float, float]           # share dropped, loss in per cent more than dense, its standard error
+
+
 class LossByOrder(NamedTuple):
     """Language loss by the order of dropping and by the capacities' slack.
 
-    cost : mode of `MODES` → slack → (share dropped, per cent more than dense, its standard error).
+    cost : mode of `MODES` → slack → what it costs.
     beside_random : slack → loss by saliency less loss at random on the same windows, nats a token: (mean, low, high).
     """
 
-    cost: dict[str, dict[float, tuple[float, float, float]]]
+    cost: dict[str, dict[float, Cost]]
     beside_random: dict[float, tuple[float, float, float]]
 
-    def at(self, slack: float) -> dict[str, tuple[float, float, float]]:
+    def at(self, slack: float) -> dict[str, Cost]:
         """Order, a key of `ORDERS`, → its cost at that slack, by increasing loss."""
         found = {MODES[mode]: of[slack] for mode, of in self.cost.items()}
         return dict(sorted(found.items(), key=lambda one: one[1][1]))
@@ -164,7 +167,7 @@ def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chun
                             ["loss"], seed, **how)
     samples = found["samples"]["loss"]
 
-    def cost(way: str) -> tuple[float, float, float]:
+    def cost(way: str) -> Cost:
         row = found["scores"]["loss"][way]
         return counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
     beside = {s: accuracy.paired_means(*(np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency")))

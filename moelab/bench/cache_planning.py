@@ -253,15 +253,18 @@ def planned(bench: Bench, shares: Sequence[float]) -> dict[float, Planned]:
     return found
 
 
+Curve = list[tuple[float, float, float]]    # bytes, TPOT, hit rate
+
+
 @dataclass
 class Curves:
     """Policies that keep whole experts in one pool, by its size, simulated on the test prompts."""
 
     bench: Bench
     memory: dict[int, int] = field(default_factory=dict)            # experts held → bytes
-    points: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)   # bytes, TPOT, hit rate
-    ceiling: list[tuple[float, float, float]] = field(default_factory=list)             # Belady's
-    limits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)          # modelled
+    points: dict[str, Curve] = field(default_factory=dict)
+    ceiling: Curve = field(default_factory=list)                    # Belady's
+    limits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)                  # modelled
     half: dict[str, Simulation] = field(default_factory=dict)       # every policy with half of the experts in memory
 
     @classmethod

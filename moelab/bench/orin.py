@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.bench.cache_planning import Bench, How, tpot
+from moelab.bench.cache_planning import Bench, Curve, How, tpot
 from moelab.cache.planning import CachePlan, plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
@@ -46,8 +46,8 @@ class There(NamedTuple):
     planning: float
     nothing_read: float
 
-    def curves(self) -> dict[str, list[tuple[float, float, float]]]:
-        """Bytes, TPOT, hit rate."""
+    def curves(self) -> dict[str, Curve]:
+        """By the way of caching."""
         return {way: [(gb * 1e9, tpot(x), x.counters.hit_rate()) for gb, x in of.items()]
                 for way, of in self.runs.items()}
 

@@ -52,6 +52,9 @@ class Node(NamedTuple):
     part: survey.Part | None = None
 
 
+Shown = tuple[list[Node], str]              # rectangles, and what colours them
+
+
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
     """The tree of all tensors; those above have the mean of their parts' values by bytes."""
     whole = len(parts) <= MOST
@@ -171,10 +174,10 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
         for one in measures:
             values(one)
 
-    def compute(colour: str) -> tuple[list[Node], str]:
+    def compute(colour: str) -> Shown:
         return nodes(parts, values(colour), path.name), colour
 
-    def words(data: tuple[list[Node], str]) -> tuple[str, str]:
+    def words(data: Shown) -> tuple[str, str]:
         tree, colour = data
         root, sampled = tree[0], sum(part.stored.nbytes > most for part in parts)
         kind = "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
@@ -184,7 +187,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
                 f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
                 f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
 
-    def rows(data: tuple[list[Node], str]) -> Rows:
+    def rows(data: Shown) -> Rows:
         return [{"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
                 for node in data[0]]
 
@@ -196,7 +199,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
         return " ".join(words), \
             f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, {given}colour={colour!r})"
 
-    def tell(data: tuple[list[Node], str], name: str) -> Detail:
+    def tell(data: Shown, name: str) -> Detail:
         node = next(node for node in data[0] if node.name == name)
         part = node.part
         if part is None or survey.bound(part) is None:
