@@ -6,12 +6,11 @@ most that it was in the runs of the same notebook with the same parameters: one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.files import absolute, finished_runs, read_json, results_root
-from moelab.records import FigureFile, MetricsFile
+from moelab.records import FigureFile, MetricsFile, Record
 from moelab.table import format_value
 
 Spread = tuple[float, float]
@@ -37,14 +36,13 @@ class Metric(NamedTuple):
         return "" if a == b else "only one has it" if None in (a, b) else "differs"
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Runs A and B. params : name → values, of parameters that differ. figures : name → what both runs kept of it."""
 
     runs: tuple[Path, Path]
     params: dict[str, tuple[Any, Any]]
     metrics: list[Metric]
-    figures: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    figures: dict[str, tuple[Record, Record]]
 
     @property
     def names(self) -> tuple[str, str]:

@@ -108,7 +108,7 @@ class MoESpec:
         for field in ("shared_I", "dense_I", "vocab", "heads", "kv_heads", "head_dim"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{self.name}: {field} is {getattr(self, field)}; it must be at least 0")
-        if [*self.moe_layers] != sorted({*self.moe_layers} & {*range(self.num_layers)}):
+        if [*self.moe_layers] != sorted({n for n in self.moe_layers if n in range(self.num_layers)}):
             raise ValueError(f"{self.name}: moe_layers are {self.moe_layers}; they must be rising indices of its "
                              f"{self.num_layers} layers")
         if self.K > self.E:

@@ -32,6 +32,7 @@ from moelab.files import results_root, writable, write_json
 from moelab.offloading.budget import memory
 from moelab.offloading.cache_aware import require_margin
 from moelab.opening import make_executor
+from moelab.records import Record
 from moelab.store.layout import INDEX
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
@@ -80,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("cache-aware routing acts in decode steps: give --decode-only, too")
     stored = args.model is not None and (Path(args.model).expanduser() / INDEX).is_file()
     with moelab.open_model(args.model, memory=args.memory or ("auto" if stored else None), device=args.device) as model:
-        modes: dict[str, Any] = {"baseline": nullcontext}
+        modes: Record = {"baseline": nullcontext}
         parts, batch = Ingredients(model, args), args.batch
         for mode, predictor in pairs:
             if mode == EXECUTOR:
@@ -142,10 +143,10 @@ def parse_mode(text: str) -> tuple[str, str]:
     return mode, predictor
 
 
-def executor_options(text: str) -> tuple[str, dict[str, Any]]:
+def executor_options(text: str) -> tuple[str, Record]:
     """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none where possible."""
     name, *options = text.split(":")
-    given: dict[str, Any] = {}
+    given: Record = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not equals:
@@ -159,7 +160,7 @@ def executor_options(text: str) -> tuple[str, dict[str, Any]]:
     return name, given
 
 
-def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool) -> Any:
+def speculation(model: Any, mode: str, predictor: str, ingredients: Record, prefill: bool) -> Any:
     """The context in which a model speculates; every use has a predictor of its own."""
     from moelab.speculate import Speculation
     return Speculation(model, registry.make("predictor", predictor, model, **ingredients), mode, prefill=prefill)
@@ -171,7 +172,7 @@ class Ingredients:
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         self.model, self.args, self.seed = model, args, args.seed
 
-    def of(self, predictor: str) -> dict[str, Any]:
+    def of(self, predictor: str) -> Record:
         from moelab.speculate import takes
         return {name: getattr(self, name) for name in takes(predictor)}
 

@@ -18,6 +18,7 @@ import numpy as np
 from moelab.evaluation.accuracy import TASKS, Modes, Samples, task_prompts
 from moelab.models.greedy import greedy
 from moelab.progress import progress
+from moelab.records import Record
 
 ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 INSTALL = "pip install 'moelab[peers]'"
@@ -56,7 +57,7 @@ def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None
     return samples
 
 
-def per_question(found: dict[str, Any]) -> dict[str, np.ndarray]:
+def per_question(found: Record) -> dict[str, np.ndarray]:
     """{"task metric": score of each question [n]} of lm-eval's results, in its order of questions; right or wrong is
     bool. A metric stays only if the mean of its scores is what lm-eval reports."""
     scores: dict[str, np.ndarray] = {}
@@ -125,9 +126,9 @@ def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, s
     return tasks
 
 
-def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> dict[str, Any]:
+def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> Record:
     """lm-eval's configuration of one of moelab's tasks: right if greedy decoding gives exactly the answer."""
-    def questions(**_: Any) -> dict[str, Any]:
+    def questions(**_: Any) -> Record:
         from datasets import Dataset
         prompts = task_prompts(tokenizer, LOCAL[name], n, tokens, seed)
         return {"test": Dataset.from_list([{"text": p.text, "answer": p.answer} for p in prompts])}

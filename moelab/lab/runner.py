@@ -28,7 +28,7 @@ from moelab.arguments import number
 from moelab.comparison import is_named
 from moelab.files import CHECKOUT, absolute, read_json, remove_leftovers, results_root, write_json
 from moelab.lab.results import about, new_run_id, part_name
-from moelab.records import RunFile
+from moelab.records import Record, RunFile
 from moelab.schema import Must, naming, parse_json, typed
 
 CELL_TIMEOUT = 1200.0
@@ -86,7 +86,7 @@ class Cell(TypedDict):
 
 class _Notebook(TypedDict):
     nbformat: Annotated[int, Must(lambda version: version == 4, "4; Jupyter saves others as such")]
-    metadata: dict[str, Any]
+    metadata: Record
     cells: list[Cell]
 
 
@@ -123,7 +123,7 @@ def is_side_by_side(path: Path) -> bool:
     return any("side-by-side" in cell["metadata"].get("tags", ()) for cell in cells_of(path))
 
 
-def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
+def check_parameters(path: str | Path, given: Record) -> Record:
     """The given parameters with the types that the notebook expects; text, as typed on a command line, is read.
 
     Raises ValueError: the notebook has none of that name, the message lists those it has; a value of the wrong type.
@@ -172,7 +172,7 @@ def split_assignments(assignments: list[str], option: str = "-p") -> dict[str, s
     return dict(assignment.split("=", 1) for assignment in assignments)
 
 
-def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, results: str | Path | None = None,
+def run_notebook(path: str | Path, parameters: Record | None = None, results: str | Path | None = None,
                  timeout: float = CELL_TIMEOUT) -> Path:
     """Execute a notebook in a process of its own; returns the directory of the finished run.
 
@@ -223,7 +223,7 @@ def child_environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path} | variables
 
 
-def memory_of(about: dict[str, Any]) -> str:
+def memory_of(about: Record) -> str:
     """The kernel's peak of anonymous memory, of the content of run.json; "" where it was not measured."""
     return f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" if "peak_anonymous_bytes" in about else ""
 

@@ -9,11 +9,10 @@ is, a sample of a tensor at a time (`moelab.store.survey`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from moelab.calibration import Calibration
 from moelab.files import absolute, atomic, cache_folder
 from moelab.models import find
 from moelab.progress import progress
+from moelab.records import Rows
 from moelab.registry import names
 from moelab.store import survey
 from moelab.schema import naming
@@ -41,8 +41,7 @@ MOST = 8000
 SOON = 64 << 20
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey; part : of a tensor."""
 
     name: str
@@ -51,6 +50,9 @@ class Node:
     bytes: int
     value: float | None = None
     part: survey.Part | None = None
+
+
+Shown = tuple[list[Node], str]              # rectangles, and what colours them
 
 
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
@@ -172,10 +174,10 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
         for one in measures:
             values(one)
 
-    def compute(colour: str) -> tuple[list[Node], str]:
+    def compute(colour: str) -> Shown:
         return nodes(parts, values(colour), path.name), colour
 
-    def words(data: tuple[list[Node], str]) -> tuple[str, str]:
+    def words(data: Shown) -> tuple[str, str]:
         tree, colour = data
         root, sampled = tree[0], sum(part.stored.nbytes > most for part in parts)
         kind = "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
@@ -185,7 +187,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
                 f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
                 f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
 
-    def rows(data: tuple[list[Node], str]) -> list[dict[str, Any]]:
+    def rows(data: Shown) -> Rows:
         return [{"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
                 for node in data[0]]
 
@@ -197,7 +199,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
         return " ".join(words), \
             f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, {given}colour={colour!r})"
 
-    def tell(data: tuple[list[Node], str], name: str) -> Detail:
+    def tell(data: Shown, name: str) -> Detail:
         node = next(node for node in data[0] if node.name == name)
         part = node.part
         if part is None or survey.bound(part) is None:
