@@ -359,7 +359,7 @@ def main(args: argparse.Namespace) -> int:
         for point in points:
             parser_of(args.target).parse_args(words(point))
     else:
-        path, = notebooks([args.target])
+        path, = notebooks([args.target], BENCHES)
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target, work = path.stem, partial(notebook_point, given, args.results, args.timeout)

@@ -1,6 +1,7 @@
 """The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation would do, or by use.
 
     views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert popularity")
+    views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The checkpoint is read as it
 is, a sample of a tensor at a time (`moelab.store.survey`).
@@ -17,13 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from moelab.advice.model import Model, find_model
 from moelab.calibration import Calibration
 from moelab.files import absolute, atomic, cache_folder
 from moelab.models import find
 from moelab.progress import progress
-from moelab.registry import names
-from moelab.store import survey
+from moelab.registry import like, names, require
 from moelab.schema import naming
+from moelab.store import survey
+from moelab.store.headers import Stored
 from moelab.table import format_value
 from moelab.viz.figures import finish
 from moelab.viz.plotly_json import Figure
@@ -32,7 +35,7 @@ from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
-BOUND, POPULARITY, ERROR = "entropy bound", "expert popularity", "error of "
+BOUND, POPULARITY, ERROR, NONE = "entropy bound", "expert popularity", "error of ", "none"
 #: what a colour is, for its bar
 SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
 #: rectangles beyond which an expert's tensors are one
@@ -51,6 +54,15 @@ class Node:
     bytes: int
     value: float | None = None
     part: survey.Part | None = None
+
+
+def card_parts(card: Model) -> list[survey.Part]:
+    """The experts of a card's geometry, a part each, and all other weights, which no file holds."""
+    def part(name: str, nbytes: int, layer: str = "", expert: int | None = None) -> survey.Part:
+        return survey.Part(name, layer, expert, Stored(Path(card.source), "U8", (nbytes,), 0))
+    return [part("other weights", card.others), *(
+        part(f"layers.{layer}.experts.{e}.weights", card.spec.expert_bytes, f"layers.{layer}", e)
+        for layer in card.spec.moe_layers for e in range(card.spec.E))]
 
 
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
@@ -141,26 +153,27 @@ def file_of(counts: Any) -> Path:
     return path
 
 
-def model_map(model: str | Path | None = None, counts: Any = None, colour: str = BOUND) -> Detailed:
+def model_map(model: str | Path | None = None, counts: Any = None, colour: str | None = None) -> Detailed:
     """The checkpoint of a model as a map.
 
-    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model.
+    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model; or a card's name, of
+        which there are bytes alone.
     counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or the file that
         `moelab calibrate` wrote: for "expert popularity".
-    colour : at first: "entropy bound", "expert popularity" or "error of FORMAT".
+    colour : at first: "entropy bound", "expert popularity" or "error of FORMAT"; of a card "none" or "expert popularity".
 
     Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another geometry.
     """
-    path = find(model)
-    parts = survey.parts(path)
+    card = like("model", model) if model is not None and not Path(model).exists() else None
+    about = find_model(card) if card else None
+    path = Path(card) if card else find(model)
+    parts = card_parts(about) if about else survey.parts(path)
     most = survey.sample_size(parts)
     seen = counted(counts)
-    measures = {BOUND: lambda part: survey.bound(part, most)} | {
+    measures = {NONE: survey.bound} if card else {BOUND: lambda part: survey.bound(part, most)} | {
         f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most) for name in names("format")}
     colours = [*measures, *([POPULARITY] if seen is not None else [])]
-    if colour not in colours:
-        raise ValueError(f"there is no colour {colour!r}; there are: {', '.join(colours)}"
-                         + ("; popularity needs counts=" if colour == POPULARITY else ""))
+    require("colour" + " without counts=" * (seen is None), colour := colour or colours[0], colours)
 
     @lru_cache(maxsize=None)
     def values(colour: str) -> list[float | None]:
@@ -181,8 +194,10 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
         kind = "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
                f"{most / 1e6:.2g} MB"
         said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
-        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} tensors; {colour}: {said} on average "
-                f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
+        what = (f"{len(parts) - 1:,} experts (exact) and other weights ({about.how}), by its card" if about else
+                f"{len(parts):,} tensors")
+        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {what}; {colour}: {said} on average ({kind}). Area: bytes. "
+                f"A click opens a layer or an expert" + ("." if about else ", and the bits of a tensor."),
                 f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
 
     def rows(data: tuple[list[Node], str]) -> list[dict[str, Any]]:
