@@ -96,10 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with "
                         "capacities and for --plan auto; on several ranks, experts are placed so that it loads all "
                         "ranks alike (EPLB)")
-    parser.add_argument("--parallel", choices=(*VARIANTS, "auto"), metavar="NAME", help=f"how experts are spread over the ranks that "
-                        f"torchrun started, to have memory for them, not to be faster: all-gather (ep), "
-                        f"all-to-all-v (ep-a2a), deduplicated (ep-dedup), cut (tp), both (tp-ep), cut along H (hidden), "
-                        f"tokens in blocks (blocks), or as AWS Neuron's guide advises (auto) (default: {DEFAULT})")
+    parser.add_argument("--parallel", choices=(*VARIANTS, "auto"), metavar="NAME", help=f"how experts are spread over "
+                        f"the ranks that torchrun started, to have memory for them, not to be faster: ep (all-gather), "
+                        f"ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp (cut), tp-ep (both), hidden (cut along "
+                        f"H), blocks (tokens in blocks), auto: as AWS Neuron's guide advises (default: {DEFAULT})")
     parser.add_argument("--spare", type=whole(), default=0, metavar="N", help="with --calibration, on several ranks: "
                         "so many places more in each layer, where the busiest experts are held again")
     parser.add_argument("--tp", type=whole(1), metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")

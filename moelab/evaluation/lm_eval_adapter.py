@@ -94,7 +94,8 @@ def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, s
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ImportError(f"{', '.join(names)}: no task of moelab's own ({', '.join(TASKS)})."
-                          f"{near(names[0], OWN)} lm-eval, which may have it, is not installed ({error}): {INSTALL}") from error
+                          f"{near(names[0], OWN)} lm-eval, which may have it, is not installed ({error}): "
+                          f"{INSTALL}") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if run_code:
         os.environ[ALLOW_CODE] = "1"          # asked for when such a task is made

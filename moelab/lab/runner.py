@@ -136,8 +136,8 @@ def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
     valid = inspect(path)
     if unknown := [name for name in given if name not in valid]:
         listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
-        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}.{near(unknown[0], valid)} It has\n"
-                         f"{listing}")
+        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}."
+                         f"{near(unknown[0], valid)} It has\n{listing}")
     return {name: convert(valid[name], value) for name, value in given.items()}
 
 

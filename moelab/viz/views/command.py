@@ -25,6 +25,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.files import write_text
 from moelab.offloading.budget import memory
 from moelab.speculate.predictors import lacking
+from moelab.table import filled
 from moelab.viz import views
 from moelab.viz.views.recorded import TOKENS, Recorded
 
@@ -132,9 +133,9 @@ def turned(view: Any, assignments: list[str]) -> Any:
     values = {}
     for assignment in assignments:
         name, given, text = assignment.partition("=")
-        if not given:
-            raise ValueError(f"-p {assignment}: write -p name=value, with one of {', '.join(view.values)}")
         registry.require("control", name, view.values)
+        if not given:
+            raise ValueError(f"-p {assignment}: write -p {name}=value")
         try:
             values[name] = read(view.values[name], text)
         except ValueError:
@@ -143,7 +144,7 @@ def turned(view: Any, assignments: list[str]) -> Any:
 
 
 def _write(view: Any, output: Path | None) -> int:
-    print(view.words[0])
+    print(filled(view.words[0]))
     if output is not None:
         print(f"written to {write_text(output, view.html() if output.suffix == '.html' else view.csv())}")
     return 0

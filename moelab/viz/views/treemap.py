@@ -35,7 +35,7 @@ from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
-BOUND, POPULARITY, ERROR, NONE = "entropy bound", "expert popularity", "error of ", "none"
+BOUND, POPULARITY, ERROR = "entropy bound", "expert popularity", "error of "
 #: what a colour is, for its bar
 SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
 #: rectangles beyond which an expert's tensors are one
@@ -56,13 +56,12 @@ class Node:
     part: survey.Part | None = None
 
 
-def card_parts(card: Model) -> list[survey.Part]:
-    """The experts of a card's geometry, a part each, and all other weights, which no file holds."""
-    def part(name: str, nbytes: int, layer: str = "", expert: int | None = None) -> survey.Part:
-        return survey.Part(name, layer, expert, Stored(Path(card.source), "U8", (nbytes,), 0))
-    return [part("other weights", card.others), *(
-        part(f"layers.{layer}.experts.{e}.weights", card.spec.expert_bytes, f"layers.{layer}", e)
-        for layer in card.spec.moe_layers for e in range(card.spec.E))]
+def parts_of(card: Model) -> list[survey.Part]:
+    """All other weights of a card, and its experts, as bytes that no file holds, so that they have no colour."""
+    others, expert = (Stored(Path(), "U8", (nbytes,), 0) for nbytes in (card.others, card.spec.expert_bytes))
+    return [survey.Part("other weights", "", None, others)] + [
+        survey.Part(f"layers.{layer}.experts.{e}.weights", f"layers.{layer}", e, expert)
+        for layer in card.spec.moe_layers for e in range(card.spec.E)]
 
 
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
@@ -153,27 +152,26 @@ def file_of(counts: Any) -> Path:
     return path
 
 
-def model_map(model: str | Path | None = None, counts: Any = None, colour: str | None = None) -> Detailed:
+def model_map(model: str | Path | None = None, counts: Any = None, colour: str = BOUND) -> Detailed:
     """The checkpoint of a model as a map.
 
     model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model; or a card's name, of
-        which there are bytes alone.
+        whose parts only the bytes are known, and with counts the popularity.
     counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or the file that
         `moelab calibrate` wrote: for "expert popularity".
-    colour : at first: "entropy bound", "expert popularity" or "error of FORMAT"; of a card "none" or "expert popularity".
+    colour : at first: "entropy bound", "expert popularity" or "error of FORMAT".
 
     Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another geometry.
     """
-    card = like("model", model) if model is not None and not Path(model).exists() else None
-    about = find_model(card) if card else None
-    path = Path(card) if card else find(model)
-    parts = card_parts(about) if about else survey.parts(path)
+    card = find_model(model) if like("model", model) and not Path(model).exists() else None
+    path = Path(card.spec.name) if card else find(model)
+    parts = parts_of(card) if card else survey.parts(path)
     most = survey.sample_size(parts)
     seen = counted(counts)
-    measures = {NONE: survey.bound} if card else {BOUND: lambda part: survey.bound(part, most)} | {
+    measures = {BOUND: lambda part: survey.bound(part, most)} | {
         f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most) for name in names("format")}
     colours = [*measures, *([POPULARITY] if seen is not None else [])]
-    require("colour" + " without counts=" * (seen is None), colour := colour or colours[0], colours)
+    require("colour" + " without counts=" * (seen is None), colour, colours)
 
     @lru_cache(maxsize=None)
     def values(colour: str) -> list[float | None]:
@@ -191,13 +189,12 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str |
     def words(data: tuple[list[Node], str]) -> tuple[str, str]:
         tree, colour = data
         root, sampled = tree[0], sum(part.stored.nbytes > most for part in parts)
-        kind = "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
+        kind = f"by its card: experts' bytes are exact, others the {card.how}" if card else \
+               "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
                f"{most / 1e6:.2g} MB"
         said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
-        what = (f"{len(parts) - 1:,} experts (exact) and other weights ({about.how}), by its card" if about else
-                f"{len(parts):,} tensors")
-        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {what}; {colour}: {said} on average ({kind}). Area: bytes. "
-                f"A click opens a layer or an expert" + ("." if about else ", and the bits of a tensor."),
+        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: {said} on average "
+                f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
                 f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
 
     def rows(data: tuple[list[Node], str]) -> list[dict[str, Any]]:
