@@ -10,6 +10,7 @@ pytest.importorskip("ipywidgets")
 pytest.importorskip("anywidget")
 from moelab import claims as ledger  # noqa: E402
 from moelab.bench.arena import Contest, Standing, Wrong  # noqa: E402
+from moelab.cards import MODELS, load_model  # noqa: E402
 from moelab.files import CHECKOUT, small_model  # noqa: E402
 from moelab.store import survey  # noqa: E402
 from moelab.viz import views  # noqa: E402
@@ -118,10 +119,11 @@ def test_a_claim_finds_the_figure_of_its_metrics(runs, results):
 def test_the_model_map_of_a_card_holds_every_byte_of_its_geometry(card):
     view = views.model_map(card)
     spec = load_model(next(name for name in MODELS if name.lower() == card.lower()))
-    layer = [row for row in view.rows if row["name"] == f"layers.{spec.moe_layers[0]}"]
-    assert view.rows[0]["bytes"] == sum(row["bytes"] for row in view.rows if row["part of"] == spec.name)
-    others, = [row["bytes"] for row in view.rows if row["name"] == "other weights"]
-    assert view.rows[0]["bytes"] - others == spec.experts_bytes and layer[0]["bytes"] == spec.E * spec.expert_bytes
+    rows = [row | {"bytes": int(row["bytes"])} for row in table(view)]
+    layer = [row for row in rows if row["name"] == f"layers.{spec.moe_layers[0]}"]
+    assert rows[0]["bytes"] == sum(row["bytes"] for row in rows if row["part of"] == spec.name)
+    others, = [row["bytes"] for row in rows if row["name"] == "other weights"]
+    assert rows[0]["bytes"] - others == spec.experts_bytes and layer[0]["bytes"] == spec.E * spec.expert_bytes
     assert "by its card" in view.words[0] and "samples" not in view.words[0]
     view = views.model_map(card, counts=np.ones((spec.L, spec.E)), colour="expert popularity")
     assert "expert popularity: 1 on average" in view.words[0]
@@ -143,7 +145,7 @@ def test_the_model_map_holds_every_byte_and_colours_it():
     assert view.detail(leaf.name).figure is not None and len(table(view)) == len(tree)
     view.set(colour="error of int4")
     assert 0 < view.data[0][0].value < 0.2
-    with pytest.raises(ValueError, match="popularity needs counts"):
+    with pytest.raises(ValueError, match="without counts= .expert popularity"):
         views.model_map(colour="expert popularity")
 
 
