@@ -118,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    options = {"model": args.model, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
-               "executor": args.executor, "dtype": args.dtype, "stream": not args.json, "perfetto": args.perfetto}
+    options = {name: getattr(args, name) for name in (
+        "model", "prompt", "max_new_tokens", "executor", "dtype", "perfetto")} | {"stream": not args.json}
     if (args.estimator is None) != (args.prefetch != "estimator"):
         raise ValueError("--prefetch estimator and --estimator FILE need each other; moelab.speculate.train makes the "
                          "file (notebook 04)")
