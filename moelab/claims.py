@@ -329,8 +329,8 @@ def problems(answered: Iterable[Row]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", choices=dict.fromkeys(claim.source for claim in ledger()),
-                        help="only this source's claims")
+    sources = dict.fromkeys(claim.source for claim in ledger())
+    parser.add_argument("--source", choices=sources, metavar="NAME", help=f"only its claims: {', '.join(sources)}")
     parser.add_argument("--check", action="store_true", help="fail if a metric is gone or a claim is unanswered")
     parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
 
@@ -341,7 +341,7 @@ def main(args: argparse.Namespace) -> int:
     print(summary(answered))
     for source in dict.fromkeys(claim.source for claim in chosen):
         own = [row for row in answered if row.claim.source == source]
-        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own], fit=True))
+        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own]))
     wrong = problems(answered) if args.check else []
     print("".join(f"\nFAILED {problem}" for problem in wrong).lstrip("\n"), end="\n" if wrong else "")
     return 1 if wrong else 0

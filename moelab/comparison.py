@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from moelab.files import absolute, finished_runs, read_json, results_root
 from moelab.records import FigureFile, MetricsFile, Record
+from moelab.registry import near
 from moelab.table import format_value
 
 Spread = tuple[float, float]
@@ -83,8 +84,8 @@ def find_run(run: str | Path, results: str | Path | None = None) -> Path:
     matches = [name for name in names if is_named(name, str(run))]
     newest = [path for name in matches for path in saved_runs(name, results)][-1:]
     if not newest:
-        raise ValueError(f"{run} is neither the folder of a saved run nor a notebook that has one; there are runs of "
-                         f"{', '.join(names) or 'none'}: `moelab list`")
+        raise ValueError(f"{run} is neither the folder of a saved run nor a notebook that has one."
+                         f"{near(str(run), names)} There are runs of {', '.join(names) or 'none'}: `moelab list`")
     return newest[0]
 
 

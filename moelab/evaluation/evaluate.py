@@ -76,6 +76,9 @@ def main(args: argparse.Namespace) -> int:
     own = [name for name in wanted if name in accuracy.TASKS]
     others = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
+    if args.estimator is None and {"estimator", "hybrid"} & {predictor for _, predictor in pairs}:
+        raise ValueError("the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
+                         "moelab.speculate.training.train makes one (notebook 04)")
     n = 200 if args.limit is None else args.limit
     if any(mode == CACHE_AWARE for mode, _ in pairs) and not args.decode_only:
         raise ValueError("cache-aware routing acts in decode steps: give --decode-only, too")
@@ -167,10 +170,12 @@ def speculation(model: Any, mode: str, predictor: str, ingredients: Record, pref
 
 
 class Ingredients:
-    """What predictors need, each read or measured once, and only if a predictor needs it."""
+    """What predictors need, each measured once, and only if a predictor needs it."""
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
+        from moelab.speculate.estimator import Estimator
         self.model, self.args, self.seed = model, args, args.seed
+        self.estimator = args.estimator and Estimator.load(args.estimator, model)       # before anything is measured
 
     def of(self, predictor: str) -> Record:
         from moelab.speculate import takes
@@ -192,14 +197,6 @@ class Ingredients:
     def trace(self) -> Any:
         from moelab.recording import record
         return record(self.model, self.prompts, batch_size=self.args.batch)
-
-    @cached_property
-    def estimator(self) -> Any:
-        if self.args.estimator is None:
-            raise ValueError("the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
-                             "moelab.speculate.training.train makes one (notebook 04)")
-        from moelab.speculate.estimator import Estimator
-        return Estimator.load(self.args.estimator, self.model)
 
     @cached_property
     def choice(self) -> Any:

@@ -19,6 +19,7 @@ from moelab.comparison import are_numbers, is_named
 from moelab.files import finished_runs, read_json, results_root, write_json
 from moelab.lab.results import SCHEMA
 from moelab.records import MetricsFile, Record
+from moelab.registry import require
 from moelab.table import text_table
 
 TOLERANCE = 0.02
@@ -92,7 +93,7 @@ def _names(wanted: list[str], results: Path) -> list[str]:
     for want in wanted:
         matches = [name for name in known if is_named(name, want)]
         if len(matches) != 1:
-            raise ValueError(f"no notebook {want!r} among the baselines and runs: {', '.join(sorted(known)) or 'none'}")
+            require("baseline or run of a notebook", want, sorted(known))
         names += matches
     return names if wanted else sorted(known)
 

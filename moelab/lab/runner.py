@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import tokenize
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -29,6 +30,7 @@ from moelab.comparison import is_named
 from moelab.files import CHECKOUT, absolute, read_json, remove_leftovers, results_root, write_json
 from moelab.lab.results import about, new_run_id, part_name
 from moelab.records import Record, RunFile
+from moelab.registry import near, require
 from moelab.schema import Must, naming, parse_json, typed
 
 CELL_TIMEOUT = 1200.0
@@ -55,8 +57,11 @@ class Parameter:
         return f"{self.name}: {self.type} = {self.default!r}" + (f"   # {self.help}" if self.help else "")
 
 
-def notebooks(names: list[str] | None = None) -> list[Path]:
-    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names."""
+def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> list[Path]:
+    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names.
+
+    others : what else might have been meant, for the error.
+    """
     known = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
     if not names:
         return known
@@ -67,7 +72,7 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
         if given.suffix == ".ipynb" and given.is_file():
             matches = [given]
         if len(matches) != 1:
-            raise FileNotFoundError(f"no notebook {name!r}; there are {', '.join(p.stem for p in known) or 'none'}")
+            require("notebook", name, [*(path.stem for path in known), *others])
         found.append(matches[0].resolve())
     return found
 
@@ -131,7 +136,8 @@ def check_parameters(path: str | Path, given: Record) -> Record:
     valid = inspect(path)
     if unknown := [name for name in given if name not in valid]:
         listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
-        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}. It has\n{listing}")
+        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}."
+                         f"{near(unknown[0], valid)} It has\n{listing}")
     return {name: convert(valid[name], value) for name, value in given.items()}
 
 

@@ -18,8 +18,8 @@ Whoever reaches a scheduler without certificates runs code on all workers; with 
           worker: {cert: node.pem, key: node.key}
           client: {cert: node.pem, key: node.key}
 
-    dask scheduler --protocol tls                       # listens on tls://HEAD:8786
-    dask worker tls://HEAD:8786 --nthreads 1            # on every machine
+    dask scheduler --protocol tls                   # listens on tls://HEAD:8786
+    dask worker tls://HEAD:8786 --nthreads 1        # on every machine
     moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tls://HEAD:8786
 
 On one machine, `dask scheduler --host 127.0.0.1` needs none: its address is tcp://127.0.0.1:8786.
@@ -27,10 +27,13 @@ On one machine, `dask scheduler --host 127.0.0.1` needs none: its address is tcp
 On SLURM, dask-jobqueue (`pip install dask-jobqueue`) does the first two; a file to start from:
 
     from dask_jobqueue import SLURMCluster
-    with SLURMCluster(cores=1, job_cpu=16, memory="64GB", walltime="08:00:00", job_extra_directives=["--exclusive"],
-                      job_script_prologue=["cd ~/moelab && source .venv/bin/activate"]) as cluster:
+    with SLURMCluster(
+            cores=1, job_cpu=16, memory="64GB", walltime="08:00:00",
+            job_extra_directives=["--exclusive"], job_script_prologue=[
+                "cd ~/moelab && source .venv/bin/activate"]) as cluster:
         cluster.scale(jobs=8)
-        input(f"sweep with --scheduler {cluster.scheduler_address}; Enter ends the jobs")
+        print(f"sweep with --scheduler {cluster.scheduler_address}")
+        input("Enter ends the jobs")
 """
 
 from __future__ import annotations
@@ -359,7 +362,7 @@ def main(args: argparse.Namespace) -> int:
         for point in points:
             parser_of(args.target).parse_args(words(point))
     else:
-        path, = notebooks([args.target])
+        path, = notebooks([args.target], BENCHES)
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target, work = path.stem, partial(notebook_point, given, args.results, args.timeout)

@@ -31,6 +31,7 @@ import torch
 
 from moelab.files import write_json
 from moelab.forks import renew_in_children
+from moelab.registry import require
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import ALIGN, PARTS, ExpertStore, Extent, StoreError, TensorEntry, aligned, run
@@ -122,8 +123,7 @@ class Reader:
 
     def __init__(self, store: ExpertStore, mode: str = "auto", bandwidth: float | None = None,
                  verify: bool = True) -> None:
-        if mode not in ("auto", *modes()):
-            raise ValueError(f"unknown mode {mode!r}; here there are auto, {', '.join(modes())}")
+        require("mode", mode, ["auto", *modes()])
         if bandwidth is not None and not bandwidth > 0:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
         if mode == "direct" and not store.aligned:
