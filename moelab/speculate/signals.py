@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from moelab import recording
 from moelab.files import load_tensors, save_tensors
-from moelab.models import SeamExperts, discover, identity, plugged, spec_of
+from moelab.models import SeamExperts, discover, eager, identity, plugged, spec_of
 from moelab.models.identity import same_source
-from moelab.models.patches import Patches, change
+from moelab.models.patches import Patches, put
 from moelab.models.seam import Run
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
@@ -120,8 +120,10 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
     max_new_tokens : tokens generated greedily after each prompt, which count too.
 
-    Raises ValueError: no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert,
-        an architecture whose residual stream is of an unknown kind.
+    Experts are computed one by one, as with the executor "exact", whichever the model was opened with.
+
+    Raises ValueError: no prompts, an empty one, no tokenizer for texts, an architecture whose residual stream is of an
+        unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, getattr(model, "tokenizer", None))
     with Patches() as patches:
@@ -129,7 +131,9 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
         patches.enter_context(plugged(model))
         weighted = type(discover(model)[0].experts).weighted is not SeamExperts.weighted
         sums = _Sums(spec.L, spec.E, streams(model), weighted)
-        sums.attach(patches)
+        if (engine := getattr(getattr(model, "moelab", None), "engine", None)) is not None:
+            put(patches, engine, "executor", None)
+        sums.attach(patches, engine or eager)
         model.eval()
         for prompt in progress(ids, "default vectors", unit="prompt"):
             tokens = torch.tensor([prompt], device=model.device)
@@ -147,21 +151,17 @@ class _Sums:
         self.sums = self.shared = None                  # float64 [L, E, H] and [L, H]
         self.routed: dict[int, Tensor] = {}
 
-    def attach(self, patches: Patches) -> None:
+    def attach(self, patches: Patches, run: Run) -> None:
         for stream in self.streams:
-            change(patches, stream.layer.experts, "executor", lambda inner: partial(self._execute, inner))
+            put(patches, stream.layer.experts, "executor", partial(self._execute, run))
             for hook in stream.listen(partial(self._after, stream.layer.index)):
                 patches.callback(hook.remove)
 
-    def _execute(self, inner: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+    def _execute(self, run: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         if self.sums is None:
             self.sums = torch.zeros(*self.counts.shape, x.shape[-1], dtype=torch.float64)
             self.shared = torch.zeros(len(self.tokens), x.shape[-1], dtype=torch.float64)
-        listener = _Listener(experts, self)
-        out = inner(x, ids, weights, listener)
-        if listener.outputs is not None:
-            raise ValueError(f"the executor {inner} does not add up its experts with "
-                             f"`experts.accumulate`; measure default vectors with moelab.models.eager")
+        out = run(x, ids, weights, _Listener(experts, self))
         self.routed[experts.layer] = out.clone()        # a block may add its shared experts in place
         return out
 
@@ -189,7 +189,7 @@ class _Listener:
 
     def __init__(self, experts: SeamExperts, sums: _Sums) -> None:
         self._experts, self._sums = experts, sums
-        self.outputs: list[Tensor] | None = []
+        self.outputs: list[Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
@@ -206,5 +206,4 @@ class _Listener:
     def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
         for (expert, _, _), y in zip(contributions, self.outputs, strict=True):
             self._sums.add(self._experts.layer, expert, y)
-        self.outputs = None
         return self._experts.accumulate(x, contributions)
