@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 
-from moelab.configs import quantisation
+from moelab.configs import QUANTISATION, quantisation
 from moelab.files import absolute, stamp
 from moelab.models import compat, deepseek
 from moelab.specs import DTYPE_BYTES
-from moelab.store.headers import Stored, other_weights, read_folder, read_json
+from moelab.store.headers import WEIGHT_MAP, Stored, other_weights, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+#: those that must be regular files beside the weights; without others a model only has no tokenizer
+READ = ("config.json", "generation_config.json", "hf_quant_config.json", WEIGHT_MAP, INDEX)
 #: safetensors' names of the types of plain weights
 FLOATS = ("F64", "F32", "F16", "BF16")
 #: names of what a config counts, and constructing a model takes time for
@@ -65,8 +67,8 @@ class Checkpoint:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint"
                                     f"{other_weights(folder)}")
-        for path in (*folder.iterdir(), *folder.glob("*chat_templates/*")):
-            if path.suffix in SUFFIXES and not path.name.startswith("."):
+        for path in read_by_name(folder):
+            if path.is_file() or path.suffix == ".safetensors" or path.name in READ:
                 _stays_inside(path, folder.resolve())
         stored = (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
         store = ExpertStore(folder) if stored else None
@@ -95,7 +97,8 @@ class Checkpoint:
             warnings.warn(f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
                           f"floating-point numbers: they are read as they are", stacklevel=2)
         if plain or not method:
-            vars(config).pop("quantization_config", None)
+            for name in QUANTISATION:
+                vars(config).pop(name, None)
         return compat.dequantising(config)
 
     def read(self, key: str, part: int | None = None) -> torch.Tensor:
@@ -112,6 +115,12 @@ class Checkpoint:
             if f.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != entry.nbytes:
                 raise ValueError(f"{entry.file} ends inside the tensor {key}; download it again")
         return tensor
+
+
+def read_by_name(folder: Path) -> list[Path]:
+    """What lies in a checkpoint's folder and would be read for its name, whatever it is."""
+    return [path for path in (*folder.iterdir(), *folder.glob("*chat_templates/*"))
+            if path.suffix in SUFFIXES and not path.name.startswith(".")]
 
 
 def _stays_inside(path: Path, home: Path) -> None:
@@ -140,14 +149,16 @@ def load_config(folder: Path) -> Any:
         own = ", or it comes with code of its own (auto_map), which is never run here" if "auto_map" in fields else ""
         raise ValueError(f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
                          f"({file}): upgrade transformers, or check the config{own}")
-    if not isinstance(fields.get("quantization_config") or {}, dict):
-        raise ValueError(f"{file} says quantization_config = {str(fields['quantization_config'])[:80]!r}, which is no "
-                         f"object; correct it or remove that line")
     for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
         if "/" in str(fields.get(name, "")):
             raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
                              f"of the kind is fetched. Remove that line")
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
+        for name in ("quantization_config", "rope_scaling", "rope_parameters"):
+            block = _object(file, part, name).get("weight_block_size")
+            if block and not (isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0):
+                raise ValueError(f"{file} says weight_block_size = {str(block)[:80]!r} in {name}; expected are two "
+                                 f"whole numbers of 1 or more; correct it")
         for name, value in part.items():
             if COUNTS.search(name) and type(value) in (int, float) and not (
                     0 <= value < (2_000 if "layer" in name else 100_000)):
@@ -155,12 +166,21 @@ def load_config(folder: Path) -> Any:
     with blamed(file, f"it is no config of a {model_type} model"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for inner in (getattr(config, name, None) for name in type(config).sub_configs):
-            if quantisation(inner) and not quantisation(config):
-                config.quantization_config = vars(inner).pop("quantization_config")
+            for name in QUANTISATION if inner is not None else ():
+                if (said := vars(inner).pop(name, None)) and not quantisation(config):
+                    config.quantization_config = said
     beside = folder / "hf_quant_config.json"
     if beside.is_file() and not quantisation(config):
-        config.quantization_config = {"quant_method": "modelopt"} | dict(read_json(beside).get("quantization") or {})
+        config.quantization_config = {"quant_method": "modelopt"} | _object(
+            beside, read_json(beside), "quantization")
     return config
+
+
+def _object(file: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object that one of a JSON file has, {} if it has none; ValueError for anything else of that name."""
+    if not isinstance(value := fields.get(name), dict | None):
+        raise ValueError(f"{file} says {name} = {str(value)[:80]!r}, which is no object; correct it or remove that line")
+    return value or {}
 
 
 @contextmanager
@@ -177,4 +197,21 @@ def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iter
         if isinstance(error, OSError) and error.errno or not (
                 isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        raise ValueError(f"{file}: {what} ({type(error).__name__}: {str(error)[:1000]})") from error
+        raise ValueError(f"{file}: {what} ({_told(error, file)})") from error
+
+
+def _told(error: BaseException, file: Path) -> str:
+    """What a library's error says, in one line, and where the value that it does not know is in a JSON file."""
+    if type(error).__name__.startswith("StrictDataclass"):
+        error = error.__cause__ or error
+    where = _places(read_json(file), error.args[0]) if type(error) is KeyError and file.is_file() else []
+    return " ".join([f"{type(error).__name__}:", *str(error)[:1000].split(), *where])
+
+
+def _places(fields: dict[str, Any], value: Any) -> Iterator[str]:
+    """The names in an object, and in those in it, that have a value."""
+    for name, found in fields.items():
+        if isinstance(found, dict):
+            yield from _places(found, value)
+        elif found == value:
+            yield f"is not known as {name}"
