@@ -118,6 +118,20 @@ def discover(model: nn.Module) -> list[MoELayer]:
     return layers
 
 
+def require_adaptable(model: nn.Module) -> None:
+    """ValueError if PEFT has an adapter for experts that are not in memory: it does not find them, and leaves it out."""
+    for config in vars(model).get("peft_config", {}).values():
+        names = {name for layer in discover(model)
+                 if getattr(layer.experts, "resident", True) is False for name in layer.experts.shapes}
+        modules = getattr(config, "target_modules", None)
+        meant = [*(getattr(config, "target_parameters", None) or ()),
+                 *(f"{module}.weight" for module in (() if isinstance(modules, str) else modules or ()))]
+        if found := [name for name in meant if any(f".{name}".endswith(f".{own}") for own in names)]:
+            raise ValueError(f"this adapter is for the experts, too ({', '.join(sorted(found))}), which are not in "
+                             f"memory, so it cannot be put on them: open the model without memory=, or merge the "
+                             f"adapter into the checkpoint first")
+
+
 def named(part: Any) -> str:
     """What to call an executor, a policy or a predictor, whether it is a name, a function or an object."""
     return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)

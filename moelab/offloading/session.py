@@ -24,7 +24,7 @@ from moelab.forks import renew_in_children
 from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
 from moelab.models.patches import Dressed, Patches, dress, put
-from moelab.models.seam import MoELayer, discover, named
+from moelab.models.seam import MoELayer, discover, named, require_adaptable
 from moelab.models.stream import stacks
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
@@ -220,6 +220,7 @@ class Session:
         if self._is_cancelled():
             raise Cancelled
         require_unwritten(module)
+        require_adaptable(module)
         ids = next((x for x in (kwargs.get("decoder_input_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"),
                                 *args[:1]) if x is not None), None)
         shape = ids.shape[:2] if ids is not None else (0,)

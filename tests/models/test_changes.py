@@ -303,6 +303,27 @@ def test_what_is_done_to_a_model_is_done(what, way, tmp_path):
             assert close(after(lm), wanted, torch.bfloat16 if what == "bf16" else dtype)
 
 
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj"]])
+@pytest.mark.parametrize("way", ["resident", "offloaded"])
+def test_a_saved_adapter_of_the_experts_is_put_on_them_or_refused(way, modules, tmp_path):
+    """PEFT leaves out, without a word, what it does not find. unslothai/unsloth pull request 5345."""
+    peft = pytest.importorskip("peft")
+    stock, options, dtype = opened("mixtral", way, tmp_path)
+    torch.manual_seed(1)
+    parameters = None if modules == "all-linear" else ["experts.gate_up_proj", "experts.down_proj"]
+    trained = peft.get_peft_model(stock, peft.LoraConfig(
+        r=4, lora_alpha=32, init_lora_weights=False, target_modules=modules, target_parameters=parameters)).eval()
+    wanted = logits(trained)
+    trained.save_pretrained(tmp_path / "adapter")
+    with open_model(**options) as lm:
+        adapted = peft.PeftModel.from_pretrained(lm, tmp_path / "adapter").eval()
+        if way == "resident":
+            assert close(logits(adapted), wanted, dtype)
+        else:
+            with pytest.raises(ValueError, match="for the experts, too.*without memory="):
+                logits(adapted)
+
+
 @pytest.mark.parametrize("part", ["self_attn", "mlp", "mlp.gate", "input_layernorm"])
 def test_a_class_with_another_forward(part, tmp_path, monkeypatch):
     """As kernels of others are put on: for all modules of a class, after opening."""
