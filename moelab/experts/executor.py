@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -168,16 +168,19 @@ def activate(experts: Any, h: Tensor) -> Tensor:
     return experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
 
 
-#: experts modules → (their attributes and parts, what says whether these are as they were, whether that is silu · up)
+#: experts modules → (their settings and parts, what says whether these are as they were, whether that is silu · up)
 _SILU: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
+#: attributes that no activation depends on, torch's and ours: kept there, they would keep the model
+_APART = {*vars(nn.Module()), "executor", "forward", "layer", "source", "_patched"}
 
 
 def silu_gated(experts: Any) -> bool:
     """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures clamp at 7 or 10."""
-    if (found := _SILU.get(experts)) is None or found[0] != [vars(experts), experts._modules]:
+    now = [value for name, value in vars(experts).items() if name not in _APART], dict(experts._modules)
+    if (found := _SILU.get(experts)) is None or found[0] != now:
         far = torch.logspace(-2, 6, 25)
         gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")
         silu = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)), F.silu(gate) * up,
                                                    atol=1e-6)
-        found = _SILU[experts] = [dict(vars(experts)), dict(experts._modules)], experts.activation(), silu
+        found = _SILU[experts] = now, experts.activation(), silu
     return found[2] and found[1].listeners() is not None
