@@ -26,6 +26,8 @@ from moelab.store.layout import INDEX, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+#: fields of a config that are objects, if they are there
+OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters")
 #: those that must be regular files beside the weights; without others a model only has no tokenizer
 READ = ("config.json", "generation_config.json", "hf_quant_config.json", WEIGHT_MAP, INDEX)
 #: safetensors' names of the types of plain weights
@@ -154,11 +156,10 @@ def load_config(folder: Path) -> Any:
             raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
                              f"of the kind is fetched. Remove that line")
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
-        for name in ("quantization_config", "rope_scaling", "rope_parameters"):
-            block = _object(file, part, name).get("weight_block_size")
-            if block and not (isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0):
-                raise ValueError(f"{file} says weight_block_size = {str(block)[:80]!r} in {name}; expected are two "
-                                 f"whole numbers of 1 or more; correct it")
+        quantised, *_ = [_object(file, part, name) for name in OBJECTS]
+        if (block := quantised.get("weight_block_size")) and not re.fullmatch(r"\[[1-9]\d*, [1-9]\d*\]", str(block)):
+            raise ValueError(f"{file} says weight_block_size = {str(block)[:80]!r}, where two whole numbers of 1 or more "
+                             f"are expected; correct it")
         for name, value in part.items():
             if COUNTS.search(name) and type(value) in (int, float) and not (
                     0 <= value < (2_000 if "layer" in name else 100_000)):
@@ -204,14 +205,8 @@ def _told(error: BaseException, file: Path) -> str:
     """What a library's error says, in one line, and where the value that it does not know is in a JSON file."""
     if type(error).__name__.startswith("StrictDataclass"):
         error = error.__cause__ or error
-    where = _places(read_json(file), error.args[0]) if type(error) is KeyError and file.is_file() else []
-    return " ".join([f"{type(error).__name__}:", *str(error)[:1000].split(), *where])
-
-
-def _places(fields: dict[str, Any], value: Any) -> Iterator[str]:
-    """The names in an object, and in those in it, that have a value."""
-    for name, found in fields.items():
-        if isinstance(found, dict):
-            yield from _places(found, value)
-        elif found == value:
-            yield f"is not known as {name}"
+    told = " ".join(str(error)[:1000].split())
+    if type(error) is KeyError and file.is_file():
+        for name in re.findall(rf'"(\w+)":\s*"{re.escape(told[1:-1])}"', file.read_text()):
+            told += f" is not known as {name}"
+    return f"{type(error).__name__}: {told}"

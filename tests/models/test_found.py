@@ -445,8 +445,8 @@ def test_weights_that_are_a_file_of_the_system(tmp_path):
 
 @pytest.mark.parametrize("field, value, words", [
     ("quantization_config", [], "quantization_config = '\\[\\]', which is no object"),
-    ("quantization_config", {"quant_method": "fp8", "weight_block_size": "x"}, "weight_block_size = 'x'.*two whole"),
-    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size = .*two whole"),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": "x"}, "weight_block_size = 'x'.*two whole numbers"),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size = .*two whole numbers"),
     ("hidden_act", "nope", "'nope' is not known as hidden_act"), ("hidden_act", 7, "'hidden_act' expected str"),
     ("rope_scaling", 7, "rope_scaling = '7', which is no object"),
     ("rope_parameters", {"rope_type": "none"}, "'none' is not known as rope_type")])
