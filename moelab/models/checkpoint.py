@@ -99,8 +99,7 @@ class Checkpoint:
             warnings.warn(f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
                           f"floating-point numbers: they are read as they are", stacklevel=2)
         if plain or not method:
-            for name in QUANTISATION:
-                vars(config).pop(name, None)
+            vars(config).pop("quantization_config", None)
         return compat.dequantising(config)
 
     def read(self, key: str, part: int | None = None) -> torch.Tensor:
@@ -125,14 +124,16 @@ def read_by_name(folder: Path) -> list[Path]:
             if path.suffix in SUFFIXES and not path.name.startswith(".")]
 
 
+def require_file(path: Path) -> None:
+    """ValueError for a folder, a pipe, or a link that leads nowhere."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file, or a link that leads nowhere; remove it, or put the file there")
+
+
 def _stays_inside(path: Path, home: Path) -> None:
     """ValueError for what is no regular file, or a small file that leads out of the folder but not into a hub cache."""
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:            # RuntimeError: links in a circle
-        raise ValueError(f"{path} is a link that leads nowhere ({error}); remove it, or put the file there") from error
-    if not real.is_file():
-        raise ValueError(f"{path} is no regular file; remove it")
+    require_file(path)
+    real = path.resolve()
     cached = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
     if not (real.is_relative_to(home) or cached or path.suffix == ".safetensors"):
         raise ValueError(f"{path} is a link to {real}. Weights may lie elsewhere; small files are read in the folder "
@@ -158,17 +159,17 @@ def load_config(folder: Path) -> Any:
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
         quantised, *_ = [_object(file, part, name) for name in OBJECTS]
         if (block := quantised.get("weight_block_size")) and not re.fullmatch(r"\[[1-9]\d*, [1-9]\d*\]", str(block)):
-            raise ValueError(f"{file} says weight_block_size = {str(block)[:80]!r}, where two whole numbers of 1 or more "
-                             f"are expected; correct it")
+            raise ValueError(f"{file} says weight_block_size = {str(block)[:80]!r}, where two whole numbers of 1 or "
+                             f"more are expected; correct it")
         for name, value in part.items():
             if COUNTS.search(name) and type(value) in (int, float) and not (
                     0 <= value < (2_000 if "layer" in name else 100_000)):
                 raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
     with blamed(file, f"it is no config of a {model_type} model"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        for inner in (getattr(config, name, None) for name in type(config).sub_configs):
-            for name in QUANTISATION if inner is not None else ():
-                if (said := vars(inner).pop(name, None)) and not quantisation(config):
+        for part in filter(None, (config, *(getattr(config, name, None) for name in type(config).sub_configs))):
+            for name in QUANTISATION:
+                if (said := vars(part).pop(name, None)) and not quantisation(config):
                     config.quantization_config = said
     beside = folder / "hf_quant_config.json"
     if beside.is_file() and not quantisation(config):
@@ -180,7 +181,7 @@ def load_config(folder: Path) -> Any:
 def _object(file: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
     """An object that one of a JSON file has, {} if it has none; ValueError for anything else of that name."""
     if not isinstance(value := fields.get(name), dict | None):
-        raise ValueError(f"{file} says {name} = {str(value)[:80]!r}, which is no object; correct it or remove that line")
+        raise ValueError(f"{file} says {name} = {str(value)[:80]!r}, which is no object; correct it, or remove it")
     return value or {}
 
 

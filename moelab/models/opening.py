@@ -15,7 +15,7 @@ from moelab import registry
 from moelab.cards import load_card
 from moelab.configs import spec_from_config
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint, blamed, read_by_name
+from moelab.models.checkpoint import Checkpoint, blamed, read_by_name, require_file
 from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
@@ -185,8 +185,8 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
     if not (files := [name for name in TOKENIZERS if os.path.lexists(folder / name)]):
         return None
-    if odd := [path for path in read_by_name(folder) if not path.is_file()]:
-        raise ValueError(f"{odd[0]} is no regular file, or a link that leads nowhere; remove it, or put the file there")
+    for path in read_by_name(folder):
+        require_file(path)
     settings = folder / "tokenizer_config.json"
     said = read_json(settings) if settings.is_file() else {}
     named = str(said.get("fast_tokenizer_files", ""))

@@ -397,7 +397,8 @@ def seam_class(cls: type) -> type:
 
 @lru_cache(maxsize=None)
 def _seam_class(cls: type, forward: Callable[..., Tensor]) -> type:
-    members = {"stock": cls, "compared": staticmethod(forward), "untraced": torch.compiler.disable(SeamExperts._executed)}
+    members = {"stock": cls, "compared": staticmethod(forward),
+               "untraced": torch.compiler.disable(SeamExperts._executed)}
     return type("Seam" + cls.__name__, (KINDS.get(cls.__name__, SeamExperts), cls), members)
 
 
