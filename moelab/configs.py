@@ -83,6 +83,8 @@ REFUSED = {
     "diffusion_gemma_text": "writes blocks of text by diffusion, its encoder and its decoder share their experts",
 }
 
+#: where configs say how they are quantised: transformers', and what MLX writes
+QUANTISATION = ("quantization_config", "quantization")
 #: quantization_config.quant_method → our dtype, or what finds it in the config
 QUANTISED: dict[str, Any] = {
     "mxfp4": "mxfp4", "fp8": "float8_e4m3fn",
@@ -187,13 +189,12 @@ def quantisation(config: Any) -> str | None:
     if not (read := _quantised(config)):
         return None
     method = read("quant_method") or next((name for key, name in UNNAMED.items() if read(key)), "an unnamed method")
-    return " ".join(filter(None, (str(getattr(method, "value", method)), read("quant_algo"))))
+    return " ".join(filter(None, (str(getattr(method, "value", method)), str(read("quant_algo") or ""))))
 
 
 def _quantised(config: Any) -> Callable[[str], Any] | None:
-    """What reads a field of a config's quantization_config; None without one."""
-    said = getattr(config, "quantization_config", None)
-    if not said:
+    """What reads a field of what a config says of quantisation; None if it says nothing."""
+    if not (said := next(filter(None, (getattr(config, name, None) for name in QUANTISATION)), None)):
         return None
     return said.get if isinstance(said, dict) else lambda key: getattr(said, key, None)
 

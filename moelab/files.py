@@ -167,6 +167,18 @@ def writable(path: str | Path) -> Path:
     return path
 
 
+def vacant(path: str | Path) -> Path:
+    """The absolute path of a folder that is to be made; to be asked before the work that fills it.
+
+    Raises FileExistsError: something is there; OSError: it cannot be written, and why.
+    """
+    path = absolute(path)
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists and is not overwritten; give another destination, or remove it first")
+    writable(path)
+    return path
+
+
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """A path to write a file or folder to, which takes the place of `path` when the block ends without an error.

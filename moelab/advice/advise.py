@@ -71,6 +71,8 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
         raise ValueError("only a model whose weights are here can be verified, and only on this machine: give its "
                          "folder and no device")
     simulate = verify or (found.folder is not None and not elsewhere if simulate is None else simulate)
+    shares, popularity = (zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed") if calibration is None else \
+        (_shares(calibration, spec), "as the calibration counted")
     if device is None:
         device = here(found.folder)
     elif not isinstance(device, DeviceSpec):
@@ -81,8 +83,6 @@ def advise(model: str | Path | None = None, memory: str | float | int = "auto", 
     if not nbytes:                                      # of a share, too: it would be one of the experts
         raise ValueError(f"memory is {memory!r}; it is that of the whole process, such as '8GB', or 'auto'")
     rates = MachineRates.of(device)
-    shares, popularity = (zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed") if calibration is None else \
-        (_shares(calibration, spec), "as the calibration counted")
     hits = hit_rates(shares)
 
     def arithmetic(rates: MachineRates, nbytes: int) -> list[Way]:

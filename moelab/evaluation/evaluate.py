@@ -86,6 +86,8 @@ def main(args: argparse.Namespace) -> int:
     with moelab.open_model(args.model, memory=args.memory or ("auto" if stored else None), device=args.device) as model:
         modes: Record = {"baseline": nullcontext}
         parts, batch = Ingredients(model, args), args.batch
+        for name in ("vectors", "estimator"):           # files that cannot be read, before anything is measured
+            _ = getattr(args, name) and getattr(parts, name)
         for mode, predictor in pairs:
             if mode == EXECUTOR:
                 name, options = executor_options(predictor)

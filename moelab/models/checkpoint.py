@@ -17,15 +17,19 @@ from typing import Any
 
 import torch
 
-from moelab.configs import quantisation
+from moelab.configs import QUANTISATION, quantisation
 from moelab.files import absolute, stamp
 from moelab.models import compat, deepseek
 from moelab.specs import DTYPE_BYTES
-from moelab.store.headers import Stored, other_weights, read_folder, read_json
+from moelab.store.headers import WEIGHT_MAP, Stored, other_weights, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+#: fields of a config that are objects, if they are there
+OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters")
+#: those that must be regular files beside the weights; without others a model only has no tokenizer
+READ = ("config.json", "generation_config.json", "hf_quant_config.json", WEIGHT_MAP, INDEX)
 #: safetensors' names of the types of plain weights
 FLOATS = ("F64", "F32", "F16", "BF16")
 #: names of what a config counts, and constructing a model takes time for
@@ -65,8 +69,8 @@ class Checkpoint:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint"
                                     f"{other_weights(folder)}")
-        for path in (*folder.iterdir(), *folder.glob("*chat_templates/*")):
-            if path.suffix in SUFFIXES and not path.name.startswith("."):
+        for path in read_by_name(folder):
+            if path.is_file() or path.suffix == ".safetensors" or path.name in READ:
                 _stays_inside(path, folder.resolve())
         stored = (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
         store = ExpertStore(folder) if stored else None
@@ -114,14 +118,22 @@ class Checkpoint:
         return tensor
 
 
+def read_by_name(folder: Path) -> list[Path]:
+    """What lies in a checkpoint's folder and would be read for its name, whatever it is."""
+    return [path for path in (*folder.iterdir(), *folder.glob("*chat_templates/*"))
+            if path.suffix in SUFFIXES and not path.name.startswith(".")]
+
+
+def require_file(path: Path) -> None:
+    """ValueError for a folder, a pipe, or a link that leads nowhere."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file, or a link that leads nowhere; remove it, or put the file there")
+
+
 def _stays_inside(path: Path, home: Path) -> None:
     """ValueError for what is no regular file, or a small file that leads out of the folder but not into a hub cache."""
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:            # RuntimeError: links in a circle
-        raise ValueError(f"{path} is a link that leads nowhere ({error}); remove it, or put the file there") from error
-    if not real.is_file():
-        raise ValueError(f"{path} is no regular file; remove it")
+    require_file(path)
+    real = path.resolve()
     cached = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
     if not (real.is_relative_to(home) or cached or path.suffix == ".safetensors"):
         raise ValueError(f"{path} is a link to {real}. Weights may lie elsewhere; small files are read in the folder "
@@ -140,27 +152,37 @@ def load_config(folder: Path) -> Any:
         own = ", or it comes with code of its own (auto_map), which is never run here" if "auto_map" in fields else ""
         raise ValueError(f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
                          f"({file}): upgrade transformers, or check the config{own}")
-    if not isinstance(fields.get("quantization_config") or {}, dict):
-        raise ValueError(f"{file} says quantization_config = {str(fields['quantization_config'])[:80]!r}, which is no "
-                         f"object; correct it or remove that line")
     for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
         if "/" in str(fields.get(name, "")):
             raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
                              f"of the kind is fetched. Remove that line")
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
+        quantised, *_ = [_object(file, part, name) for name in OBJECTS]
+        if (block := quantised.get("weight_block_size")) and not re.fullmatch(r"\[[1-9]\d*, [1-9]\d*\]", str(block)):
+            raise ValueError(f"{file} says weight_block_size = {str(block)[:80]!r}, where two whole numbers of 1 or "
+                             f"more are expected; correct it")
         for name, value in part.items():
             if COUNTS.search(name) and type(value) in (int, float) and not (
                     0 <= value < (2_000 if "layer" in name else 100_000)):
                 raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
     with blamed(file, f"it is no config of a {model_type} model"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        for inner in (getattr(config, name, None) for name in type(config).sub_configs):
-            if quantisation(inner) and not quantisation(config):
-                config.quantization_config = vars(inner).pop("quantization_config")
+        for part in filter(None, (config, *(getattr(config, name, None) for name in type(config).sub_configs))):
+            for name in QUANTISATION:
+                if (said := vars(part).pop(name, None)) and not quantisation(config):
+                    config.quantization_config = said
     beside = folder / "hf_quant_config.json"
     if beside.is_file() and not quantisation(config):
-        config.quantization_config = {"quant_method": "modelopt"} | dict(read_json(beside).get("quantization") or {})
+        config.quantization_config = {"quant_method": "modelopt"} | _object(
+            beside, read_json(beside), "quantization")
     return config
+
+
+def _object(file: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object that one of a JSON file has, {} if it has none; ValueError for anything else of that name."""
+    if not isinstance(value := fields.get(name), dict | None):
+        raise ValueError(f"{file} says {name} = {str(value)[:80]!r}, which is no object; correct it, or remove it")
+    return value or {}
 
 
 @contextmanager
@@ -177,4 +199,15 @@ def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iter
         if isinstance(error, OSError) and error.errno or not (
                 isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        raise ValueError(f"{file}: {what} ({type(error).__name__}: {str(error)[:1000]})") from error
+        raise ValueError(f"{file}: {what} ({_told(error, file)})") from error
+
+
+def _told(error: BaseException, file: Path) -> str:
+    """What a library's error says, in one line, and where the value that it does not know is in a JSON file."""
+    if type(error).__name__.startswith("StrictDataclass"):
+        error = error.__cause__ or error
+    told = " ".join(str(error)[:1000].split())
+    if type(error) is KeyError and file.is_file():
+        for name in re.findall(rf'"(\w+)":\s*"{re.escape(told[1:-1])}"', file.read_text()):
+            told += f" is not known as {name}"
+    return f"{type(error).__name__}: {told}"

@@ -25,7 +25,7 @@ import xxhash
 from moelab import registry
 from moelab.configs import spec_from_config
 from moelab.arguments import whole
-from moelab.files import cache_root
+from moelab.files import cache_root, vacant
 from moelab.forks import in_children
 from moelab.models import opening
 from moelab.models.checkpoint import SUFFIXES, Checkpoint
@@ -62,6 +62,7 @@ def convert(source: str | Path | None, destination: str | Path, codec: str = cod
         changed meanwhile.
     OSError: a disk is full or fails, or time is over; what is written is kept, and the same call goes on from there.
     """
+    vacant(destination)
     if quantize is not None:
         fewbit.find_format(quantize)
     checkpoint = Checkpoint.at(opening.find(source))

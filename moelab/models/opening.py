@@ -15,7 +15,7 @@ from moelab import registry
 from moelab.cards import load_card
 from moelab.configs import spec_from_config
 from moelab.models import compat
-from moelab.models.checkpoint import Checkpoint, blamed
+from moelab.models.checkpoint import Checkpoint, blamed, read_by_name, require_file
 from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
@@ -183,8 +183,10 @@ def require_tokenizer(name_or_path: str | Path | None) -> None:
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a checkpoint, None if it has none. Raises ValueError, saying why, if it cannot be read."""
     from transformers import AutoTokenizer
-    if not (files := [name for name in TOKENIZERS if (folder / name).exists()]):
+    if not (files := [name for name in TOKENIZERS if os.path.lexists(folder / name)]):
         return None
+    for path in read_by_name(folder):
+        require_file(path)
     settings = folder / "tokenizer_config.json"
     said = read_json(settings) if settings.is_file() else {}
     named = str(said.get("fast_tokenizer_files", ""))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from moelab.files import absolute, atomic
+from moelab.files import atomic, vacant
 from moelab.models.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.models.identity import of_checkpoint
 from moelab.store import fewbit
@@ -142,9 +141,7 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
     Raises FileExistsError: the destination exists.
     StoreError: the store is damaged, or does not give what it says that it was made from; its weights were rounded.
     """
-    store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), absolute(destination)
-    if os.path.lexists(destination):
-        raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
+    store, destination = store if isinstance(store, ExpertStore) else ExpertStore(store), vacant(destination)
     if store.quantized:
         raise StoreError(f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
                          f"is not in it; convert it without quantize= for a store that can be restored")

@@ -218,6 +218,7 @@ class SeamExperts(Dressed, nn.Module):
     executor: Run
     source: Source | None = None
     untraced: Callable[..., Tensor]         # `_executed`, of which torch.compile sees nothing
+    compared: Callable[..., Tensor]         # the forward of `stock`, when the guard compared it
     # what transformers' decorator sets on the modules of the classes that it decorates
     has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
 
@@ -227,6 +228,9 @@ class SeamExperts(Dressed, nn.Module):
         return (self.untraced if torch.compiler.is_compiling() else self._executed)(*args, **kwargs)
 
     def _executed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.stock.forward is not self.compared:
+            raise ValueError(f"somebody has replaced {self.stock.__name__}.forward since this model was opened, and "
+                             f"its experts would not run it: open the model again")
         if not torch.is_grad_enabled():
             return execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
         with torch.no_grad():
@@ -386,12 +390,15 @@ class _SwitchExperts(SeamExperts):
         return F.linear(h.to(weights["wo.weight"].dtype), weights["wo.weight"])
 
 
-@lru_cache(maxsize=None)
 def seam_class(cls: type) -> type:
     """The `SeamExperts` subclass of an architecture's experts class; itself of one that is."""
-    if issubclass(cls, SeamExperts):
-        return cls
-    members = {"stock": cls, "untraced": torch.compiler.disable(SeamExperts._executed)}
+    return cls if issubclass(cls, SeamExperts) else _seam_class(cls, cls.forward)
+
+
+@lru_cache(maxsize=None)
+def _seam_class(cls: type, forward: Callable[..., Tensor]) -> type:
+    members = {"stock": cls, "compared": staticmethod(forward),
+               "untraced": torch.compiler.disable(SeamExperts._executed)}
     return type("Seam" + cls.__name__, (KINDS.get(cls.__name__, SeamExperts), cls), members)
 
 

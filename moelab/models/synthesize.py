@@ -36,7 +36,7 @@ from moelab.models import compat, deepseek
 from moelab.models.convert import quantize_expert
 from moelab.models.direct import expert_parameters, store_layers
 from moelab.models.seam import discover
-from moelab.files import absolute, small_model
+from moelab.files import small_model, vacant
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
@@ -122,9 +122,7 @@ def synthesize(destination: str | Path, model: str | MoESpec, scale: float = 1.0
     Raises FileExistsError: the destination exists. ValueError: no such card, codec or format, or a geometry
     that cannot be had.
     """
-    destination = absolute(destination)
-    if destination.exists():
-        raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
+    destination = vacant(destination)
     if quantize is not None:
         fewbit.find_format(quantize)
         codec = codec or codecs.DEFAULT

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from moelab import recording
 from moelab.files import load_tensors, save_tensors
-from moelab.models import SeamExperts, discover, identity, plugged, spec_of
+from moelab.models import SeamExperts, discover, eager, identity, plugged, spec_of
 from moelab.models.identity import same_source
-from moelab.models.patches import Patches, change
-from moelab.models.seam import Run
+from moelab.models.patches import Patches, put
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 from moelab.schema import checked
@@ -120,13 +119,17 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
     prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
     max_new_tokens : tokens generated greedily after each prompt, which count too.
 
-    Raises ValueError: no prompts, an empty one, no tokenizer for texts, an executor that does not sum expert by expert,
-        an architecture whose residual stream is of an unknown kind.
+    Experts are computed one by one, as with the executor "exact", whichever the model was opened with.
+
+    Raises ValueError: no prompts, an empty one, no tokenizer for texts, an architecture whose residual stream is of an
+        unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, getattr(model, "tokenizer", None))
     with Patches() as patches:
         patches.callback(model.train, model.training)
-        patches.enter_context(plugged(model))
+        if (engine := getattr(getattr(model, "moelab", None), "engine", None)) is not None:
+            put(patches, engine, "executor", None)
+        patches.enter_context(plugged(model, engine or eager))
         weighted = type(discover(model)[0].experts).weighted is not SeamExperts.weighted
         sums = _Sums(spec.L, spec.E, streams(model), weighted)
         sums.attach(patches)
@@ -149,25 +152,32 @@ class _Sums:
 
     def attach(self, patches: Patches) -> None:
         for stream in self.streams:
-            change(patches, stream.layer.experts, "executor", lambda inner: partial(self._execute, inner))
+            for method in (self.contribution, self.accumulate):
+                put(patches, stream.layer.experts, method.__name__, partial(method, stream.layer.experts))
             for hook in stream.listen(partial(self._after, stream.layer.index)):
                 patches.callback(hook.remove)
 
-    def _execute(self, inner: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+    def contribution(self, experts: SeamExperts, x: Tensor, tokens: Tensor, w: Tensor, weights: dict[str, Tensor]
+                     ) -> Tensor:
+        """An expert's, which knows what it was before it was weighted."""
+        if self.weighted:
+            y = out = type(experts).contribution(experts, x, tokens, w, weights)
+        else:
+            y = experts.ffn(x[tokens], weights)
+            out = y * w[:, None]
+        out.unweighted = y
+        return out
+
+    def accumulate(self, experts: SeamExperts, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
         if self.sums is None:
             self.sums = torch.zeros(*self.counts.shape, x.shape[-1], dtype=torch.float64)
             self.shared = torch.zeros(len(self.tokens), x.shape[-1], dtype=torch.float64)
-        listener = _Listener(experts, self)
-        out = inner(x, ids, weights, listener)
-        if listener.outputs is not None:
-            raise ValueError(f"the executor {inner} does not add up its experts with "
-                             f"`experts.accumulate`; measure default vectors with moelab.models.eager")
+        for expert, _, out in contributions:
+            self.sums[experts.layer, expert] += out.unweighted.cpu().sum(0, dtype=torch.float64)
+            self.counts[experts.layer, expert] += len(out)
+        out = type(experts).accumulate(experts, x, contributions)
         self.routed[experts.layer] = out.clone()        # a block may add its shared experts in place
         return out
-
-    def add(self, layer: int, expert: int, y: Tensor) -> None:
-        self.sums[layer, expert] += y.cpu().sum(0, dtype=torch.float64)
-        self.counts[layer, expert] += len(y)
 
     def _after(self, layer: int, v: Tensor) -> None:
         routed = self.streams[layer].scale * self.routed.pop(layer).cpu().double()
@@ -182,29 +192,3 @@ class _Sums:
         d = torch.where(n > 0, sums / n.clamp(min=1), layer_mean)
         shared = self.shared / self.tokens[:, None].clamp(min=1)
         return DefaultVectors(d.float(), shared.float(), self.counts, self.weighted, model_id)
-
-
-class _Listener:
-    """An experts module as an executor sees it, which keeps each expert's output before it is weighted."""
-
-    def __init__(self, experts: SeamExperts, sums: _Sums) -> None:
-        self._experts, self._sums = experts, sums
-        self.outputs: list[Tensor] | None = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
-
-    def contribution(self, x: Tensor, tokens: Tensor, w: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        if self._sums.weighted:
-            y = out = self._experts.contribution(x, tokens, w, weights)
-        else:
-            y = self._experts.ffn(x[tokens], weights)
-            out = y * w[:, None]
-        self.outputs.append(y)
-        return out
-
-    def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
-        for (expert, _, _), y in zip(contributions, self.outputs, strict=True):
-            self._sums.add(self._experts.layer, expert, y)
-        self.outputs = None
-        return self._experts.accumulate(x, contributions)

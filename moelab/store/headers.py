@@ -76,7 +76,9 @@ def read_header(file: Path) -> dict[str, Stored]:
     try:
         with safe_open(file, "pt"):                 # the library checks them
             pass
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
         raise ValueError(f"{file} is no whole safetensors file: {str(error)[:1000]}; download or write it again"
                          ) from error
     with open(file, "rb") as f:

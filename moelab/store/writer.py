@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moelab.files import absolute
+from moelab.files import vacant
 from moelab.journal import Journal
 from moelab.progress import progress
 from moelab.records import Record
@@ -56,11 +56,8 @@ class StoreWriter:
     def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
                  codec: str = codecs.DEFAULT, shards: int = codecs.SHARDS, quantized: str | None = None,
                  content: str = "") -> None:
-        self.destination = absolute(destination)
+        self.destination = vacant(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
-        if os.path.lexists(self.destination):
-            raise FileExistsError(f"{self.destination} exists and is not overwritten; give another destination or "
-                                  f"remove it first")
         codecs.find_codec(codec)
         if type(shards) is not int or not 1 <= shards <= 1024:
             raise ValueError(f"shards is {shards!r}; the exponents of a tensor go into 1 to 1024 shards")

@@ -87,6 +87,15 @@ def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
     assert message in told and "Traceback" not in told
 
 
+@pytest.mark.parametrize("option, what", [("--estimator", "estimator"), ("--vectors", "default vectors")])
+def test_a_foreign_file_is_refused_before_anything_is_measured(option, what, tmp_path, monkeypatch, capsys):
+    (tmp_path / "x").write_bytes(b"something else")
+    monkeypatch.setattr(evaluate.accuracy, "compare", lambda *_, **__: pytest.fail("the baseline was measured"))
+    for modes in ("speculative:router", "speculative:previous"):
+        assert main(["evaluate", *QUICK, "--modes", modes, option, str(tmp_path / "x")]) == 2
+        assert f"no readable {what}" in capsys.readouterr().err
+
+
 def test_options_of_an_executor_are_read_as_what_they_are():
     """The text "false" is true in Python."""
     name, options = evaluate.executor_options("blockwise:skip_blocks=false:block_size=8")

@@ -339,6 +339,26 @@ HOW = {"exact": {}, "fast": {"executor": "fast"}, "gemv": {"executor": "gemv"}, 
        "offloaded fast": {"memory": 0.5, "executor": "fast"}, "external": {"experts": "external"}}
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
+@pytest.mark.parametrize("name", ["dots1", "llama4_text"])
+def test_an_experts_class_with_another_forward_is_refused_by_name(name, way, tmp_path, monkeypatch):
+    stock, options, dtype = opened(name, way, tmp_path)
+    experts = type(next(module for path, module in stock.named_modules() if path.endswith(".experts")))
+    own = experts.forward
+    with open_model(**options) as lm:
+        wanted = logits(lm)
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "forward", lambda self, *args, **kwargs: 2 * own(self, *args, **kwargs))
+            with pytest.raises(ValueError, match=f"replaced {experts.__name__}.forward since"):
+                logits(lm)
+            with pytest.raises(ValueError, match=f"{experts.__name__} .*otherwise than the seam"):
+                open_model(**options)
+            patch.setattr(experts, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+            with open_model(**options) as again:
+                assert close(logits(again), wanted, dtype)
+        assert close(logits(lm), wanted, dtype)
+
+
 def frozen(model):
     return [*model.parameters()][:0]
 

@@ -23,6 +23,7 @@ from moelab.models.direct import CheckpointExperts
 from moelab.models import convert as converting
 from moelab.models.convert import convert
 from moelab.models.restore import places, restore
+from moelab.models.synthesize import synthesize
 from moelab.store.layout import ExpertStore, StoreError
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import main as verify_main
@@ -209,6 +210,20 @@ def test_refusals(tmp_path, monkeypatch):
             plug(model, source=StoreExperts(store))
     with pytest.raises(FileExistsError, match="not overwritten"):
         restore(store, tmp_path / "m")
+
+
+def test_a_destination_that_cannot_be_made_is_told_before_the_work(tmp_path, monkeypatch):
+    store = convert(small_checkpoint(tmp_path / "m"), tmp_path / "s")
+    monkeypatch.setattr(Checkpoint, "at", lambda folder: pytest.fail("the source was read"))
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, words in (("file", "not overwritten"), ("link", "not overwritten"), ("file/below", "Not a directory"),
+                        ("file/further/below", "Not a directory")):
+        for make in (lambda to: convert(tmp_path / "m", to), lambda to: restore(store, to),
+                     lambda to: synthesize(to, "Mixtral-8x7B")):
+            with pytest.raises(OSError, match=f"{name}.* {words}"):
+                make(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_an_interrupted_conversion_goes_on_and_not_with_another_source(tmp_path, monkeypatch):

@@ -238,6 +238,8 @@ def codes(key: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
         "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {
             "group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group"}}}}),
     ("MLX", mlx, {"group_size": 64, "bits": 4}),
+    ("MLX", mlx, {"quantization": {"group_size": 64, "bits": 4}}),
+    ("MLX", mlx, {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}),
     ("bitsandbytes", codes, {"load_in_4bit": True}), ("bitsandbytes", codes, {"quant_method": "bitsandbytes"}),
     *((method, codes, {"quant_method": method}) for method in ("exl2", "exl3", "hqq", "aqlm", "quanto", "mxfp8")),
 ])
@@ -247,7 +249,8 @@ def test_a_format_that_is_not_read_is_named(words, made, said, tmp_path):
     tensors = {}
     for key, w in load_file(folder / "model.safetensors").items():
         tensors |= made(key, w) if ".experts." in key else {key: w}
-    rewrite(folder, tensors, **{"quantization_config": said} if said else {})
+    said = said or {}
+    rewrite(folder, tensors, **said if "quantization" in said else {"quantization_config": said})
     if not said:
         (folder / "hf_quant_config.json").write_text(json.dumps({
             "producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
@@ -411,6 +414,49 @@ def test_a_model_whose_tokenizer_cannot_be_read_opens_without_it(what, tmp_path,
             assert model.tokenizer is None and torch.equal(logits(model), truth)
     with pytest.raises(ValueError, match=words):
         require_tokenizer(folder)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda file: file.symlink_to("nowhere")])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_that_is_no_file(name, make, tmp_path):
+    folder = Path(shutil.copytree(small_model(), tmp_path / "m"))
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    with pytest.warns(UserWarning, match=f"without a tokenizer.*{name} is no regular file"):
+        assert open_model(folder, experts="external").tokenizer is None
+
+
+@pytest.mark.parametrize("said", [5, "x", [], ["a"], True])
+def test_quantisation_in_a_file_of_its_own_is_an_object(said, tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "m")
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    with pytest.raises(ValueError, match="hf_quant_config.json says quantization = .*no object"):
+        open_model(folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that cannot be mapped is needed")
+def test_weights_that_are_a_file_of_the_system(tmp_path):
+    file = tiny.save("qwen3_moe", tmp_path / "m") / "model.safetensors"
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match="model.safetensors is no whole safetensors file"):
+        open_model(file.parent)
+
+
+@pytest.mark.parametrize("field, value, words", [
+    ("quantization_config", [], "quantization_config = '\\[\\]', which is no object"),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": "x"}, "weight_block_size = 'x'.*two whole numbers"),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size = .*two whole numbers"),
+    ("hidden_act", "nope", "'nope' is not known as hidden_act"), ("hidden_act", 7, "'hidden_act' expected str"),
+    ("rope_scaling", 7, "rope_scaling = '7', which is no object"),
+    ("rope_parameters", {"rope_type": "none"}, "'none' is not known as rope_type")])
+def test_a_field_that_makes_no_sense_is_named(field, value, words, tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "m")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {field: value}))
+    with pytest.raises(ValueError, match=words) as error:
+        open_model(folder)
+    assert "\n" not in str(error.value) and "config.json" in str(error.value)
 
 
 def test_own_code_beside_a_tokenizer_that_needs_none(tmp_path):

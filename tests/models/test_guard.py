@@ -156,10 +156,10 @@ def test_each_kind_of_experts_is_needed(name, monkeypatch):
     with monkeypatch.context() as without:
         without.setattr(guard, "_PASSED", set())
         without.delitem(seam.KINDS, name)
-        seam.seam_class.cache_clear()
+        seam._seam_class.cache_clear()
         with pytest.raises(ValueError, match=name):
             seam.check(layer, torch.bfloat16)
-    seam.seam_class.cache_clear()
+    seam._seam_class.cache_clear()
     seam.check(layer, torch.bfloat16)
 
 

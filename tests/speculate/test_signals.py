@@ -147,27 +147,35 @@ def test_with_the_true_outputs_the_layer_default_is_the_blocks_output(tiny_model
             torch.testing.assert_close(d, y.reshape(1, -1), rtol=1e-4, atol=1e-6)
 
 
-def test_measuring_changes_nothing_and_listens_to_what_is_plugged(tiny_model):
+def test_measuring_changes_nothing_whatever_computes_the_experts(tiny_model):
     model = tiny_model("mixtral")
     classes = [type(m) for m in model.modules()]
     expected = default_vectors(model, PROMPTS)
     assert [type(m) for m in model.modules()] == classes
-    calls = []
 
-    def counting(x, ids, weights, experts):
-        calls.append(experts.layer)
-        return eager(x, ids, weights, experts)
-    plug(model, executor=counting)
+    def wrong(x, ids, weights, experts):
+        return x
+    plug(model, executor=wrong)
     try:
-        again = default_vectors(model, PROMPTS)
-        assert calls == [0, 1, 2] * len(PROMPTS) and discover(model)[0].experts.executor is counting
-        assert torch.equal(again.d, expected.d)
-        plug(model, executor=lambda x, ids, weights, experts: x)
-        with pytest.raises(ValueError, match="moelab.models.eager"):
-            default_vectors(model, PROMPTS)
+        assert torch.equal(default_vectors(model, PROMPTS).d, expected.d)
+        assert discover(model)[0].experts.executor is wrong
     finally:
         plug(model, executor=eager)
         moelab.models.unplug(model)
+
+
+@pytest.mark.parametrize("executor", ["fast", "gemv", "sorted", "tiered", "blockwise"])
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_the_executor_that_a_model_was_opened_with_changes_no_default_vectors(tmp_path, executor, memory):
+    folder = tiny.save("qwen3_moe", tmp_path)
+    with moelab.open_model(folder) as lm:
+        expected = default_vectors(lm, PROMPTS, max_new_tokens=2)
+    with moelab.open_model(folder, executor=executor, memory=memory) as lm:
+        found = default_vectors(lm, PROMPTS, max_new_tokens=2)
+        lm(torch.tensor(PROMPTS[:1]))
+    assert torch.equal(found.counts, expected.counts)
+    torch.testing.assert_close(found.d, expected.d, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.shared, expected.shared, rtol=1e-4, atol=1e-6)
 
 
 def test_generated_tokens_count_too(tiny_model):

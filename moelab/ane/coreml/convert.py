@@ -38,7 +38,7 @@ from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
 from moelab.configs import spec_from_config
-from moelab.files import absolute, write_text
+from moelab.files import vacant, write_text
 from moelab.journal import Journal
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint
@@ -90,9 +90,7 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
     experts that have no graphs, a bad chunk, and a graph that does not compute what torch does.
     """
     coremltools()
-    destination = absolute(destination)
-    if destination.exists():
-        raise FileExistsError(f"{destination} exists and is not overwritten; give another destination")
+    destination = vacant(destination)
     checkpoint = Checkpoint.at(opening.find(model))
     config = checkpoint.config()
     spec = spec_from_config(config, name=opening.model_name(model, checkpoint.folder))

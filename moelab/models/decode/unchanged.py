@@ -57,7 +57,7 @@ class Unchanged:
         """What the modules are now is what they shall be."""
         forwards = [vars(module).get("forward") for module in self.silent + self.heard]
         self.links = [link for link in forwards if hasattr(link, "call")]
-        self.classes = [*{type(module): None for module in self.modules}]
+        self.classes = [*{getattr(type(module), "stock", type(module)): None for module in self.modules}]
         self.weights = [tensor for table in self.held for tensor in table.values() if tensor is not None]
         self.known, self.state = [dict(table) for table in self.tables], self._state()
 
