@@ -9,11 +9,13 @@ import argparse
 import errno
 import importlib
 import os
+import re
 import sys
+import tempfile
 
 from moelab import __version__
 from moelab.arguments import Parser
-from moelab.registry import require
+from moelab.table import filled
 
 #: name → (module, what it does, an example of its arguments)
 COMMANDS = {
@@ -58,14 +60,12 @@ FORESEEN = (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryE
 
 
 def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
-    """The parser; only the chosen command's arguments are known to it. ValueError: there is no such command."""
+    """The parser; only the chosen command's arguments are known to it."""
     parser = Parser(prog="moelab", description="Mixture-of-experts models on machines too small for them.")
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
-    if chosen is not None:
-        require("command", chosen, COMMANDS)
     for name, (module, purpose, example) in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".",
                                       epilog=f"example: moelab {name} {example}".rstrip(),
@@ -75,6 +75,7 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
             implementation = importlib.import_module(module)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)
+        command.epilog = filled(re.sub(r"(?<=\S)\n(?=\S)", " ", command.epilog))     # of prose, but not of tables
     return parser
 
 
@@ -105,6 +106,8 @@ def _run(arguments: list[str]) -> int:
         try:
             os.getcwd()
         except OSError as error:                # torch's libraries would end the process
+            if "doctor" in arguments[:2]:       # which needs no folder: another one's disk is measured
+                return os.chdir(tempfile.gettempdir()) or args.main(args)
             raise ValueError(f"the folder that you are in was removed, or is closed to you ({error.strerror}): go to "
                              f"another one") from error
         return args.main(args)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import Action, ArgumentParser, ArgumentTypeError
+from argparse import PARSER, REMAINDER, Action, ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,6 +37,19 @@ class Parser(ArgumentParser):
                 "; a size is one word, such as 16GB" if re.fullmatch("[kmgt]i?b?", left[0].lower()) else ""
             self.error(f"nothing here takes {' '.join(left)}{hint}")
         return namespace, left
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        """As argparse's, of the commands within a command."""
+        try:
+            require("command", value, action.choices or [value])
+        except ValueError as error:
+            raise ArgumentError(action, str(error)) from None
+
+    def _get_values(self, action: Action, texts: list[str]) -> Any:
+        """As argparse's, but an empty text, which would be a path to the working folder, is refused."""
+        if "" in texts and action.nargs not in (PARSER, REMAINDER):
+            raise ArgumentError(action, "it is empty; give a value, or leave it out")
+        return super()._get_values(action, texts)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"moelab: {message} ({self.prog} --help)\n")

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.files import finished_runs, read_json, results_root, shipped
-from moelab.records import BenchFile, MetricsFile
+from moelab.records import BenchFile, MetricsFile, Record, Records
 from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table
 
@@ -49,7 +49,7 @@ HEAD = ["claim", "model, hardware", "source's value", "ours", "kind", "verdict",
 COMBINE: dict[str, Callable[[list[float]], float]] = {
     "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
     "least": min, "most": max}
-Metrics = dict[str, dict[str, Any]]         # name → {"value", "kind"}
+Metrics = Records                           # name → {"value", "kind"}
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Row:
     spread: tuple[float, float] | None
     kind: str
     verdict: str
-    readings: dict[str, Any] = field(default_factory=dict)      # other choices → what it is by them
-    lost: dict[str, Any] = field(default_factory=dict)          # those by which what holds by ours does not
+    readings: Record = field(default_factory=dict)              # other choices → what it is by them
+    lost: Record = field(default_factory=dict)                  # those by which what holds by ours does not
 
     @property
     def why(self) -> str:
@@ -200,9 +200,9 @@ def load(path: str | Path | None = None) -> list[Claim]:
         return _claims(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
-def _claims(content: dict[str, Any]) -> list[Claim]:
-    sources, found = typed(content.pop("source", {}), dict[str, dict[str, Any]], "source"), []
-    for source, claims in typed(content, dict[str, list[dict[str, Any]]]).items():
+def _claims(content: Record) -> list[Claim]:
+    sources, found = typed(content.pop("source", {}), Records, "source"), []
+    for source, claims in typed(content, dict[str, list[Record]]).items():
         if source not in sources:
             raise ValueError(f"claims of {source!r}, which [source] does not name; it names {', '.join(sources)}")
         values = {str(of.get("id")): of.get("value") for of in claims}
@@ -217,7 +217,7 @@ def _claims(content: dict[str, Any]) -> list[Claim]:
     return found
 
 
-def _of_others(null: str, values: dict[str, Any]) -> float:
+def _of_others(null: str, values: Record) -> float:
     """A product and quotient of claims, by id, and of numbers; of a range its middle."""
     numbers, words = [], null.split()
     for word in words[::2]:
@@ -253,7 +253,7 @@ def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
     return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [baseline["metrics"]]
 
 
-def flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
+def flat(results: Record, before: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
     for name, value in results.items():
         if isinstance(value, dict):
             yield from flat(value, (*before, name))
@@ -261,7 +261,7 @@ def flat(results: dict[str, Any], before: tuple[str, ...] = ()) -> Iterable[tupl
             yield " | ".join((*before, name)), value
 
 
-def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, dict[str, Any]]:
+def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
     """(value, kind, readings) of what answers a claim; (None, "", {}) if a metric is gone, or no number but needed."""
     names = [[name for name in metrics if name == wanted or fnmatchcase(name, wanted)] for wanted in claim.metric[1:]]
     found = [metrics[name] for some in names for name in some]
@@ -329,8 +329,8 @@ def problems(answered: Iterable[Row]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", choices=dict.fromkeys(claim.source for claim in ledger()),
-                        help="only this source's claims")
+    sources = dict.fromkeys(claim.source for claim in ledger())
+    parser.add_argument("--source", choices=sources, metavar="NAME", help=f"only its claims: {', '.join(sources)}")
     parser.add_argument("--check", action="store_true", help="fail if a metric is gone or a claim is unanswered")
     parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
 
@@ -341,7 +341,7 @@ def main(args: argparse.Namespace) -> int:
     print(summary(answered))
     for source in dict.fromkeys(claim.source for claim in chosen):
         own = [row for row in answered if row.claim.source == source]
-        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own], fit=True))
+        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own]))
     wrong = problems(answered) if args.check else []
     print("".join(f"\nFAILED {problem}" for problem in wrong).lstrip("\n"), end="\n" if wrong else "")
     return 1 if wrong else 0

@@ -6,12 +6,12 @@ most that it was in the runs of the same notebook with the same parameters: one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.files import absolute, finished_runs, read_json, results_root
-from moelab.records import FigureFile, MetricsFile
+from moelab.records import FigureFile, MetricsFile, Record
+from moelab.registry import near
 from moelab.table import format_value
 
 Spread = tuple[float, float]
@@ -37,14 +37,13 @@ class Metric(NamedTuple):
         return "" if a == b else "only one has it" if None in (a, b) else "differs"
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Runs A and B. params : name → values, of parameters that differ. figures : name → what both runs kept of it."""
 
     runs: tuple[Path, Path]
     params: dict[str, tuple[Any, Any]]
     metrics: list[Metric]
-    figures: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    figures: dict[str, tuple[Record, Record]]
 
     @property
     def names(self) -> tuple[str, str]:
@@ -85,8 +84,8 @@ def find_run(run: str | Path, results: str | Path | None = None) -> Path:
     matches = [name for name in names if is_named(name, str(run))]
     newest = [path for name in matches for path in saved_runs(name, results)][-1:]
     if not newest:
-        raise ValueError(f"{run} is neither the folder of a saved run nor a notebook that has one; there are runs of "
-                         f"{', '.join(names) or 'none'}: `moelab list`")
+        raise ValueError(f"{run} is neither the folder of a saved run nor a notebook that has one."
+                         f"{near(str(run), names)} There are runs of {', '.join(names) or 'none'}: `moelab list`")
     return newest[0]
 
 

@@ -47,7 +47,9 @@ from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, route_i
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: options of `moelab.open_model` that several ranks do not take
 ALONE = ("memory", "cache", "plan", "prefetch", "cache_aware", "workers", "dense", "quantize", "device", "mode")
-CACHES = [name for name in registry.names("cache") if name not in ("belady", "next-token")]    # which need more
+#: kind → names of it that are offered here; others need what no file has
+OFFERED = {kind: [name for name in registry.names(kind) if name not in ("belady", "next-token", "hybrid", "oracle")]
+           for kind in ("executor", "cache", "predictor", "format")}
 
 
 @dataclass(frozen=True)
@@ -74,30 +76,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--memory", type=memory, metavar="SIZE", help="for routed experts, the others stay on "
                         "disk: 8GB, 50%%, auto (default: all in memory)")
-    parser.add_argument("--cache", choices=CACHES, metavar="NAME",
+    parser.add_argument("--cache", choices=OFFERED["cache"], metavar="NAME",
                         help=f"with --memory, who is evicted (default: {DEFAULT_POLICY})")
     parser.add_argument("--plan", choices=["auto"], help="with --memory and --calibration, of a compressed store: what "
                         "to keep in which state, chosen by simulation (default: whole experts)")
-    parser.add_argument("--prefetch", choices=registry.names("predictor"), metavar="NAME",
+    parser.add_argument("--prefetch", choices=OFFERED["predictor"], metavar="NAME",
                         help="with --memory, what predicts which experts to load ahead")
     parser.add_argument("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
     parser.add_argument("--cache-aware", type=number(0), metavar="MARGIN", help="with --memory and --executor fast, "
                         "lossy: experts in memory are chosen before others that lead them by less than so many logits")
     parser.add_argument("--workers", type=whole(1), metavar="N",
                         help="with --memory, decode workers (default: 1)")
-    parser.add_argument("--executor", choices=registry.names("executor"), default="exact", metavar="NAME",
+    parser.add_argument("--executor", choices=OFFERED["executor"], default="exact", metavar="NAME",
                         help="what computes the experts (default: %(default)s)")
     parser.add_argument("--dense", choices=DENSE, help="with --executor fast: all other linear layers by copies "
                         "of fewer bits, made when it is opened; bf12 is lossless, the others round")
-    parser.add_argument("--quantize", choices=registry.names("format"), metavar="FORMAT",
+    parser.add_argument("--quantize", choices=OFFERED["format"], metavar="FORMAT",
                         help="round the experts, once, to a store in data/cache, and run that")
     parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`, for executors with "
                         "capacities and for --plan auto; on several ranks, experts are placed so that it loads all "
                         "ranks alike (EPLB)")
-    parser.add_argument("--parallel", choices=(*VARIANTS, "auto"), help=f"how experts are spread over the ranks that "
-                        f"torchrun started, to have memory for them, not to be faster: all-gather, all-to-all-v, "
-                        f"deduplicated, cut, both, cut along H, tokens in blocks, or as AWS Neuron's guide advises "
-                        f"(default: {DEFAULT})")
+    parser.add_argument("--parallel", choices=(*VARIANTS, "auto"), metavar="NAME", help=f"how experts are spread over "
+                        f"the ranks that torchrun started, to have memory for them, not to be faster: ep (all-gather), "
+                        f"ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp (cut), tp-ep (both), hidden (cut along "
+                        f"H), blocks (tokens in blocks), auto: as AWS Neuron's guide advises (default: {DEFAULT})")
     parser.add_argument("--spare", type=whole(), default=0, metavar="N", help="with --calibration, on several ranks: "
                         "so many places more in each layer, where the busiest experts are held again")
     parser.add_argument("--tp", type=whole(1), metavar="N", help="ranks that share an expert, for tp-ep (default: 2)")
@@ -112,15 +114,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "https://ui.perfetto.dev; with --memory, every read, decoding and wait")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.epilog = "\n\n".join([parser.epilog or "", *(
-        f"{kind}s:\n{registry.describe(kind)}" for kind in ("executor", "cache", "predictor", "format"))])
+        f"{kind}s:\n{registry.describe(kind, offered)}" for kind, offered in OFFERED.items())])
 
 
 def main(args: argparse.Namespace) -> int:
-    options = {"model": args.model, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
-               "executor": args.executor, "dtype": args.dtype, "stream": not args.json, "perfetto": args.perfetto}
+    options = {name: getattr(args, name) for name in (
+        "model", "prompt", "max_new_tokens", "executor", "dtype", "perfetto")} | {"stream": not args.json}
+    if (args.estimator is None) != (args.prefetch != "estimator"):
+        raise ValueError("--prefetch estimator and --estimator FILE need each other; moelab.speculate.train makes the "
+                         "file (notebook 04)")
+    if args.prefetch == "static" and args.calibration is None:
+        raise ValueError("--prefetch static needs --calibration FILE, made by `moelab calibrate MODEL FILE`")
     if args.estimator is not None:
-        if args.prefetch != "estimator":
-            raise ValueError("--estimator FILE is for --prefetch estimator")
         args.prefetch = estimating(args.estimator)
     calibration = Calibration.load(args.calibration) if args.calibration else None
     if "RANK" in os.environ:

@@ -26,6 +26,7 @@ from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
 from moelab.offloading.offload import DEFAULT_POLICY, offload
 from moelab.offloading.session import Session
 from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vectors, takes
+from moelab.speculate.predictors import lacking
 from moelab.store.layout import ExpertStore
 
 #: further options with `memory`: those of `offload` and of `Reader`
@@ -146,11 +147,11 @@ def _check_prefetch(prefetch: Any, calibration: Calibration | None) -> None:
         return
     _check("predictor", prefetch, isinstance(prefetch, Predictor) or callable(prefetch),
            "a Predictor, or what makes one of a model")
-    lacking = [part for part in takes(prefetch) if part not in ("vectors", "seed")] if isinstance(prefetch, str) else []
-    if lacking and not (prefetch == "static" and calibration is not None):
-        raise ValueError(f"the predictor {prefetch} needs {' and '.join(f'{p}={INGREDIENTS[p]}' for p in lacking)}: "
+    needed = lacking(prefetch) if isinstance(prefetch, str) else []
+    if needed and not (prefetch == "static" and calibration is not None):
+        raise ValueError(f"the predictor {prefetch} needs {' and '.join(f'{p}={INGREDIENTS[p]}' for p in needed)}: "
                          f"prefetch=lambda model: moelab.opening.make_predictor(model, {prefetch!r}, "
-                         f"{', '.join(f'{p}=…' for p in lacking)})")
+                         f"{', '.join(f'{p}=…' for p in needed)})")
 
 
 def _check_device(device: Any) -> None:

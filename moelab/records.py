@@ -14,6 +14,13 @@ from moelab.schema import Amount, Count, Must
 #: modelled: a fitted formula; paper: a source's figure
 KINDS = ("exact", "measured", "simulated", "modelled", "paper")
 Value = float | str | bool
+#: a row of a table: column → cell; an object of JSON
+Record = dict[str, Any]
+Rows = list[Record]
+#: rows by name, as in a section of a bench's results
+Records = dict[str, Record]
+#: a row of numbers
+Numbers = dict[str, float]
 
 
 class Metric(TypedDict):

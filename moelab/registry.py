@@ -57,22 +57,26 @@ class Described(dict[str, tuple[str, str]]):
     """Name → (what it is for, "use" or "teaching"), which prints as a table."""
 
     def __repr__(self) -> str:
-        return text_table(["name", "what it is for", "of"], [(name, *told) for name, told in self.items()], fit=True)
+        return text_table(["name", "what it is for", "of"], [(name, *told) for name, told in self.items()])
 
 
-def describe(kind: str) -> Described:
-    """Name → (what it is for, "use" or "teaching")."""
+def describe(kind: str, among: Iterable[str] | None = None) -> Described:
+    """Name → (what it is for, "use" or "teaching"), of all or of some names."""
     return Described({name: (entry.purpose() if callable(entry.purpose) else entry.purpose,
-                             "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()})
+                             "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()
+                      if among is None or name in among})
 
 
 def require(what: str, name: str, known: Iterable[str]) -> None:
     """ValueError unless a name is one of the known ones; the message lists these, and says which one is near."""
-    known = list(known)
-    if name not in known:
-        close = get_close_matches(str(name).lower(), (lower := {one.lower(): one for one in known}), n=1)
-        hint = f" Did you mean {lower[close[0]]!r}?" if close else ""
-        raise ValueError(f"there is no {what} {name!r}.{hint} There are: {', '.join(known)}")
+    if name not in (known := list(known)):
+        raise ValueError(f"there is no {what} {name!r}.{near(name, known)} There are: {', '.join(known) or 'none'}")
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """" Did you mean …?" with the known name that a wrong one is like; "" if it is like none."""
+    lower = {one.lower(): one for one in known}
+    return "".join(f" Did you mean {lower[one]!r}?" for one in get_close_matches(str(name).lower(), lower, n=1))
 
 
 def like(kind: str, text: Any) -> str | None:

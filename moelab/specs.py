@@ -105,9 +105,10 @@ class MoESpec:
         for field in ("E", "K", "H", "I", "num_layers"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{self.name}: {field} is {getattr(self, field)}; it must be at least 1")
-        if min(self.shared_I, self.dense_I, self.vocab, self.heads, self.kv_heads, self.head_dim) < 0:
-            raise ValueError(f"{self.name}: a size is negative")
-        if [*self.moe_layers] != sorted({*self.moe_layers} & {*range(self.num_layers)}):
+        for field in ("shared_I", "dense_I", "vocab", "heads", "kv_heads", "head_dim"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{self.name}: {field} is {getattr(self, field)}; it must be at least 0")
+        if [*self.moe_layers] != sorted({n for n in self.moe_layers if n in range(self.num_layers)}):
             raise ValueError(f"{self.name}: moe_layers are {self.moe_layers}; they must be rising indices of its "
                              f"{self.num_layers} layers")
         if self.K > self.E:

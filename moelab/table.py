@@ -8,7 +8,7 @@ from decimal import Decimal
 from html import escape
 from itertools import zip_longest
 from shutil import get_terminal_size
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import Any
 
 
@@ -96,16 +96,25 @@ def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str],
     return head, [[row.get(column) for column in head] for row in dictionaries]
 
 
-def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]], fit: bool = False) -> str:
-    """Columns aligned under their heads, for the terminal; cells are written by `format_value`.
+def terminal_width() -> int:
+    """Columns of the terminal ($COLUMNS), or 100 where there is none."""
+    return get_terminal_size((100, 24)).columns
 
-    fit : wrap the widest columns where a table is wider than the terminal ($COLUMNS), or than 100 where there is none.
-    """
+
+def filled(text: str) -> str:
+    """Prose within the terminal's width; lines that begin with a blank, as of tables and commands, stay as they are."""
+    return "\n".join(line if line.startswith(" ") else fill(line, terminal_width(), break_on_hyphens=False,
+                                                            break_long_words=False) for line in text.split("\n"))
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns aligned under their heads, the widest wrapped where it would be wider than the terminal; cells are
+    written by `format_value`."""
     rows = [list(head), *([format_value(cell) for cell in row] for row in rows)]
     columns = list(zip(*rows))
     widths = [max(map(len, column)) for column in columns]
     least = [min(24, max((len(word) for cell in column for word in cell.split()), default=0)) for column in columns]
-    over = sum(widths) + 2 * len(widths) - get_terminal_size((100, 24)).columns if fit else 0
+    over = sum(widths) + 2 * len(widths) - terminal_width()
     while over > 0 and (wide := [i for i in range(len(widths)) if widths[i] > least[i]]):
         widths[max(wide, key=widths.__getitem__)] -= 1
         over -= 1

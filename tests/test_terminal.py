@@ -49,7 +49,8 @@ def test_a_real_terminal_of_another_encoding():
     (["generate", "--prefetch", "quasy"], "'quasi'"), (["generate", "--cache", "lruu"], "'lru'"),
     (["generate", "--executor", "fasst"], "'fast'"), (["convert", "a", "b", "--quantize", "intt4"], "'int4'"),
     (["bench", "engin"], "'engine'"), (["ane", "plan", "x", "--device", "m2-ultr"], "'m2-ultra'"),
-    (["ane", "plen", "x"], "'plan'"), (["view", "budgt"], "'budget'"), (["evaluate", "--modes", "hnt"], "'hint'"),
+    (["ane", "pln"], "mean 'plan'"), (["run", "calibraton"], "mean '01_calibration'"), (["sweep", "engin", "--grid", "a=1"],
+    "mean 'engine'"), (["view", "model_map", "-p", "color=x"], "mean 'colour'"), (["view", "budgt"], "'budget'"), (["evaluate", "--modes", "hnt"], "'hint'"),
     (["evaluate", "--modes", "executor:fsat"], "'fast'"), (["evaluate", "--modes", "hint:quazi"], "'quasi'"),
     (["advise", "qwen3-30b-a3"], "'Qwen3-30B-A3B'"), (["synthesize", "x", "--model", "Mixtral"], "'Mixtral-8x7B'"),
     (["generate", "data", "--memory", "50%", "GB"], "one word, such as 16GB"), (["generate", "--memory", "16"], "'16GB'"),
@@ -85,7 +86,7 @@ def test_a_description_prints_as_a_table_and_names_go_in_any_case(kind):
 def test_a_table_fits_the_terminal_and_loses_no_word(rows, columns):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
-        lines = text_table(["x", "y", "z"], rows, fit=True).splitlines()
+        lines = text_table(["x", "y", "z"], rows).splitlines()
     longest = [max([1, *(len(word) for row in rows for word in row[i].split())]) for i in range(3)]
     assert max(map(len, lines)) <= max(columns, sum(min(word, 24) for word in longest) + 6)
     assert sorted("".join(lines[2:]).replace(" ", "")) == sorted("".join(map("".join, rows)).replace(" ", ""))
@@ -151,3 +152,44 @@ def test_help_describes_every_bench_and_says_how_to_call_it(capsys):
     lines = [line.split(maxsplit=1) for line in told.splitlines() if line.startswith("  ")]
     assert all(any(line[0] == name and len(line[1]) > 20 for line in lines if len(line) == 2) for name in BENCHES)
     assert "python -m" not in told and len(COMMANDS) > 20
+
+
+@pytest.mark.parametrize("words", [["convert", "", "x"], ["convert", "x", ""], ["inspect", ""], ["verify", ""], ["advise", ""],
+                                   ["generate", "--calibration", ""], ["generate", "--calibration="], ["view", "budget", ""],
+                                   ["view", "model_map", "--output", ""], ["evaluate", "--estimator", ""], ["doctor", ""],
+                                   ["ane", "lint", ""], ["ane", "convert", "", "x"], ["run", "01", "--results", ""],
+                                   ["bench", "engine", "--folder", ""], ["sweep", "", "--grid", "a=1"]])
+def test_an_empty_path_is_no_path_to_the_working_folder(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "argument" in told and "is empty" in told and len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [*([name] for name in COMMANDS), ["ane", "plan"], ["ane", "convert"], ["bench", "engine"]])
+def test_help_is_no_wider_than_the_terminal(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_answers_are_no_wider_than_the_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["advise", "Qwen3-30B-A3B", "--memory", "18GB", "--device", "m2-max"],
+                  ["view", "model_map", "mixtral-8X7b"]):
+        assert main(words) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  moelab")]   # to be copied
+        assert max(map(len, lines)) <= 80 and len(lines) > 1, max(lines, key=len)
+
+
+def test_doctor_needs_no_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "findings", lambda folder: [("disk", os.path.isdir(folder))])
+    here = os.getcwd()
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    try:
+        (tmp_path / "gone").rmdir()
+        assert main(["doctor"]) == 0 and capsys.readouterr().out.split() == ["disk", "True"]
+    finally:
+        os.chdir(here)

@@ -170,7 +170,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    print(advise(args.model, args.memory, context=args.context, batch=args.batch, loss=args.loss,
-                 device=args.device, calibration=args.calibration, simulate=args.simulate,
-                 decompress_gbs=args.decompress_gbs, verify=args.verify))
+    print(advise(**{name: value for name, value in vars(args).items() if name not in ("main", "debug")}))
     return 0

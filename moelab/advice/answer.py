@@ -15,7 +15,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.specs import DeviceSpec
-from moelab.table import duration, head_and_rows, in_units, plain, size, text_table
+from moelab.table import duration, filled, head_and_rows, in_units, plain, size, text_table
 
 #: rows of the printed table
 ROWS = 12
@@ -126,7 +126,8 @@ class Advice:
 
     def __str__(self) -> str:
         rows, common = self.rounded()
-        return "\n".join([self.words, "", text_table(*head_and_rows(rows)), "", *filter(None, (common, *self.notes))])
+        return filled("\n".join([self.words, "", text_table(*head_and_rows(rows)), "",
+                                 *filter(None, (common, *self.notes))]))
 
     def _ipython_display_(self) -> None:
         """Words, figure and table; words alone where nothing can be drawn."""

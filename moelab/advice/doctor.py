@@ -35,8 +35,8 @@ HUB = "huggingface.co"
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
     """(what, what was found) of this machine; `folder` is on the disk that is measured."""
     for what, find in {"system": _system, "cores": lambda: f"{os.cpu_count()}; {_features()}", "memory": _memory,
-                       "disk": lambda: _disk(Path(folder)), "CUDA": _cuda, "Neural Engine": _ane, "hub": _hub,
-                       "kernels": _kernels, "cache": _cache}.items():
+                       "disk": lambda: _disk(Path(folder).absolute()), "CUDA": _cuda, "Neural Engine": _ane,
+                       "hub": _hub, "kernels": _kernels, "cache": _cache}.items():
         try:
             yield what, find()
         except OSError as error:

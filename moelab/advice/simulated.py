@@ -79,7 +79,7 @@ def simulated(model: Model, device: DeviceSpec, memory: int, *, context: int, ba
     if verify:
         notes += real.verify(model, chosen(search, kept, loss), kept, memory=memory, batch=batch, loss=loss > 0)
         search.found = [replace(way, loss=search.loss(way.form)) for way in search.found]
-    return judged(search, kept, device, costs_of, popularity, notes)
+    return judged(search, kept, device, costs_of, popularity, notes, on_card)
 
 
 def searched(model: Model, costs_of: Callable[..., Costs | None], seen: Scene, memory: int, context: int, batch: int,
@@ -97,13 +97,13 @@ def searched(model: Model, costs_of: Callable[..., Costs | None], seen: Scene, m
 
 
 def judged(search: Search, kept: real.Kept | None, device: DeviceSpec, costs_of: Callable[..., Costs | None],
-           popularity: str, notes: list[str]) -> Advice:
-    """The advice that follows from what was simulated and, on this machine, measured."""
+           popularity: str, notes: list[str], on_card: bool = False) -> Advice:
+    """The advice that follows from what was simulated and, on this machine, measured, and from what its disks hold."""
     def corrected(way: Way | None) -> Way | None:
         return kept.corrected(way, search.batch) if kept and way else way
     ways = sorted(map(corrected, {(way.name, way.budget): way for way in search.found}.values()),
                   key=lambda way: (way.tpot, not way.lossless))
-    ways, short = fitting(search.model, ways, search.allowed) if kept else (ways, [])
+    ways, short = (ways, []) if on_card else fitting(search.model, ways, search.allowed)
     notes += short + unmeasured(ways, search.allowed)
     best = next((way for way in ways if way.within(search.allowed)), None)
     if best is None:

@@ -261,7 +261,8 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     try:
         folder = find(model)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}. Model cards are: {', '.join(cards.MODELS)}") from None
+        raise FileNotFoundError(f"{error}.{registry.near(model, cards.MODELS)} Model cards are: "
+                                f"{', '.join(cards.MODELS)}") from None
     if with_identity:
         opened = opening.open_checkpoint(model, experts="external")
         return opened.spec, identity(opened)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +22,14 @@ from moelab.ane.device.mac import CoreMLRunner, PackageProbe, probe, require_mac
 from moelab.ane.device.timing import Meter, measure
 from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
+from moelab.records import Rows
 from moelab.table import text_table
 
 #: relative RMS difference between a device and the evaluator in fp16: rounding per operation alone makes 5e-4
 TOLERANCE = 5e-3
 
 
-@dataclass(frozen=True, eq=False)
-class Checkup:
+class Checkup(NamedTuple):
     """One function of a package: its probe, and the largest relative RMS difference of its outputs (nan: none)."""
 
     package: str
@@ -53,8 +52,7 @@ class Checkup:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """All packages of a converted model."""
 
     checkups: tuple[Checkup, ...]
@@ -131,7 +129,7 @@ def _probed(converted: ConvertedModel, timeout: float
 
 
 def time_prefill(model: Any, backend: Backend, prompts: Sequence[int], repeats: int = 5, meter: Meter | None = None
-                 ) -> list[dict[str, Any]]:
+                 ) -> Rows:
     """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part, drops and launches."""
     meter, rows = meter or Meter(), []
     for length in progress(list(prompts), "measuring", unit="prompt"):

@@ -28,7 +28,7 @@ BENCHES = {name: f"moelab.bench.{name}" for name in (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=sorted(BENCHES), help="what to measure")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them")
-    listed = text_table(["bench", "what it measures"], [(name, purpose(name)) for name in BENCHES], fit=True)
+    listed = text_table(["bench", "what it measures"], [(name, purpose(name)) for name in BENCHES])
     parser.epilog = f"{listed}\n\n{parser.epilog or ''}"
 
 

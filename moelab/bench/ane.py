@@ -6,7 +6,6 @@ Times of planning are CPU time, measured; counts are exact for an assumed popula
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from moelab import claims
 from moelab.ane.device.comparison import modelled, studies
@@ -14,9 +13,10 @@ from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.plan import ANEPlan, count, make_plan
 from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
 from moelab.cards import load_model
+from moelab.records import Record, Records
 
 
-def run(skew: str = "typical", mode: str = "serial") -> dict[str, dict[str, Any]]:
+def run(skew: str = "typical", mode: str = "serial") -> Records:
     device = DeviceModel.of(mode=mode)
     models = studies(skew=skew, mode=mode)
     found, notebook = models["Phi-3.5-MoE"], "06_ane_conversion"
@@ -48,7 +48,7 @@ def plan_card(name: str, skew: str = "typical", group_size: int = 8, seed: int =
     return plan, time.process_time() - start
 
 
-def planned(name: str, skew: str) -> dict[str, Any]:
+def planned(name: str, skew: str) -> Record:
     """A card's plan for chunks of 256 in figures; drops and padding on chunks that it was not made from."""
     plan, took = plan_card(name, skew)
     account = count(plan, assumed_loads(plan.spec, 256, 128, skew)[64:])

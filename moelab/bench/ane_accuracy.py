@@ -8,9 +8,8 @@ float32. The answer's own tokens are in the prefill and may be dropped, which is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from moelab.arguments import number, one_of, several, whole
 from moelab.calibration import calibrate, loads_of_ids
 from moelab.evaluation import accuracy
 from moelab.recording import record
+from moelab.records import Record, Records
 from moelab.trace import PREFILL, RoutingTrace
 
 #: mode → which routings it drops first, a name in `moelab.experts.static.ORDERS`
@@ -47,7 +47,7 @@ OPTIONS = {
 
 def run(model: str | None = None, tasks: Sequence[str] = TASKS, prompts: int = 400, tokens: int = 256,
         chunk: int = 256, group_size: int = 8, system: str = "npumoe", drop: float = 0.14, slack: float | None = None,
-        calibration: int = 32, seed: int = 0) -> dict[str, dict[str, Any]]:
+        calibration: int = 32, seed: int = 0) -> Records:
     """{section: {row: {column: figure}}}; the sections' names say what kind of figures they are."""
     live = open_model(model, dtype=torch.float32)
     trace = recorded(live, calibration, tokens, "train", seed)
@@ -69,7 +69,7 @@ def run(model: str | None = None, tasks: Sequence[str] = TASKS, prompts: int = 4
 
 
 def compare(model: Any, ways: Mapping[str, tuple[ANEPlan, str]], tasks: Sequence[str], seed: int = 0, **how: Any
-            ) -> tuple[dict[str, Any], dict[str, dict[str, Account]]]:
+            ) -> tuple[Record, dict[str, dict[str, Account]]]:
     """(`accuracy.compare` of "dense" and of name → (plan, order of dropping); name → task → counts)."""
     modes = {name: partial(prefill_through, model, plan, order=order, seed=seed)
              for name, (plan, order) in ways.items()}
@@ -111,12 +111,11 @@ def candidates(trace: RoutingTrace, chunk: int, drop: float, group_size: int) ->
             "plan": plan, "one_capacity": make_plan(*counted_in, system="base", **how)}, slack
 
 
-@dataclass(frozen=True, eq=False)
-class Answers:
+class Answers(NamedTuple):
     """Right answers, dense and through a plan: task → row of `accuracy.compare`, and its counts."""
 
-    dense: dict[str, dict[str, Any]]
-    pruned: dict[str, dict[str, Any]]
+    dense: Records
+    pruned: Records
     counts: dict[str, Account]
 
     def points(self, task: str) -> float:
@@ -141,18 +140,20 @@ def pruned_answers(model: Any, plan: ANEPlan, tasks: Sequence[str] = TASKS, seed
     return Answers(dense, pruned, counts["pruned"])
 
 
-@dataclass(frozen=True, eq=False)
-class LossByOrder:
+Cost = tuple[float, float, float]           # share dropped, loss in per cent more than dense, its standard error
+
+
+class LossByOrder(NamedTuple):
     """Language loss by the order of dropping and by the capacities' slack.
 
-    cost : mode of `MODES` → slack → (share dropped, per cent more than dense, its standard error).
+    cost : mode of `MODES` → slack → what it costs.
     beside_random : slack → loss by saliency less loss at random on the same windows, nats a token: (mean, low, high).
     """
 
-    cost: dict[str, dict[float, tuple[float, float, float]]]
+    cost: dict[str, dict[float, Cost]]
     beside_random: dict[float, tuple[float, float, float]]
 
-    def at(self, slack: float) -> dict[str, tuple[float, float, float]]:
+    def at(self, slack: float) -> dict[str, Cost]:
         """Order, a key of `ORDERS`, → its cost at that slack, by increasing loss."""
         found = {MODES[mode]: of[slack] for mode, of in self.cost.items()}
         return dict(sorted(found.items(), key=lambda one: one[1][1]))
@@ -166,7 +167,7 @@ def loss_by_order(model: Any, trace: RoutingTrace, slacks: Sequence[float], chun
                             ["loss"], seed, **how)
     samples = found["samples"]["loss"]
 
-    def cost(way: str) -> tuple[float, float, float]:
+    def cost(way: str) -> Cost:
         row = found["scores"]["loss"][way]
         return counts[way]["loss"].drop_rate, row["relative"], row["relative error"]
     beside = {s: accuracy.paired_means(*(np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency")))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ def on_first_layers(plan: ANEPlan, n: int) -> ANEPlan:
     return replace(plan, layers=(*plan.layers[:n], *rest))
 
 
-@dataclass(frozen=True, eq=False)
-class ConvertedPackage:
+class ConvertedPackage(NamedTuple):
     """"attention" or "G×C"; largest difference to torch in double precision (None for attention); linter's report."""
 
     kind: str

@@ -59,6 +59,9 @@ class Wrong(NamedTuple):
     cost: float
 
 
+Played = tuple[float, list[Wrong]]          # a score, and what was chosen wrongly, costliest first
+
+
 @dataclass(frozen=True)
 class Standing:
     """A contestant's score on each trace; `error` is the traceback that ended it."""
@@ -157,7 +160,7 @@ def _ranked(kind: str, unit: str, ceiling: Mapping[str, float], others: Mapping[
     return contest
 
 
-def _guarded(traces: Sequence[str], play: Callable[[str], tuple[float, list[Wrong]]], name: str
+def _guarded(traces: Sequence[str], play: Callable[[str], Played], name: str
              ) -> tuple[Standing, dict[str, list[Wrong]]]:
     """What is brought, on one trace after the other until it raises."""
     scores, wrong = {}, {}
@@ -192,7 +195,7 @@ def _capacity(trace: RoutingTrace, share: float) -> int:
     return round(share * trace.spec.L * trace.spec.E)
 
 
-def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) -> tuple[float, list[Wrong]]:
+def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) -> Played:
     """(hit rate in %, wrong evictions) of a policy with memory for a share of the experts, token by token.
 
     An eviction is wrong if the expert was used again, and another that could have left only later or never; it costs
@@ -254,7 +257,7 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
         ahead = traces[text].spec.L - of.hits.shape[1]
         return 100 * float(of.hits.sum() / (traces[text].decode.ids[:, ahead:] != traces[text].spec.E).sum())
 
-    def mine_on(text: str) -> tuple[float, list[Wrong]]:
+    def mine_on(text: str) -> Played:
         wants = inspect.signature(mine).parameters if isinstance(mine, type) else {}
         wanted = {part: value for part, value in given.items() if part in wants}
         predictor = mine(model, **wanted) if isinstance(mine, type) else mine
@@ -296,7 +299,7 @@ def _schedules(name: str, mine: Any) -> Contest:
         return found
     found = _once(("schedules", PROMPT, ANSWER), others)
 
-    def mine_on(model: str) -> tuple[float, list[Wrong]]:
+    def mine_on(model: str) -> Played:
         own, better = parts(_fresh(mine), model), []
         for i, phase in enumerate(("prefill", "decode, with loading what is prefetched")):
             best = min((other for other in found if model in found[other]), key=lambda other: found[other][model][i])

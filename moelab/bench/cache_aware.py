@@ -18,12 +18,12 @@ from moelab import open_model, using
 from moelab.arguments import number, several, whole
 from moelab.evaluation import accuracy
 from moelab.offloading.cache_aware import CacheAwareRouting
+from moelab.records import Records
 
 TASKS = ("loss", "needle_multikey", "lookup")
 
 
-def compare(model: Any, margins: Sequence[float], tasks: Sequence[str] = TASKS, **how: Any
-            ) -> dict[str, dict[str, Any]]:
+def compare(model: Any, margins: Sequence[float], tasks: Sequence[str] = TASKS, **how: Any) -> Records:
     """One row a margin of an offloaded model that computes with "fast"; `how` is of `accuracy.compare`."""
     used: dict[str, list[CacheAwareRouting]] = {}
 
@@ -54,7 +54,7 @@ def compare(model: Any, margins: Sequence[float], tasks: Sequence[str] = TASKS, 
 
 
 def run(budgets: Sequence[float] = (0.25, 0.5), margins: Sequence[float] = (0.1, 0.25, 0.5, 1.0, 2.0),
-        prompts: int = 48, windows: int = 24, tokens: int = 128, seed: int = 0) -> dict[str, dict[str, Any]]:
+        prompts: int = 48, windows: int = 24, tokens: int = 128, seed: int = 0) -> Records:
     found = {}
     for share in budgets:
         with open_model(memory=share, executor="fast") as model:

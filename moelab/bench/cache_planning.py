@@ -36,6 +36,7 @@ from moelab.offloading.profile import profile
 from moelab.offloading.simulator import Simulation, flat, simulate, steps_of
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
+from moelab.records import Numbers, Record
 from moelab.registry import make
 from moelab.specs import State
 
@@ -88,7 +89,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------------ states and ranks
 
     @cached_property
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[Record]:
         """Of each state of an expert: bytes held, and seconds of reading and decoding that are left."""
         delays, sizes = self.delays, self.sizes
         held = {"M": 0, "E": sizes.e, "S": sizes.sm, "C": sizes.e + sizes.sm, "F": sizes.full}
@@ -97,7 +98,7 @@ class Bench:
                  "decode": (delays.decompress + delays.recover) * (state != "F"),
                  "saved": (reads["M"] - reads[state]) / held[state] if held[state] else None} for state in held]
 
-    def delay_metrics(self) -> dict[str, float]:
+    def delay_metrics(self) -> Numbers:
         """Milliseconds of an expert's parts, by the names of metrics."""
         of = self.delays
         parts = {"read_e": of.e_read, "read_sm": of.sm_read, "decompress": of.decompress, "read_both": of.read_both,
@@ -199,7 +200,7 @@ class Bench:
             measure.agree("bytes read by the engine and the simulation", session.metrics().read_bytes,
                           simulation.metrics().read_bytes)
 
-    def ordered(self, pools: Pools) -> dict[str, float]:
+    def ordered(self, pools: Pools) -> Numbers:
         """TPOT by the order of reading, in turn."""
         took: dict[str, list[list[float]]] = {}
         for name in ("affinity", "expert", "naive") * self.rounds:
@@ -232,7 +233,7 @@ class Planned(NamedTuple):
     pools: dict[str, Pools]                 # "plan", "F", "C", "S" and "E"
     simulated: dict[str, Simulation]
     best: str                               # the single state that is fastest, simulated
-    took: dict[str, float]                  # seconds a token, measured: of the plan and, at three budgets, of the best
+    took: Numbers                           # seconds a token, measured: of the plan and, at three budgets, of the best
 
     def bytes(self, bench: Bench) -> dict[str, int]:
         """Memory of each pool of the plan."""
@@ -252,15 +253,18 @@ def planned(bench: Bench, shares: Sequence[float]) -> dict[float, Planned]:
     return found
 
 
+Curve = list[tuple[float, float, float]]    # bytes, TPOT, hit rate
+
+
 @dataclass
 class Curves:
     """Policies that keep whole experts in one pool, by its size, simulated on the test prompts."""
 
     bench: Bench
     memory: dict[int, int] = field(default_factory=dict)            # experts held → bytes
-    points: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)   # bytes, TPOT, hit rate
-    ceiling: list[tuple[float, float, float]] = field(default_factory=list)             # Belady's
-    limits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)          # modelled
+    points: dict[str, Curve] = field(default_factory=dict)
+    ceiling: Curve = field(default_factory=list)                    # Belady's
+    limits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)                  # modelled
     half: dict[str, Simulation] = field(default_factory=dict)       # every policy with half of the experts in memory
 
     @classmethod
@@ -289,11 +293,11 @@ class Curves:
                       for name in POLICIES if name != "next-token"}
         return found
 
-    def hit_rates(self) -> dict[str, float]:
+    def hit_rates(self) -> Numbers:
         """With half of the experts in memory, of every policy."""
         return {name: run.counters.hit_rate() for name, run in self.half.items()}
 
-    def bounds(self) -> dict[str, float]:
+    def bounds(self) -> Numbers:
         """Hit rates with half of the experts in memory that need no simulation."""
         asked, n = flat(self.bench.steps), self.bench.L * self.bench.E // 2
         total = request_count(asked)
@@ -303,7 +307,7 @@ class Curves:
                 "all but compulsory misses": 1 - compulsory_misses(asked) / total}
 
     @property
-    def marks(self) -> dict[str, float]:
+    def marks(self) -> Numbers:
         L, K = self.bench.L, self.bench.K
         return {"LRU cliff": self.memory[limits.lru_cliff(self.bench.spec)], "one token": self.memory[L * K]}
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from moelab.bench.measure import in_process, seconds
+from moelab.files import folder_bytes
 from moelab.models.synthesize import draw, synthesize
 from moelab.offloading.control_group import drop_cached
 from moelab.store.codecs import DEFAULT, compress_tensor
@@ -42,13 +43,13 @@ def run(model: str = "Qwen3-30B-A3B", scale: float = 0.083, folder: str | Path |
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         source = Path(temporary) / "model"
         synthesis = seconds(synthesize, source, model, scale)
-        size = sum(path.stat().st_size for path in source.iterdir())
+        size = folder_bytes(source)
         drop_cached(source)
         reading = _read_rate(max(source.glob("*.safetensors"), key=lambda path: path.stat().st_size))
         drop_cached(source)
         found = in_process(_CONVERT, source, Path(temporary) / "store")
         store = ExpertStore(Path(temporary) / "store")
-        everything, stored = store.table()[-1], sum(path.stat().st_size for path in store.folder.iterdir())
+        everything, stored = store.table()[-1], folder_bytes(store.folder)
         weights = draw(1 << 22)
         compress_tensor(weights, DEFAULT)                       # the first call compiles
         compressing = weights.nbytes / (sum(seconds(compress_tensor, weights, DEFAULT) for _ in range(32)) / 32)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from moelab.models.direct import CheckpointStore
 from moelab.models.opening import examine
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
+from moelab.records import Record, Records
 from moelab.specs import ExpertKey, MoESpec
 from moelab.store.layout import ExpertStore
 
@@ -55,8 +55,7 @@ class Chosen:
         return next(key for key in resident if key not in self.keys)
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
+class Answer(NamedTuple):
     """One greedy answer [D + 1] under one choice of resident experts; counts, resident, wanted : see the file's top;
     hits, requests, read_bytes : counted by the engine while decoding."""
 
@@ -167,7 +166,7 @@ def popularity(model: Any, calibrated: int = 48, seed: int = 0) -> dict[str, np.
             for source in SOURCES}
 
 
-def asked_by(tokenizer: Any, seed: int) -> dict[str, Any]:
+def asked_by(tokenizer: Any, seed: int) -> Record:
     """How prompts of any source are drawn."""
     return {"tokens": 256, "seed": seed, "count": token_count(tokenizer)}
 
@@ -217,7 +216,7 @@ def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[
             "chance": [(x, 100 * x / spec.E) for x in xs]}
 
 
-def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> dict[str, dict[str, Any]]:
+def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> Records:
     found = measure(popularity(open_model(), seed=seed), None, x, prompts_each, steps, seed)
     ends = ("", ", low", ", high")
     return {f"{source}: utilisation of prefetched experts (exact counts)": {

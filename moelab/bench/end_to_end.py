@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,6 +37,7 @@ from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.limits import kv_bytes
+from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 
@@ -49,7 +49,7 @@ LOSSLESS = 1e-3                         # nats a token, below which rounding is 
 PROBE = 8                               # experts read to measure the disk, each time
 BUDGETED = "LRU baseline", "ftllm"      # keep to a number of bytes themselves
 NORMALISES = "llama.cpp BF16 mmap"      # routing weights, whatever the model does: other logits at the same cost
-Rows = dict[str, dict[str, Any]]        # configuration → figures
+Rows = Records                          # configuration → figures
 Sections = Mapping[str, Rows]           # "25 % of experts, 250 MB/s" → its rows
 
 
@@ -57,7 +57,7 @@ class Technique(NamedTuple):
     """One thing that a configuration does: whose it is (a key of the ledger's sources, or "moelab"), and how."""
 
     source: str
-    options: dict[str, Any]
+    options: Record
 
 
 TECHNIQUES = {
@@ -86,7 +86,7 @@ def parts(arm: str) -> list[str]:
     return names
 
 
-def options_of(arm: str) -> dict[str, Any]:
+def options_of(arm: str) -> Record:
     """A configuration's arguments of `EngineBenchmark.moelab`."""
     given = {"codec": "raw"}
     for name in parts(arm):
@@ -125,9 +125,9 @@ def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
     return max(float((np.exp(p) * (p - q)).sum(1).mean()), 0.0)
 
 
-def collect(bench: EngineBenchmark, plan: Mapping[str, Arm]) -> dict[str, list[list[dict[str, Any]]]]:
+def collect(bench: EngineBenchmark, plan: Mapping[str, Arm]) -> dict[str, list[list[Record]]]:
     """Reports of every configuration: [rounds][rates]. What cannot run is not tried again."""
-    reports: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in plan}
+    reports: dict[str, list[list[Record]]] = {name: [] for name in plan}
     kept = bench.folder / "logits.npy"
     for _, name in measure.turns(list(plan), bench.rounds, "end to end"):
         if any("result" in one for found in reports[name] for one in found):
@@ -141,8 +141,7 @@ def collect(bench: EngineBenchmark, plan: Mapping[str, Arm]) -> dict[str, list[l
     return reports
 
 
-def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[dict[str, Any]]], rate: int, base: float | None
-        ) -> dict[str, Any]:
+def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[Record]], rate: int, base: float | None) -> Record:
     """A configuration's figures at a rate, each beside its limit: medians over all tokens of all rounds."""
     found = [of[rate if len(of) > 1 else 0] for of in rounds]
     if "result" in found[-1]:
@@ -164,7 +163,7 @@ def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[dict[str, Any]]], ra
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def beside_limits(arm: Arm, found: list[dict[str, Any]], ttft: float, tpot: float) -> dict[str, Any]:
+def beside_limits(arm: Arm, found: list[Record], ttft: float, tpot: float) -> Record:
     """What our own engine's reports say of limits, of what waits, and of what overlaps."""
     ran = [report["metrics"] for report in found]
     reading = median((of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / report["read_rate"]
@@ -200,7 +199,7 @@ def predict(bench: EngineBenchmark, arms: Iterable[str], share: float, rates: Se
                 figures |= {"simulated TPOT s": said.tpot, "simulated ÷ measured": said.tpot / figures["TPOT s"]}
 
 
-def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> dict[str, float]:
+def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> Numbers:
     """TPOT of a row over another's, median over the tokens, which are the same, and its 95 % interval: three cells."""
     ratios = [a / b for a, b in zip(row["each token s"], base["each token s"], strict=True)]
     return dict(zip((before + name, f"{before}95 % from", f"{before}to"), intervals.median(ratios)))
@@ -266,7 +265,7 @@ def foretold(sections: Sections) -> Rows:
             for title, rows in sections.items() for name, row in rows.items() if "simulated ÷ measured" in row}
 
 
-def tpots(sections: Sections) -> list[dict[str, Any]]:
+def tpots(sections: Sections) -> list[Record]:
     """Milliseconds a step of every configuration and engine that ran, a column for each table."""
     names = dict.fromkeys(name for rows in sections.values() for name, row in rows.items() if "TPOT s" in row)
     return [{"": name} | {title: 1e3 * rows[name]["TPOT s"] if "TPOT s" in rows.get(name, {}) else None
@@ -314,14 +313,13 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5,
         rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 16,
         batches: Sequence[int] = (1,), seed: int = 0, model: str | None = None, folder: str | Path | None = None,
         alone: bool = False, here: bool = False, simulated: bool = True, python: Sequence[str] = (),
-        spec: MoESpec = SPEC) -> dict[str, Any]:
+        spec: MoESpec = SPEC) -> Record:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
     load, engines = measure.load_average(), interpreters(python)
     sections: dict[str, Rows] = {}
     profiles: dict[Any, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary).expanduser().resolve()
+    with measure.working(folder) as place:
         count = max(batches) * (max(contexts) + decode)
         source, spec, tokens = text_for(model, count, seed) if model else (
             None, spec, random.Random(seed).choices(range(spec.vocab), k=count))

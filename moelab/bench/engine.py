@@ -21,8 +21,10 @@ from typing import Any
 from moelab.arguments import one_of, several, whole
 from moelab.bench.harness import PROCESS, Arm, EngineBenchmark, interpreters
 from moelab.bench.machine import disk
-from moelab.bench.measure import load_average, multiple
+from moelab.bench.measure import load_average, multiple, working
 from moelab.bench.peers import FOUND
+from moelab.files import folder_bytes
+from moelab.records import Numbers, Record
 from moelab.specs import MoESpec
 
 SPEC = MoESpec("synthetic-5GB", "qwen3_moe", 24, tuple(range(24)), 64, 8, 1024, 512, vocab=8192, heads=16, kv_heads=4,
@@ -34,7 +36,7 @@ FEW_BITS = (("int8", "Q8_0"), ("int4", "Q4_0"))        # our format, llama.cpp's
 SIMULATED = ("raw", "bf12", "huffman", "int4", "bf12, fast", "int4, fast")
 
 
-def resident(bench: EngineBenchmark) -> dict[str, Any]:
+def resident(bench: EngineBenchmark) -> Record:
     """Everything in memory."""
     arms: dict[str, Arm] = {"moelab": bench.moelab("raw", 1.0), "eager": ("eager", {}, None),
                             "moelab fast": bench.moelab("raw", 1.0, executor="fast"),
@@ -53,7 +55,7 @@ def resident(bench: EngineBenchmark) -> dict[str, Any]:
     return {"everything resident": rows}
 
 
-def few_bits(bench: EngineBenchmark) -> dict[str, Any]:
+def few_bits(bench: EngineBenchmark) -> Record:
     """Everything in memory in eight and four bits: the experts alone, then attention and head too, as llama.cpp has it.
     All formats have a scale of 16 bits for 32 weights."""
     arms: dict[str, Arm] = {"moelab fast": bench.moelab("raw", 1.0, executor="fast")}
@@ -69,7 +71,7 @@ def few_bits(bench: EngineBenchmark) -> dict[str, Any]:
     return {"everything resident in few bits": rows}
 
 
-def limit(bench: EngineBenchmark) -> dict[str, Any]:
+def limit(bench: EngineBenchmark) -> Record:
     """Budgets of 25 % and 50 % against the on-demand limit; TTFT against reading the experts once."""
     arms = {f"{codec}, {share:.0%}": bench.moelab(codec, share)
             for share, codec in product((0.25, 0.5), ("huffman", "bf12", "raw"))}
@@ -84,7 +86,7 @@ def limit(bench: EngineBenchmark) -> dict[str, Any]:
     return {"budgets": rows, "against the limit": against}
 
 
-def against_limit(reports: list[dict[str, Any]]) -> dict[str, float]:
+def against_limit(reports: list[Record]) -> Numbers:
     """An arm's times beside the least that its reads and its computing take: medians over rounds."""
     rate = max(report["read_rate"] for report in reports)
     once = reports[-1]["experts_bytes"] / rate
@@ -98,10 +100,10 @@ def against_limit(reports: list[dict[str, Any]]) -> dict[str, float]:
             "TTFT ÷ raw": first / once, "2nd TTFT ÷ raw": second / once}
 
 
-def peers(bench: EngineBenchmark) -> dict[str, Any]:
+def peers(bench: EngineBenchmark) -> Record:
     """All engines in the same memory, page cache included: about 60 % and 37 % of the checkpoint."""
-    whole = sum(path.stat().st_size for path in (bench.folder / "model").iterdir())
-    sections: dict[str, Any] = {}
+    whole = folder_bytes(bench.folder / "model")
+    sections: Record = {}
     for share in SHARES:
         memory = round(share * whole)
         budget = int(memory - bench.dense_bytes - PROCESS)
@@ -131,7 +133,7 @@ def peers(bench: EngineBenchmark) -> dict[str, Any]:
     return sections
 
 
-def throttled(bench: EngineBenchmark) -> dict[str, Any]:
+def throttled(bench: EngineBenchmark) -> Record:
     """Reads throttled to 500 MB/s, so that time follows the bytes that are read; the same memory for every form, a
     share of what all experts take in bf16."""
     sections = {}
@@ -155,7 +157,7 @@ def throttled(bench: EngineBenchmark) -> dict[str, Any]:
     return sections
 
 
-def memory(bench: EngineBenchmark, tokens: int = 64) -> dict[str, Any]:
+def memory(bench: EngineBenchmark, tokens: int = 64) -> Record:
     """Peak memory of a long run: VmHWM of the process, mapped libraries included; and anonymous memory at the end."""
     report = bench.report(bench.moelab("huffman", 0.25), tokens)
     title = f"memory over {tokens:,} tokens"
@@ -190,7 +192,7 @@ def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, 
     return said.metrics(), dict(zip(FOUND, ran["found"]))
 
 
-def simulated(bench: EngineBenchmark) -> dict[str, Any]:
+def simulated(bench: EngineBenchmark) -> Record:
     """The simulator on the engine's own steps: equal decisions, and its time beside the measured. Experts' parts are
     profiled, what the engine itself takes is that of the run. Packed experts also by the executor that multiplies them
     as they lie. The machine is profiled before an arm's runs and after them, since its rates drift; samples of both
@@ -198,7 +200,7 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
     from moelab.offloading.profile import profile
     from moelab.store.layout import ExpertStore
     from moelab.store.reader import modes
-    rows: dict[str, Any] = {}
+    rows: Record = {}
     reading = {"mode": "direct"} if "direct" in modes() else {}
     for arm in SIMULATED:
         codec, executor = arm.partition(", ")[0], "fast" if arm.endswith("fast") else "exact"
@@ -229,25 +231,25 @@ def simulated(bench: EngineBenchmark) -> dict[str, Any]:
     return {"simulated": rows}
 
 
-SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+SECTIONS: dict[str, Callable[..., Record]] = {
     section.__name__: section for section in (resident, few_bits, limit, peers, throttled, memory, simulated)}
 
 
 def run(only: Iterable[str] = tuple(SECTIONS), folder: str | Path | None = None, rounds: int = 3, prompt: int = 128,
         decode: int = 32, quick: bool = False, long: bool = False, python: Sequence[str] = (), spec: MoESpec = SPEC
-        ) -> dict[str, Any]:
+        ) -> Record:
     if unknown := [name for name in only if name not in SECTIONS]:
         raise ValueError(f"there is no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     engines = interpreters(python)
     if quick:
         rounds, decode = 1, 8
     load = load_average()
-    with tempfile.TemporaryDirectory() as temporary:
-        with disk(Path(folder or temporary).expanduser().resolve(), 9 * spec.experts_bytes + 3e9) as (place, words):
+    with working(folder) as where:
+        with disk(where, 9 * spec.experts_bytes + 3e9) as (place, words):
             bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
             bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
             bench.warm()
-            found: dict[str, Any] = {"conditions": {
+            found: Record = {"conditions": {
                 "file system": words, "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds, "load average before": load, "cores": os.cpu_count()}}
             for name in only:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from moelab.experts.gemv import GEMV
 from moelab.kernels.compile import kernel
 from moelab.models.fast_decode import as_bf12
 from moelab.models.seam import seam_class
+from moelab.records import Numbers, Records
 from moelab.registry import make
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
@@ -59,18 +60,27 @@ class Layers:
         self.K, self.expert_bytes, self.dtype = K, 3 * H * I * dtype.itemsize, dtype
         self.config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
         self.config._experts_implementation = "eager"
-        self.stored: dict[str, float] = {}                  # arm → its weights' bytes over those as they are here
-        self.stock, self.seam = [], []
+        self.stored: Numbers = {}                           # arm → its weights' bytes over those as they are here
+        self.stock = []
         for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
             rng = torch.Generator().manual_seed(seed)
             stock = Qwen3MoeExperts(self.config).to(dtype).requires_grad_(False).eval()
             for bank in stock.parameters():
                 bank.normal_(0, bank.shape[-1] ** -0.5, generator=rng)
-            seam = copy.copy(stock)                         # the same parameters
-            seam.__class__ = seam_class(type(stock))
-            seam.source, seam.layer, seam.executor = None, seed, None
             self.stock.append(stock)
-            self.seam.append(seam)
+        self.seam = self.from_sources([None] * len(self.stock))
+
+    def from_sources(self, sources: Iterable[Any]) -> list[Any]:
+        """The layers behind the seam, with the same parameters, each with its source; None: the parameters."""
+        found = []
+        for stock, source in zip(self.stock, sources):
+            seam = copy.copy(stock)
+            seam.__class__ = seam_class(type(stock))
+            seam.source, seam.layer, seam.executor = None, len(found), None
+            seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
+            seam.source = source
+            found.append(seam)
+        return found
 
     def steps(self, T: int, rounds: int) -> list[tuple[int, Tensor, Tensor, Tensor]]:
         """(layer, x [T, H], ids [T, K], weights [T, K]) of each round; routing is uniform."""
@@ -98,11 +108,8 @@ class Layers:
         packed = [name for name in PACKED if name not in left_out]
         if T == 1 and packed and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
             for name in packed:
-                seams = [copy.copy(seam) for seam in self.seam]
-                for seam in seams:
-                    seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
-                    seam.source = PackedExperts(seam, name.split()[-1])
-                self.stored[name] = sum(map(len, seam.source.blobs)) / (E * self.expert_bytes)
+                seams = self.from_sources(PackedExperts(seam, name.split()[-1]) for seam in self.seam)
+                self.stored[name] = sum(map(len, seams[0].source.blobs)) / (E * self.expert_bytes)
                 arms[name] = lambda i, seams=seams: GEMV()(*steps[i][1:], seams[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
@@ -149,7 +156,7 @@ class DecodedExperts:
 
 
 def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
-                ) -> tuple[Samples, dict[str, float], float]:
+                ) -> tuple[Samples, Numbers, float]:
     """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as bf16, as bf12, and
     kept in a codec and decoded first. Also what each takes of the weights' size, and the bound of their entropy."""
     layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
@@ -160,13 +167,10 @@ def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int
     stored["bf12"] = sum(map(len, packed.blobs)) / (4 * K * size)
     stored[f"{codec}, decoded first"] = sum(p.nbytes for e in coded.packed for p in e.values()) / (4 * K * size)
 
-    def arm(source: list[Any] | None) -> Callable[[int], Tensor]:
-        kept = [copy.copy(seam) for seam in layers.seam]
-        for i, seam in enumerate(kept):
-            seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
-            seam.source = source and source[i]
+    def arm(source: Iterable[Any]) -> Callable[[int], Tensor]:
+        kept = layers.from_sources(source)
         return lambda i: GEMV()(*steps[i][1:], kept[steps[i][0]])
-    arms = {"bf16": arm(None)} | {name: arm(source) for name, source in sources.items()}
+    arms = {"bf16": arm([None] * len(layers.stock))} | {name: arm(source) for name, source in sources.items()}
     weights = torch.cat([bank.flatten() for bank in layers.stock[0].parameters()])
     return rounds_of(arms, rounds + 1, "a token's experts"), stored, describe(joint_counts(weights)).bound
 
@@ -260,15 +264,15 @@ class ExpertTimes:
     bandwidth: float
     rate: float
     limit_samples: Samples = field(default_factory=dict)
-    stored: dict[str, float] = field(default_factory=dict)
+    stored: Numbers = field(default_factory=dict)
 
     @property
-    def limits(self) -> dict[str, float]:
+    def limits(self) -> Numbers:
         """The roofline: what limits → seconds."""
         return {"unpacked weights ÷ bandwidth": self.read / self.bandwidth, "FLOPs ÷ rate": self.flops / self.rate}
 
     @property
-    def medians(self) -> dict[str, float]:
+    def medians(self) -> Numbers:
         return {name: median(of) for name, of in self.samples.items()}
 
     @property
@@ -294,7 +298,7 @@ class ExpertTimes:
     def bound(self) -> str:
         return max(self.limits, key=self.limits.get)
 
-    def rows(self) -> dict[str, dict[str, Any]]:
+    def rows(self) -> Records:
         rows, best = {}, self.stock[1]
         for name, taken in self.medians.items():
             low, high = measure.tenths(self.samples[name])
@@ -369,7 +373,7 @@ OPTIONS = {
 
 
 def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,
-        dtypes: list[str] | None = None) -> dict[str, dict[str, Any]]:
+        dtypes: list[str] | None = None) -> Records:
     threads = torch.get_num_threads()
     found = {"conditions": {"threads": threads, "load average before": measure.load_average()}}
     aims, every = {}, {}
@@ -387,7 +391,7 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
     return found | {"aims": aims, "samples": every}
 
 
-def _aims(label: str, phase: str, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _aims(label: str, phase: str, rows: Records) -> Records:
     own = [name for name in rows if not name.startswith("transformers") and name not in PACKED]
     best = min(own, key=lambda name: rows[name]["ms"])
     ratio = rows[best]["× transformers' best"]

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moelab.bench.peers import BenchmarkedEngine
+from moelab.bench.peers import BenchmarkedEngine, Sequences
 from moelab.files import atomic
+from moelab.records import Record
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -33,7 +34,7 @@ GGUF_FIELDS = {
 class Llama(BenchmarkedEngine):
     """llama.cpp through llama-cpp-python; options: "gguf", a file."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Record) -> None:
         import gguf  # noqa: F401, by which the file was written
         import llama_cpp
         self.api = llama_cpp
@@ -44,7 +45,7 @@ class Llama(BenchmarkedEngine):
     def restart(self) -> None:
         self.model.reset()
 
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         """Of one sequence: more cannot be evaluated at a time in Python."""
         import numpy as np
         self.model.eval(*ids)
@@ -56,7 +57,7 @@ class Ftllm(BenchmarkedEngine):
     """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory. It
     samples its tokens, all about equally likely; there are no logits to compare."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Record) -> None:
         import ftllm
         sys.path.append(str(Path(ftllm.__file__).parent))       # its modules import each other by bare names
         from ftllm import llm
@@ -72,7 +73,7 @@ class Ftllm(BenchmarkedEngine):
     def restart(self) -> None:
         self.handle = None
 
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         """One more token; a new sequence begins with `ids`, later ones are its own."""
         import numpy as np
         library = self.api.fastllm_lib
@@ -87,7 +88,7 @@ class Ftllm(BenchmarkedEngine):
             raise RuntimeError(f"ftllm ended its answer early ({token})")
         return np.zeros((1, 1), np.float32)
 
-    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
+    def measure(self, tokens: Sequences, prompts: list[int], logits_to: str | None = None) -> Record:
         """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt; it
         has no logits to keep."""
         (tokens,), first = tokens, sum(prompts[:-1])
@@ -100,7 +101,7 @@ class Ftllm(BenchmarkedEngine):
     def decoding(self) -> None:
         self.before = self.api.get_disk_moe_cache_stats()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Record:
         after = self.api.get_disk_moe_cache_stats()
         hits, misses = (after[key] - self.before[key] for key in ("cpu_hits", "misses"))
         return {"decode_hit_rate": hits / (hits + misses) if hits + misses else None}
@@ -185,7 +186,7 @@ def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
     return Path(folder)
 
 
-def _banks(key: str, tensor: Any) -> dict[str, Any]:
+def _banks(key: str, tensor: Any) -> Record:
     """Projection → its bank [E, rows, columns], of stacked experts; {} of any other tensor."""
     if key.endswith("experts.gate_up_proj"):
         half = tensor.shape[1] // 2
@@ -193,7 +194,7 @@ def _banks(key: str, tensor: Any) -> dict[str, Any]:
     return {"down_proj": tensor} if key.endswith("experts.down_proj") else {}
 
 
-def _config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _config(folder: Path) -> tuple[Record, list[str]]:
     """The checkpoint's config with the fields that other programs read, and a vocabulary of placeholder words, of which
     the last is a merge of two, as byte-pair encoding needs at least one."""
     config = json.loads((folder / "config.json").read_text())

@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,12 +26,13 @@ import torch
 from moelab import open_model, using
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.external_engines import write_gguf
-from moelab.bench.measure import aim, share, turns
+from moelab.bench.measure import aim, share, turns, working
 from moelab.bench.peers import Accelerate, Transformers
 from moelab.cards import load_model
 from moelab.models.convert import convert
 from moelab.models.synthesize import scaled, synthesize
 from moelab.offloading.link import Link, host_memory
+from moelab.records import Record
 from moelab.specs import MoESpec
 from moelab.store import bf12
 from moelab.store.bits import join
@@ -56,7 +56,7 @@ def timed(told: Callable[[], Any], rounds: int) -> float:
     return median(taken[1:])
 
 
-def recovery(device: torch.device, rounds: int) -> dict[str, Any]:
+def recovery(device: torch.device, rounds: int) -> Record:
     """Bytes read and written a second of joining planes and unpacking bf12, beside those of a copy of as many."""
     from moelab.store import bf12_triton
     weights = (0.02 * torch.randn(WEIGHTS // 16, device=device)).bfloat16().repeat(16)
@@ -83,7 +83,7 @@ def recovery(device: torch.device, rounds: int) -> dict[str, Any]:
             "unpacking bf12": {"GB/s": unpacked / 1e9, "÷ copy": unpacked / rate}}
 
 
-def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any]:
+def link(device: torch.device, rounds: int, experts: int = 256) -> Record:
     """Experts sent one by one from pinned memory, by the engine's link, alone and beside as long a computation."""
     to, size = Link(device), 2 * EXPERT
     whole = torch.from_numpy(host_memory(1 << 30, device, to)).random_(0, 256)
@@ -115,7 +115,7 @@ def link(device: torch.device, rounds: int, experts: int = 256) -> dict[str, Any
                      "longer of both ÷ both": median(max(copying, computing) / b for copying, computing, b in samples)}}
 
 
-def row(reports: Iterable[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def row(reports: Iterable[Record], **more: Any) -> Record:
     """Medians of what `BenchmarkedEngine.measure` reports."""
     reports = list(reports)
     return {"TTFT ms": 1e3 * median(report["ttft_s"][0] for report in reports),
@@ -137,7 +137,7 @@ def empty() -> None:
 
 
 def tokens(folder: Path, device: torch.device, ids: list[int], rate: float, rounds: int, prompt: int,
-           shares: Iterable[float], room: int) -> Iterator[tuple[str, dict[str, Any]]]:
+           shares: Iterable[float], room: int) -> Iterator[tuple[str, Record]]:
     """Everything in the GPU's memory; then shares of it, all experts in pinned memory. The first round of each counts
     nothing: kernels are compiled, and attention is planned for each length."""
     with opened(folder / "model", device) as eager, opened(folder / "model", device, executor="fast") as fast:
@@ -167,7 +167,7 @@ def tokens(folder: Path, device: torch.device, ids: list[int], rate: float, roun
                               "copying alone ms": 1e3 * said.read_bytes_per_token / rate})
 
 
-def accelerate(folder: Path, ids: list[int], layers: int, prompt: int) -> dict[str, Any]:
+def accelerate(folder: Path, ids: list[int], layers: int, prompt: int) -> Record:
     """transformers with accelerate: so many layers on the GPU, the others' weights in the CPU's memory."""
     peer = Accelerate({"model": str(folder / "model"), "layers": layers, "near": 0, "far": "cpu"})
     found = [peer.measure([ids], [prompt]) for _ in range(2)]
@@ -176,7 +176,7 @@ def accelerate(folder: Path, ids: list[int], layers: int, prompt: int) -> dict[s
     return row(found[1:])
 
 
-def llama(program: str, gguf: Path, layers: int, prompt: int, decode: int, rounds: int) -> dict[str, Any]:
+def llama(program: str, gguf: Path, layers: int, prompt: int, decode: int, rounds: int) -> Record:
     """llama-bench with the experts of so many layers on the CPU."""
     done = subprocess.run([program, "-m", str(gguf), "-ngl", "99", "-ncmoe", str(layers), "-p", str(prompt), "-n",
                            str(decode), "-r", str(rounds), "-t", str(os.cpu_count()), "-o", "json"],
@@ -189,17 +189,17 @@ def llama(program: str, gguf: Path, layers: int, prompt: int, decode: int, round
 
 def run(only: Iterable[str] = SECTIONS, folder: str | None = None, scale: float = 0.125, rounds: int = 3,
         prompt: int = 128, decode: int = 32, shares: Iterable[float] = (0.25, 0.5), llama_bench: str | None = None,
-        model: str | MoESpec = "Qwen3-30B-A3B") -> dict[str, Any]:
+        model: str | MoESpec = "Qwen3-30B-A3B") -> Record:
     if not torch.cuda.is_available():
         raise ValueError("this bench needs a CUDA GPU, and torch finds none here (moelab doctor)")
     device, only, shares = torch.device("cuda", 0), list(only), list(shares)
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
-    found: dict[str, Any] = {"conditions": {
+    found: Record = {"conditions": {
         "GPU": torch.cuda.get_device_name(device), "torch": torch.__version__, "CUDA": torch.version.cuda,
         "cores": os.cpu_count(), "model": f"{spec.name}, {spec.num_layers} layers, synthetic",
         "experts GB": spec.experts_bytes / 1e9, "tokens": f"random; prompts of {prompt}, then {decode}, batch 1",
         "rounds": rounds}}
-    aims: dict[str, Any] = {}
+    aims: Record = {}
     if "recovery" in only:
         rows = found["recovery"] = recovery(device, 5 * rounds)
         aims["joining planes: rate ÷ that of a copy"] = aim(share(rows["joining planes"]["÷ copy"]), 0.8)
@@ -207,8 +207,7 @@ def run(only: Iterable[str] = SECTIONS, folder: str | None = None, scale: float 
     aims["copying beside computing: the longer alone ÷ both"] = aim(
         share(rows["both"]["longer of both ÷ both"]), 0.9)
     rate = 1e9 * rows["1 GB at once"]["GB/s"]
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary).expanduser().resolve()
+    with working(folder) as place:
         if {"tokens", "peers"} & set(only):
             if not (place / "model").exists():
                 synthesize(place / "model", spec)

@@ -23,12 +23,14 @@ from typing import Any
 from moelab.bench import measure, peers
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
+from moelab.files import folder_bytes
 from moelab.offloading.control_group import drop_cached, memory_limit
+from moelab.records import Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.codecs import CODECS
 
-Arm = tuple[str, dict[str, Any], int | None]                    # engine, options, memory limit in bytes
+Arm = tuple[str, Record, int | None]                            # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")     # these must agree on every bit
 PROCESS, ACCELERATE = 400e6, 650e6      # of a limit, for the process; accelerate also loads whole layers
 TIMEOUT = 1800                          # seconds that an engine may take
@@ -49,8 +51,8 @@ class EngineBenchmark:
     rounds: int
     python: dict[str, str]
     samples: dict[str, list[float]] = field(default_factory=dict)
-    aims: dict[str, dict[str, Any]] = field(default_factory=dict)
-    reference: dict[str, Any] | None = None
+    aims: Records = field(default_factory=dict)
+    reference: Record | None = None
     tokens: list[list[int]] | None = None
     here: bool = False
     prompts: int = 2
@@ -123,7 +125,7 @@ class EngineBenchmark:
             report = json.loads(done.stdout.strip().splitlines()[-1])
             return self._told(report, {"limit": group.reason, "group_peak_bytes": group.peak_bytes}, name)
 
-    def _told(self, found: Any, more: dict[str, Any], engine: str) -> Any:
+    def _told(self, found: Any, more: Record, engine: str) -> Any:
         if isinstance(found, list):
             return [self._told(one, more, engine) for one in found]
         if "missing" in found:                  # it need not be tried again
@@ -145,7 +147,7 @@ class EngineBenchmark:
     @property
     def dense_bytes(self) -> int:
         """Of the checkpoint's files but for the routed experts."""
-        return sum(path.stat().st_size for path in (self.folder / "model").iterdir()) - self.spec.experts_bytes
+        return folder_bytes(self.folder / "model") - self.spec.experts_bytes
 
     def rounded_bytes(self, form: str) -> int:
         """By how much less attention's and the head's weights take in few bits, so that experts have more: what is
@@ -166,11 +168,10 @@ class EngineBenchmark:
                 "accelerate disk": ("accelerate", {"layers": layers, "offload": str(self.folder / "offload")}, limit),
                 "ftllm": ("ftllm", {"checkpoint": str(self.folder / "hub"), "cache": budget}, None)}
 
-    def compare(self, title: str, arms: dict[str, Arm], base: str
-                ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    def compare(self, title: str, arms: dict[str, Arm], base: str) -> tuple[Records, dict[str, list[Record]]]:
         """Run all arms in turn, ratios being to `base`: (arm → row of figures, arm → reports of all rounds).
         An arm that cannot run is not tried again."""
-        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+        reports: dict[str, list[Record]] = {name: [] for name in arms}
         for _, name in measure.turns(list(arms), self.rounds, title):
             if not any("result" in report for report in reports[name]):
                 reports[name].append(self.report(arms[name]))
@@ -194,13 +195,13 @@ class EngineBenchmark:
                 "output": self.judge(arms[name], found), "result": found[-1]["limit"]}
         return rows, reports
 
-    def ratio(self, reports: dict[str, list[dict[str, Any]]], name: str, base: str) -> float | None:
+    def ratio(self, reports: dict[str, list[Record]], name: str, base: str) -> float | None:
         """TPOT of one arm over that of another, both undisturbed; None where one of them could not run."""
         if any("result" in reports[arm][-1] for arm in (name, base)):
             return None
         return median(undisturbed(reports[name])) / median(undisturbed(reports[base]))
 
-    def judge(self, arm: Arm, reports: list[dict[str, Any]]) -> str:
+    def judge(self, arm: Arm, reports: list[Record]) -> str:
         """Whether the logits are those of transformers' eager experts."""
         if self.reference is None:
             self.reference = self.report(("eager", {}, None))
@@ -232,11 +233,11 @@ def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess
                           env=os.environ | {"PYTHONPATH": path})
 
 
-def mean(reports: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
+def mean(reports: list[Record], key: str, unit: float = 1.0) -> float | None:
     values = [report[key] / unit for report in reports if report.get(key) is not None]
     return fmean(values) if values else None
 
 
-def undisturbed(reports: list[dict[str, Any]]) -> list[float]:
+def undisturbed(reports: list[Record]) -> list[float]:
     """Seconds of each token, the least of all rounds: an engine does the same in each."""
     return [min(rounds) for rounds in zip(*(report["tpot_s"] for report in reports))]

@@ -11,9 +11,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from moelab import intervals
@@ -68,6 +70,13 @@ def tenths(values: Sequence[float]) -> tuple[float, float]:
     """The 10 % and 90 % quantiles."""
     found = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
     return found[0], found[-1]
+
+
+@contextmanager
+def working(folder: str | Path | None) -> Iterator[Path]:
+    """The folder that was given, absolute; a temporary one within the block where none was."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(folder or temporary).expanduser().resolve()
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import gc
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from moelab.ndp.systems import PAPER, System
 from moelab.ndp.tensor_parallel import NDPTensorParallel
 from moelab.progress import progress
 from moelab.offloading.metrics import metrics
+from moelab.records import Numbers, Records
 from moelab.specs import Event
 
 OURS = PAPER[4:]                                # the systems that have an improved version
@@ -43,14 +44,14 @@ def physical(assumptions: Assumptions) -> Assumptions:
     return replace(assumptions, shared_dram=True)
 
 
-def sensitivity(found: Readings, base: Assumptions) -> dict[str, dict[str, float]]:
+def sensitivity(found: Readings, base: Assumptions) -> dict[str, Numbers]:
     """"assumption = choice" → every figure with only that assumption changed; "as chosen" first."""
     return {"as chosen": found.at(base)} | {
         f"{name} = {option}": found.at(replace(base, **{name: option}))
         for name, options in found.choices.items() for option in options if option != getattr(base, name)}
 
 
-def moved(table: dict[str, dict[str, float]], names: Sequence[str] = (*FIT, *JUDGED)) -> dict[str, float]:
+def moved(table: dict[str, Numbers], names: Sequence[str] = (*FIT, *JUDGED)) -> Numbers:
     """Changed assumption of `sensitivity` → largest relative change of any of those figures; the largest first."""
     chosen = table["as chosen"]
     found = {what: math.expm1(max(abs(math.log(row[n] / chosen[n])) for n in names)) for what, row in table.items()}
@@ -64,23 +65,23 @@ def completed(sweep: Sweep, systems: Sequence[str], seed: int, **sizes: Any) -> 
     return sweep.joined(paper_sweep(sweep.assumptions, systems=missing, seeds=(seed,), **sizes)) if missing else sweep
 
 
-def dram(free: Sweep, shared: Sweep, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
+def dram(free: Sweep, shared: Sweep, seed: int = 0, **sizes: Any) -> dict[str, Numbers]:
     """System → decode over MoNDE where the link's reads cost a module's DRAM nothing (the paper), and where they do;
     the sweeps are of the former's assumptions and of `physical` ones, on which alone the improved ones are judged."""
     better = [f"{name}, improved" for name in (OURS[0], OURS[-1])]
     swept = {"free": (completed(free, PAPER[2:], seed, **sizes), PAPER[3:]),
              "shared": (completed(shared, (*PAPER[2:], *better), seed, **sizes), (*PAPER[3:], *better))}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, Numbers] = {}
     for how, (of, names) in swept.items():
         for name in names:
             found.setdefault(name, {})[how] = mean(of.speedups(name, "MoNDE", "moe_decode", seed).values())
     return found
 
 
-def means(sweep: Sweep, seed: int = 0, **sizes: Any) -> dict[str, dict[str, float]]:
+def means(sweep: Sweep, seed: int = 0, **sizes: Any) -> dict[str, Numbers]:
     """Other system → the framework's end to end over it, mean and most, as the paper's sweep has it and with equal
     memory."""
-    found: dict[str, dict[str, float]] = {name: {} for name in PAPER[:3]}
+    found: dict[str, Numbers] = {name: {} for name in PAPER[:3]}
     for how, of in (("the paper", sweep), ("equal memory", Sweep(replace(sweep.assumptions, cached="all")))):
         swept = completed(of, (*PAPER[:3], OURS[-1]), seed, **sizes)
         for name in found:
@@ -102,7 +103,7 @@ def gains(sweep: Sweep, name: str = OURS[-1]) -> dict[str, list[float]]:
             for what in TIMES}
 
 
-def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str, dict[str, Any]]:
+def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> Records:
     """Simulated ÷ closed-form seconds of the experts, every model, fewest and most units, some of the layers."""
     rows = {}
     for name in progress([*PAPER, *(f"{name}, improved" for name in OURS)], "both engines", unit="system"):
@@ -126,14 +127,14 @@ def engines(assumptions: Assumptions, tokens: int, layers: int = 4) -> dict[str,
     return rows
 
 
-def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> dict[str, float]:
+def step_figures(events: Sequence[Event], forwards: Sequence[Any], N: int) -> Numbers:
     """A decode step of `timeline` on N modules: seconds, busy shares of GPU, link, modules (mean, and the least)."""
     found = metrics(events, forwards)
     gpu, link, *shares = (found.utilisation.get(of, 0.0) for of in ("gpu", "link", *(f"unit {u}" for u in range(N))))
     return {"seconds": found.tpot, "gpu": gpu, "link": link, "modules": mean(shares), "least": min(shares)}
 
 
-def distances(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, Spread]]:
+def distances(rows: dict[str, Numbers]) -> dict[str, dict[str, Spread]]:
     """Of `engines`: phase → system → per cent that the simulation is longer than the formula, (mean, least, most)."""
     return {phase: {name: tuple(100 * (row[f"{phase}: {what}"] - 1) for what in ("mean", "least", "most"))
                     for name, row in rows.items()} for phase in ("prefill", "decode")}
@@ -177,7 +178,7 @@ def design_space(units: Sequence[int], assumptions: Assumptions, system: str = O
     return found
 
 
-def decode_times(routing: PromptRouting, systems: dict[str, str], assumptions: Assumptions, N: int) -> dict[str, float]:
+def decode_times(routing: PromptRouting, systems: dict[str, str], assumptions: Assumptions, N: int) -> Numbers:
     """Label → seconds of an answer's experts, with loading the prefetched, on N modules; `systems` are label → name."""
     found = {label: simulate(assumptions.hardware(N), assumptions.system(name), routing,
                              placement=assumptions.placement) for label, name in systems.items()}
@@ -202,8 +203,7 @@ def tensor_parallel_error(source: Any, prompt: str | Sequence[int], units: Seque
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class OneLayer:
+class OneLayer(NamedTuple):
     """One MoE layer of a decode step: seconds and events, simulated; closed : of some layers and tokens, modelled."""
 
     seconds: float

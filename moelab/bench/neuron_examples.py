@@ -73,7 +73,7 @@ class BlockAdvice:
     T: int
     reuse: bool
     real: float
-    advice: blocks.Advice
+    advice: blocks.BlockSizeAdvice
 
 
 #: (device, dtype, tokens of a step, model)

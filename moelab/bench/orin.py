@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.bench.cache_planning import Bench, How, tpot
+from moelab.bench.cache_planning import Bench, Curve, How, tpot
 from moelab.cache.planning import CachePlan, plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cache.selection import sample, selection_probabilities
 from moelab.cards import load_card, load_device, load_model
 from moelab.offloading.simulator import RHO, Simulation, delays_of, flat, simulate
+from moelab.records import Rows
 from moelab.schedule.affinity import naive_order, order, schedule
 from moelab.schedule.execution import execute, makespan
 from moelab.schedule.optimum import bounds, optimum
@@ -45,8 +46,8 @@ class There(NamedTuple):
     planning: float
     nothing_read: float
 
-    def curves(self) -> dict[str, list[tuple[float, float, float]]]:
-        """Bytes, TPOT, hit rate."""
+    def curves(self) -> dict[str, Curve]:
+        """By the way of caching."""
         return {way: [(gb * 1e9, tpot(x), x.counters.hit_rate()) for gb, x in of.items()]
                 for way, of in self.runs.items()}
 
@@ -74,7 +75,7 @@ class Board:
         asked = layer_step(states)
         return execute(asked, order(asked, self.delays, self.workers), self.delays, self.workers)[1]
 
-    def exact(self, states: str = "MSCE") -> list[dict[str, Any]]:
+    def exact(self, states: str = "MSCE") -> Rows:
         """Lower bounds (Lemma B.3), exact optimum and Algorithm 1 by the number of threads, ms.
 
         As in the paper recovery is the GPU's, and free."""

@@ -19,6 +19,7 @@ from moelab.bench.measure import seconds, torch_threads
 from moelab.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
 from moelab.parallel.eplb import Balance, balance, measure
 from moelab.models import eager
+from moelab.records import Numbers, Records
 
 E, K, H, I = 64, 8, 512, 256
 ROUNDS = 7
@@ -26,8 +27,7 @@ PHASES = ("prefill, ms", "decode, ms")
 LEFT_OUT = ("hidden", "blocks")         # variants without a formula of what they send
 
 
-def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, rounds: int = ROUNDS
-        ) -> dict[str, dict[str, Any]]:
+def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, rounds: int = ROUNDS) -> Records:
     """Without rounds nothing is timed."""
     sections, times = {}, {"one process": alone(tokens, seed, rounds)} if rounds else {}
     for W in ranks:
@@ -54,7 +54,7 @@ def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, round
     return sections
 
 
-def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> dict[str, dict[str, Any]]:
+def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> Records:
     """variant → what this rank sent for tokens that are spread, and milliseconds of a layer on tokens that all have."""
     runs = {}
     for variant, kind in VARIANTS.items():
@@ -83,7 +83,7 @@ def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> dict[str, dict[str
     return made
 
 
-def alone(tokens: int, seed: int, rounds: int = ROUNDS) -> dict[str, float]:
+def alone(tokens: int, seed: int, rounds: int = ROUNDS) -> Numbers:
     """The same layer in one process of one thread."""
     experts, (ids, weights, x) = layer(), routing(tokens, seed)
     with torch_threads(1):
@@ -103,7 +103,7 @@ def routing(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return ids, torch.rand(tokens, K, generator=generator), torch.randn(tokens, H, generator=generator)
 
 
-def eplb(seed: int) -> dict[str, dict[str, float]]:
+def eplb(seed: int) -> dict[str, Numbers]:
     """max/mean load of devices for Zipf popularity rank^−s, ranks assigned to experts at random."""
     rows = {}
     for s in (0.2, 0.6, 1.0, 1.4):

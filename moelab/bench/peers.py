@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.offloading.metrics import process
+from moelab.records import Numbers, Record
 
 #: name → the module and the class that runs it
 ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "eager": ("moelab.bench.peers", "Eager"),
@@ -37,6 +38,7 @@ ENGINES = {"moelab": ("moelab.bench.peers", "Moelab"), "eager": ("moelab.bench.p
            "ftllm": ("moelab.bench.external_engines", "Ftllm"),
            "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline")}
 RAPL = Path("/sys/class/powercap")
+Sequences = list[list[int]]      # of tokens
 DEPTHS = (1, 2, 4)              # queue depths at which the read rate is measured
 FOUND = ("hits", "misses", "evictions", "read_bytes")       # what engine and simulator must agree upon
 
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     os._exit(0)                                 # some engines crash while they are torn down
 
 
-def run(name: str, options: dict[str, Any]) -> Any:
+def run(name: str, options: Record) -> Any:
     """An engine's report; {"missing": reason} for one that is not installed. With "each", a list of further options,
     it is opened anew for each of them, and the reports are a list."""
     if "each" in options:
@@ -67,7 +69,7 @@ def run(name: str, options: dict[str, Any]) -> Any:
     return {"load_s": loaded, **report, **counters(), **engine.report()}
 
 
-def counters() -> dict[str, Any]:
+def counters() -> Record:
     """Bytes that this process has read from disks, its major page faults, peak memory and seconds on processors, and
     joules of all processors, so far."""
     return {"read_bytes": _proc("io", r"^read_bytes: (\d+)"), **process(), "cpu_s": time.process_time(),
@@ -114,21 +116,21 @@ class BenchmarkedEngine(ABC):
         """The next tokens begin new sequences."""
 
     @abstractmethod
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         """The logits [B, V] after the last of `ids` [B][T]: a numpy array, fp32 or the bits of bf16 as int16."""
 
     def decoding(self) -> None:
         """Called once, between the prompts and the single tokens."""
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Record:
         """Further entries of the report, asked for at the end."""
         return {}
 
-    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
+    def measure(self, tokens: Sequences, prompts: list[int], logits_to: str | None = None) -> Record:
         """Feed prompts of the given lengths, each of new sequences, then the other tokens [B][T] one by one: `ttft_s`
         [prompts], `tpot_s` [tokens after them], bytes read, faults, processor seconds and joules of each phase,
         `digest`, `best` (argmax) of all logits, which a file `logits_to` may keep: fp32 [(prompts + tokens) · B, V]."""
-        found: dict[str, Any] = {"ttft_s": [], "tpot_s": [], "best": []}
+        found: Record = {"ttft_s": [], "tpot_s": [], "best": []}
         digest, at, last, kept = hashlib.sha256(), 0, counters(), []
 
         def step(n: int, seconds: list[float]) -> None:
@@ -174,7 +176,7 @@ class Transformers(BenchmarkedEngine):
         from transformers import DynamicCache
         self.cache = DynamicCache(config=self.model.config)
 
-    def feed(self, ids: list[list[int]]) -> Any:
+    def feed(self, ids: Sequences) -> Any:
         import torch
         with torch.inference_mode():
             logits = self.model(input_ids=torch.tensor(ids, device=self.model.device), past_key_values=self.cache,
@@ -188,7 +190,7 @@ class Moelab(Transformers):
     experts that are read to measure the disk; "compressed": the budget is divided into staging, which must be given,
     and experts kept compressed."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Record) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
         from moelab import open_model
         self.options, self.imports = options, process()["peak_rss_bytes"]
@@ -206,7 +208,7 @@ class Moelab(Transformers):
         counters = self.offloading.residency.counters
         self.before = sum(counters.hits.values()), counters.misses
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Record:
         from moelab.cache.optimum import belady_hits, request_count
         from moelab.offloading.limits import kv_bytes, layer_records, on_demand_limit, overlapped_limit
         from moelab.offloading.observed import observed
@@ -238,7 +240,7 @@ class Moelab(Transformers):
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None,
             "overlapped_s": overlapped_limit(records, rate, decoded, workers) if decoded else None}
 
-    def measure(self, tokens: list[list[int]], prompts: list[int], logits_to: str | None = None) -> dict[str, Any]:
+    def measure(self, tokens: Sequences, prompts: list[int], logits_to: str | None = None) -> Record:
         self.rates = {"before": self.read_rate()}
         return super().measure(tokens, prompts, logits_to)
 
@@ -270,7 +272,7 @@ class Moelab(Transformers):
         return best
 
 
-def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> dict[str, float]:
+def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> Numbers:
     """{"during": the highest read rate of any forward (start, end, …), bytes a second while the disk was busy}."""
     reads, rates = [event for event in events if event.kind.startswith("read")], []
     for start, end, *_ in forwards:
@@ -296,7 +298,7 @@ class Mapped(Transformers):
     """transformers' default: weights stay mapped from a checkpoint that is laid out as its parameters are. Option:
     "opened", the `experts` of `open_model`; "external" reads them one by one, for the same bits in little memory."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Record) -> None:
         import moelab
         super().__init__(moelab.open_model(options["model"], experts=options.get("opened", "resident")))
 
@@ -304,7 +306,7 @@ class Mapped(Transformers):
 class Eager(Mapped):
     """transformers with all weights in this process's own memory, not mapped from a file."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Record) -> None:
         super().__init__(options)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()
@@ -314,7 +316,7 @@ class Accelerate(Transformers):
     """Offload of the last layers; options: "layers" that stay "near", by default in the CPU's memory; the others are
     "far", by default on the disk, in the folder "offload"."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Record) -> None:
         import accelerate  # noqa: F401
         import torch
         import transformers

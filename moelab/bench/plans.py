@@ -31,6 +31,7 @@ from moelab.cache.residency import Residency
 from moelab.intervals import Interval, ratio
 from moelab.offloading.observed import observed
 from moelab.offloading.simulator import flat
+from moelab.records import Numbers, Records
 
 STATES = "FCSE"
 WITHIN = 1.3
@@ -57,8 +58,8 @@ class Warm(NamedTuple):
 
     arms: dict[str, Arm]
     took: dict[str, np.ndarray]
-    simulated: dict[str, float]
-    since: dict[str, dict[str, float]]                          # of `since_start`
+    simulated: Numbers
+    since: dict[str, Numbers]                                   # of `since_start`
 
     @property
     def best(self) -> str:
@@ -72,7 +73,7 @@ class Warm(NamedTuple):
     def lead_simulated(self, name: str = "plan") -> float:
         return min(self.simulated[state] for state in self.simulated.keys() & set(STATES)) / self.simulated[name]
 
-    def rows(self) -> dict[str, dict[str, Any]]:
+    def rows(self) -> Records:
         rows = {}
         for name, arm in self.arms.items():
             over, low, high = self.lead(name)
@@ -81,13 +82,13 @@ class Warm(NamedTuple):
                           "best single state ÷ it": over, "95 % from": low, "to": high}
         return rows
 
-    def ablation(self) -> dict[str, dict[str, float]]:
+    def ablation(self) -> dict[str, Numbers]:
         """TPOT without a part over that with it; of `ABLATION`, those that ran."""
         return {part: dict(zip(("without ÷ with", "95 % from", "to"), ratio(self.took[without], self.took[with_])))
                 for part, (without, with_) in ABLATION.items() if {without, with_} <= self.took.keys()}
 
 
-def since_start(bench: Bench, filled: Any, forwards: Any, arms: dict[str, Arm]) -> dict[str, dict[str, float]]:
+def since_start(bench: Bench, filled: Any, forwards: Any, arms: dict[str, Arm]) -> dict[str, Numbers]:
     """Tokens since the start, from an empty cache → best single state's time over the plan's, simulated: what a plan
     that takes popularity as known gains before its cache has learned it."""
     taken = {}
@@ -152,7 +153,7 @@ def stationary(bench: Bench, share: float, before: int, tokens: int, ablation: b
 
 
 def run(budgets: Sequence[float] = (0.2, 0.35, 0.5, 0.65, 0.8), disk_mbs: float = 20.0, prompts: int = 8,
-        before: int = 512, tokens: int = 6, ablation: bool = False, seed: int = 0) -> dict[str, dict[str, Any]]:
+        before: int = 512, tokens: int = 6, ablation: bool = False, seed: int = 0) -> Records:
     sections = {}
     with measure.torch_threads(1):              # tiny matrices; the other cores read and decompress
         bench = Bench("", "", disk_mbs * 1e6, 40, 24, 2 * prompts, min(budgets), 1, 1, seconds=2, seed=seed)

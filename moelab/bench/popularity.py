@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from itertools import permutations
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from moelab.calibration import (Calibration, calibrate, capacity_needed, chunk_l
 from moelab.datasets import prompts, token_count
 from moelab.intervals import interval
 from moelab.recording import record
+from moelab.records import Numbers, Records
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
@@ -49,8 +49,7 @@ def overlap(offline: Calibration, seen: Calibration, k: int, phase: int = PREFIL
     return overlap_at_k(offline.counts(phase), seen.counts(phase), k)
 
 
-@dataclass(frozen=True, eq=False)
-class Popularity:
+class Popularity(NamedTuple):
     """Traces and calibrations of a model: of each source, to calibrate on (offline) and unseen."""
 
     names: list[str]
@@ -108,7 +107,7 @@ class Popularity:
         return {name: torch.stack([overlap(self.offline[a], self.unseen[b], k, phase) for a, b in pairs]).nanmean(0)
                 for name, phase in PHASES.items()}
 
-    def same_domain(self, k: int) -> dict[str, float]:
+    def same_domain(self, k: int) -> Numbers:
         """Between `RELATED`, median over layers, by phase."""
         first, second = RELATED
         return {name: torch.stack([overlap(self.offline[a], self.unseen[b], k, phase)
@@ -130,8 +129,7 @@ class Popularity:
                                 for name in self.names]).mean(0) for b in batches}
 
 
-@dataclass(frozen=True, eq=False)
-class Capacities:
+class Capacities(NamedTuple):
     """Capacities from calibration chunks, tried on unseen ones: name → [L, E], and the share that overflows [L]."""
 
     of: dict[str, Tensor]
@@ -157,7 +155,7 @@ class Capacities:
 
 
 def by_size(offline: dict[str, RoutingTrace], unseen: dict[str, RoutingTrace], pairs: Sequence[tuple[str, str]],
-            sizes: Sequence[int], k: int, most: int = 8) -> dict[int, dict[str, float]]:
+            sizes: Sequence[int], k: int, most: int = 8) -> dict[int, Numbers]:
     """Prompts calibrated on → Overlap@K of (calibrated on, run on), median over layers, mean over the pairs; with the
     95 % interval over at most so many disjoint groups of prompts. Sizes of which there are not two groups are left out.
     """
@@ -183,7 +181,7 @@ def by_size(offline: dict[str, RoutingTrace], unseen: dict[str, RoutingTrace], p
 
 
 def run(prompts_each: int = 256, unseen: int = 48, sizes: Sequence[int] = (1, 4, 16, 64), tokens: int = 256,
-        ks: Sequence[int] = (4, 8), seed: int = 0) -> dict[str, dict[str, Any]]:
+        ks: Sequence[int] = (4, 8), seed: int = 0) -> Records:
     model, others = open_model(), ("code", "prose", "lookup", RELATED[0])
     how = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
     traces = [{name: record(model, [p.text for p in prompts(name, n, split=split, **how)], batch_size=32)

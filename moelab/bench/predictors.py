@@ -24,6 +24,7 @@ from moelab.evaluation import accuracy
 from moelab.intervals import Interval
 from moelab.offloading.session import Session
 from moelab.recording import record
+from moelab.records import Numbers, Record
 from moelab.registry import make
 from moelab.speculate import DefaultVectors, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
@@ -80,7 +81,7 @@ class Contest:
     validation: RoutingTrace | None
     test: RoutingTrace
     vectors: DefaultVectors
-    estimators: dict[str, Any] = field(default_factory=dict)
+    estimators: Record = field(default_factory=dict)
     choices: dict[str, tuple[bool, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -207,13 +208,13 @@ class Contest:
                 "router-free": same(generate("residual"), generate("residual", "router-free"))}
 
 
-def training_metrics(found: Learned) -> dict[str, float]:
+def training_metrics(found: Learned) -> Numbers:
     """Mean recall of each kind and part, by the names of metrics."""
     return {f"recall_{kind.replace('-', '_')}_{part}": fmean(rates) for kind, of in found.items()
             for part, rates in zip(PARTS, of.values(), strict=True)}
 
 
-def by_layer(name: str, found: Score) -> dict[str, float]:
+def by_layer(name: str, found: Score) -> Numbers:
     """Recall of each layer, by the names of metrics."""
     return {f"{name}_{layer}": value for layer, value in enumerate(found.recall.tolist())}
 

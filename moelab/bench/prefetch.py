@@ -18,7 +18,6 @@ token after, nothing is prefetched across tokens.
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,6 +43,7 @@ from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes
 from moelab.opening import using
+from moelab.records import Numbers, Record
 from moelab.registry import make
 from moelab.specs import Event, MoESpec
 from moelab.speculate import MODES, Predictor, Speculation
@@ -67,6 +67,9 @@ class Taken(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.forward.end - self.forward.start
+
+
+Turns = dict[str, list[Taken]]              # arm → what each of its tokens took
 
 
 class Spent(NamedTuple):
@@ -131,7 +134,7 @@ class Gain(NamedTuple):
     bound: float
 
 
-def gains(samples: Sequence[Mapping[str, Sequence[Taken]]], way: str, against: str = ARMS[0]) -> list[Gain]:
+def gains(samples: Sequence[Turns], way: str, against: str = ARMS[0]) -> list[Gain]:
     """Of each sample. What can be gained follows from the layers of "copy, then compute"."""
     found = []
     for sample in samples:
@@ -168,7 +171,7 @@ class PrefetchBenchmark:
             self.past, self.at = deepcopy(self.prompts[length, first]), first + length
 
     def samples(self, arms: Sequence[str], tokens: int, name: str, length: int = 1, times: int = 3
-                ) -> list[dict[str, list[Taken]]]:
+                ) -> list[Turns]:
         """Three prompts of `length` tokens, each so many times: samples of `tokens` an arm."""
         found = []
         for number in range(3 * times):
@@ -208,7 +211,7 @@ class PrefetchBenchmark:
         engine.pipeline.queue.ahead = self.ahead if arm in MODES else 0
         return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
 
-    def turns(self, arms: Sequence[str], tokens: int, name: str) -> dict[str, list[Taken]]:
+    def turns(self, arms: Sequence[str], tokens: int, name: str) -> Turns:
         """`tokens` for each arm, in turn."""
         found = {arm: [] for arm in arms}
         for _, arm in measure.turns(arms[::-1], tokens + WARM, name, "turns"):
@@ -216,7 +219,7 @@ class PrefetchBenchmark:
         return {arm: taken[WARM:] for arm, taken in found.items()}
 
     def study(self, ratios: Sequence[float], tokens: int, length: int, times: int = 3
-              ) -> tuple[dict[float, dict[str, list[Taken]]], dict[float, dict[str, float]]]:
+              ) -> tuple[dict[float, Turns], dict[float, Numbers]]:
         """Every ratio of copying to computing: (the tokens of each arm, figures against the bounds)."""
         if self.free is None:
             self.free = pooled(self.samples(ARMS[:1], tokens, "without a limit", length, times))[ARMS[0]]
@@ -241,9 +244,9 @@ class PrefetchBenchmark:
         self.at += n
 
 
-def pooled(samples: Iterable[Mapping[str, Sequence[Taken]]]) -> dict[str, list[Taken]]:
+def pooled(samples: Iterable[Turns]) -> Turns:
     """The tokens of each arm in all samples."""
-    found: dict[str, list[Taken]] = {}
+    found: Turns = {}
     for sample in samples:
         for arm, taken in sample.items():
             found.setdefault(arm, []).extend(taken)
@@ -257,13 +260,13 @@ def offloaded(store: ExpertStore) -> Any:
                    verify=False)
 
 
-def tpot_metrics(ran: Mapping[float, Mapping[str, Sequence[Taken]]]) -> dict[str, float]:
+def tpot_metrics(ran: Mapping[float, Turns]) -> Numbers:
     """Median TPOT of each ratio and arm, ms, by the names of metrics."""
     return {f"tpot_{ratio:g}_{arm.replace(', ', '_').replace(' ', '_')}": 1e3 * median(one.seconds for one in taken)
             for ratio, found in ran.items() for arm, taken in found.items()}
 
 
-def typical(found: Mapping[str, Sequence[Taken]]) -> dict[str, list[Event]]:
+def typical(found: Turns) -> dict[str, list[Event]]:
     """The events of each arm's token of median duration."""
     return {arm: sorted(taken, key=lambda one: one.seconds)[len(taken) // 2].events for arm, taken in found.items()}
 
@@ -274,7 +277,7 @@ def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
     return "waiting " + ", ".join(f"{arm} {1e3 * seconds:.1f} ms" for arm, seconds in took.items()) + " (measured)"
 
 
-def row(found: Sequence[Taken]) -> dict[str, float]:
+def row(found: Sequence[Taken]) -> Numbers:
     ahead = [t.metrics.prefetched for t in found]
     return {"TPOT s": median(t.seconds for t in found), "mean s": fmean(t.seconds for t in found),
             "best s": min(t.seconds for t in found),
@@ -283,7 +286,7 @@ def row(found: Sequence[Taken]) -> dict[str, float]:
             "hidden reads": fmean(a["used"] for a in ahead)}
 
 
-def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float) -> tuple[dict, dict]:
+def compare(samples: Sequence[Turns], ratio: float, rate: float) -> tuple[dict, dict]:
     """(rows of the arms, figures against the bounds)."""
     found = pooled(samples)
     rows = {arm: row(taken) for arm, taken in found.items()}
@@ -302,10 +305,10 @@ def compare(samples: Sequence[dict[str, list[Taken]]], ratio: float, rate: float
         "hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"]}
 
 
-def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[int]) -> dict[str, Any]:
+def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[int]) -> Record:
     """Hint ÷ on demand of the first so many tokens of generations in pairs, and whether that is at most `AIM`. A pair
     is one sample, as what disturbs a token mostly disturbs the next one, too."""
-    row: dict[str, Any] = {}
+    row: Record = {}
     for n in lengths:
         demand, hint = ([sum(one[:n]) for one in found[arm]] for arm in PAIR)
         row |= named(f"{n} tokens", of := ratio_of(hint, demand))
@@ -316,10 +319,9 @@ def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[in
 
 def run(folder: str | Path | None = None, tokens: int = 18, budgets: Sequence[float] = BUDGETS,
         ratios: Sequence[float] = RATIOS, executors: Sequence[str] = EXECUTORS, lengths: Sequence[int] = LENGTHS,
-        times: int = 8, spec: MoESpec = SPEC) -> dict[str, Any]:
+        times: int = 8, spec: MoESpec = SPEC) -> Record:
     sections, against, never = {}, {}, {}
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary).expanduser().resolve()
+    with measure.working(folder) as place:
         source, store = place / "model", place / "raw"
         if not source.is_dir():
             synthesize(source, spec)

@@ -20,6 +20,7 @@ from moelab.evaluation import accuracy
 from moelab.experts.quantization import FORMATS, STORED, Quantized, layer_error
 from moelab.models import plug, plugged, unplug
 from moelab.recording import record
+from moelab.records import Numbers, Records
 from moelab.store.codecs import compress_tensor
 
 CODECS = ("raw", "bf12", "huffman")
@@ -33,7 +34,7 @@ OPTIONS = {
 
 def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
         tasks: str | Sequence[str] = tuple(accuracy.TASKS), prompts: int = 200, tokens: int = 256,
-        calibration: int = 16, seed: int = 0) -> dict[str, dict[str, Any]]:
+        calibration: int = 16, seed: int = 0) -> Records:
     """{section: {row: {column: figure}}}; the sections' names say what kind of figures they are."""
     formats, tasks = (value.split(",") if isinstance(value, str) else list(value) for value in (formats, tasks))
     if unknown := [name for name in formats if name not in FORMATS]:
@@ -42,7 +43,7 @@ def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
     layers = plug(live)
     sources = {name: Quantized(layers, name) for name in formats}
     own = sum(w.nbytes for w in layers[0].experts.weights(0).values())
-    results: dict[str, dict[str, Any]] = {"bytes of an expert (exact)": {
+    results: Records = {"bytes of an expert (exact)": {
         name: {"bytes": (size := source.nbytes(0, 0)), "of the model's own": size / own,
                "bits a weight": 8 * size / live.spec.expert_params,
                "all experts, bytes": sum(source.nbytes(*key) for key in source.kept)}
@@ -63,13 +64,13 @@ def run(model: str | None = None, formats: str | Sequence[str] = tuple(FORMATS),
 
 
 def layer_errors(model: Any, layers: Sequence[Any], sources: dict[str, Quantized], prompts: int, tokens: int,
-                 seed: int) -> dict[str, dict[str, float]]:
+                 seed: int) -> dict[str, Numbers]:
     """Format and layer → errors in per cent, on the routing of `prompts` prompts; "all" is the RMS over layers."""
     kinds = ("code", "prose", "lookup", "needle")
     texts = datasets.prompts(kinds, -(-prompts // len(kinds)), tokens=tokens, seed=seed, split="train",
                              count=datasets.token_count(model.tokenizer))
     trace = record(model, texts, hidden=True)
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, Numbers] = {}
     for name, source in sources.items():
         found = []
         for layer in layers:
@@ -80,7 +81,7 @@ def layer_errors(model: Any, layers: Sequence[Any], sources: dict[str, Quantized
     return rows
 
 
-def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) -> dict[str, dict[str, Any]]:
+def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) -> Records:
     """Codec or format of a store → "bytes" of all experts, "bits a weight", "of raw", "TASK: score" and the rest of a
     row of `accuracy.compare`, whose other options are `how`; a codec changes no bit and so no score."""
     layers = plug(model)

@@ -12,9 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from moelab.bench import measure
 from moelab.bench.measure import Samples
 from moelab.intervals import Interval
 from moelab.progress import progress
+from moelab.records import Numbers
 from moelab.specs import MoESpec
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader, decode, empty_tensors, modes
@@ -120,8 +120,7 @@ def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequenc
     return samples, last
 
 
-@dataclass(frozen=True)
-class Study:
+class Study(NamedTuple):
     """Loading from this machine's disk, and from slower ones that a bandwidth limit emulates.
 
     nbytes : of the weights that are loaded. samples : of `compare`, by the disk's limit in bytes a second, 0 for none.
@@ -150,7 +149,7 @@ class Study:
         return measure.gain(self.samples[limit], way, BASE)
 
     @property
-    def here(self) -> dict[str, dict[str, float]]:
+    def here(self) -> dict[str, Numbers]:
         """`summary` of the disk as it is."""
         return summary(self.samples[0.0], self.nbytes)
 
@@ -158,7 +157,7 @@ class Study:
         """GB a second that this disk reads of a compressed store, f of the weights' size."""
         return self.here["compressed, read only"]["GB/s"] * f
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Numbers:
         return {"load_" + name.replace(", ", "_").replace(" ", "_"): row["GB/s"] for name, row in self.here.items()}
 
     def spans(self) -> dict[str, list[tuple[str, float, float]]]:
@@ -178,7 +177,7 @@ class Study:
                                  for name in modelled}
 
 
-def summary(samples: Samples, nbytes: float) -> dict[str, dict[str, float]]:
+def summary(samples: Samples, nbytes: float) -> dict[str, Numbers]:
     """GB of weights a second of each way, and how many times the uncompressed rate that is, round by round."""
     return {name: {"GB/s": nbytes / statistics.median(values) / 1e9,
                    "÷ uncompressed": measure.speed_up(samples, name, BASE)}

@@ -34,6 +34,7 @@ from moelab.evaluation.scores import language_loss, text_windows
 from moelab.files import small_model
 from moelab.intervals import ratio
 from moelab.progress import progress
+from moelab.records import Numbers, Records
 from moelab.specs import State
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
 from moelab.speculate.next_token import NextToken, fit
@@ -65,7 +66,7 @@ def hits(of: Sequence[Score]) -> torch.Tensor:
     return torch.stack([one.hits.sum(1) for one in of]).double().mean(0)
 
 
-def recalls(found: dict[str, list[Score]]) -> dict[str, dict[str, float]]:
+def recalls(found: dict[str, list[Score]]) -> dict[str, Numbers]:
     """Recall@K of each."""
     rows = {}
     for name, of in found.items():
@@ -74,7 +75,7 @@ def recalls(found: dict[str, list[Score]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def leads(found: dict[str, list[Score]], tokens: Sequence[int]) -> dict[str, dict[str, float]]:
+def leads(found: dict[str, list[Score]], tokens: Sequence[int]) -> dict[str, Numbers]:
     """Points of recall of our kind of estimator above the better router's and above the other kinds'."""
     router = max(ROUTERS, key=lambda name: float(hits(found[name]).sum()))
     rows = {}
@@ -127,7 +128,7 @@ def missed(seen: RoutingTrace, test: RoutingTrace, shares: str, arms: dict[str, 
     return {share: {name: of[arm][::2] for name, arm in arms.items()} for share, of in found.items()}
 
 
-def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, dict[str, float]]:
+def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, Numbers]:
     """Misses of every policy over LRU's, and those of the prediction across tokens over the policy's; fewest first."""
     found = compare(fitted, contest.test, share)
     requests = int((contest.test.ids != contest.test.spec.E).sum())
@@ -141,7 +142,7 @@ def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, di
     return rows
 
 
-def router_of(contest: Contest, windows: int, seed: int) -> dict[str, float]:
+def router_of(contest: Contest, windows: int, seed: int) -> Numbers:
     """Whether there is something to predict: language loss, load of the busiest expert, dead experts."""
     counts = contest.train.counts().double()
     texts = text_windows(contest.model.tokenizer, "test", windows, 256, seed)
@@ -154,9 +155,9 @@ def router_of(contest: Contest, windows: int, seed: int) -> dict[str, float]:
 def run(model: Sequence[str] = (), tokens: Sequence[int] = (4_000, 16_000, 64_000), seeds: int = 2,
         train_prompts: int = 54, test_prompts: int = 6, prompt_tokens: int = 256, new_tokens: int = 32,
         budgets: Sequence[float] = (0.25, 0.5, 0.75), windows: int = 24, untrained: bool = False, seed: int = 0
-        ) -> dict[str, dict[str, Any]]:
+        ) -> Records:
     """ValueError: two folders of one name."""
-    sections: dict[str, dict[str, Any]] = {}
+    sections: Records = {}
     folders = {Path(folder).name: folder for folder in model or [small_model()]}
     if len(folders) < len(model):
         raise ValueError(f"of {', '.join(model)} two have the same name, under which results are; rename one")

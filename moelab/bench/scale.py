@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,13 +24,13 @@ import torch
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.engine import against_limit
 from moelab.bench.harness import EngineBenchmark
-from moelab.bench.measure import load_average
+from moelab.bench.measure import load_average, working
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.cards import load_model
 from moelab.files import read_json
 from moelab.models.synthesize import scaled, synthesize
 from moelab.opening import open_model
-from moelab.records import BenchFile
+from moelab.records import BenchFile, Numbers, Record, Records
 from moelab.registry import make
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
@@ -42,7 +41,7 @@ STORED, ARMS = ("bf12", "huffman", "int4"), ("on demand", "hint")
 
 def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, memory: str = "14GB",
         folder: str | None = None, scale: float = 1.0, rounds: int = 1, prompt: int = 128, decode: int = 32,
-        executor: str = "fast", merge: str | None = None) -> dict[str, dict[str, Any]]:
+        executor: str = "fast", merge: str | None = None) -> Records:
     import psutil
     spec, stored = scaled(load_model(model) if isinstance(model, str) else model, scale), list(stored)
     conditions = {"model": f"{spec.name}, {spec.num_layers} layers, synthetic", "experts in bf16 GB":
@@ -51,8 +50,8 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
                   "cores": os.cpu_count()}
     title = f"{memory} of experts in memory"
     rows, limits, turns, samples = earlier(merge, conditions, title, stored) if merge else ({}, {}, {}, {})
-    with tempfile.TemporaryDirectory() as temporary:
-        bench = EngineBenchmark(spec, Path(folder or temporary).expanduser().resolve(), prompt, decode, rounds, {},
+    with working(folder) as place:
+        bench = EngineBenchmark(spec, place, prompt, decode, rounds, {},
                                 reference={"result": "the model does not fit"})
         for name in stored:
             if new := not (bench.folder / name).exists():
@@ -71,7 +70,7 @@ def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, 
             "samples": samples | bench.samples}
 
 
-def earlier(path: str, conditions: Mapping[str, Any], title: str, anew: Iterable[str]) -> list[dict[str, Any]]:
+def earlier(path: str, conditions: Mapping[str, Any], title: str, anew: Iterable[str]) -> list[Record]:
     """Rows, limits, turns and samples of the arms of an earlier result that are not measured anew; ValueError if it was
     measured under other conditions."""
     found = read_json(Path(path), BenchFile)
@@ -87,7 +86,7 @@ def earlier(path: str, conditions: Mapping[str, Any], title: str, anew: Iterable
     return [{name: value for name, value in part.items() if name.partition(":")[0] not in anew} for part in kept]
 
 
-def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -> dict[str, float]:
+def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -> Numbers:
     """Tokens on demand and with prefetching in turn, `decode` of each, after as many that fill the cache."""
     K = ExpertStore(store).spec.K
     model = open_model(store, memory=memory, executor=executor, ahead=K, staging=K)

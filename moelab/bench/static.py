@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches
+from moelab.records import Record, Records
 from moelab.trace import PREFILL, RoutingTrace
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)          # of blocks, tokens
@@ -94,8 +94,7 @@ def apart(curves: Mapping[str, Points], one: str, other: str) -> tuple[float, fl
     return max((abs(a - b), x) for (x, a), (_, b) in zip(curves[one], curves[other], strict=True))
 
 
-@dataclass(frozen=True)
-class BlockCount:
+class BlockCount(NamedTuple):
     """Blocks of B slots in one step of all layers, counted while the executor ran.
 
     by_text, by_code : the two formulas' N of a layer. filled : blocks with a token, mean of layers.
@@ -150,18 +149,17 @@ def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Poi
 def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
     """The model on a new executor `make(saliency)`, whose capacities are for each text of a batch by itself."""
     with Patches() as patches, Saliency(model, discover(model)) as saliency, plugged(model, make(saliency)) as executor:
-        def begin(_model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        def begin(_model: Any, args: tuple, kwargs: Record) -> None:
             executor.chunk = (args or [kwargs["input_ids"]])[0].shape[1]
         patches.hook(model.register_forward_pre_hook, begin, with_kwargs=True)
         yield executor
 
 
-@dataclass(frozen=True, eq=False)
-class DropCosts:
+class DropCosts(NamedTuple):
     """Accuracy costs of ways of dropping, each against `BASELINE`: scores and samples of `accuracy.compare`, and
     tallies : way → task → its executor's counts."""
 
-    scores: dict[str, dict[str, dict[str, Any]]]
+    scores: dict[str, Records]
     samples: dict[str, dict[str, list[float]]]
     tallies: dict[str, dict[str, Tally]]
 
@@ -225,8 +223,7 @@ def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
     return ways | {NO_EXPERTS: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
 
 
-@dataclass(frozen=True)
-class TierPlan:
+class TierPlan(NamedTuple):
     """Capacities of every layer from a calibration: with the factor K, as the paper prints them, and in groups."""
 
     tiers: tuple[Tiers, ...]
@@ -268,8 +265,7 @@ def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:
                 for text in texts]
 
 
-@dataclass(frozen=True, eq=False)
-class Ran:
+class Ran(NamedTuple):
     """Counts of one way; the largest change of a logit; share of positions with the same best token, mean of texts."""
 
     total: Tally

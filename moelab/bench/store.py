@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from moelab.intervals import Interval
 from moelab.models.direct import CheckpointExperts
 from moelab.models.opening import examine
 from moelab.models.synthesize import COLUMNS, draw
+from moelab.records import Numbers, Record, Records
 from moelab.store import bits
 from moelab.store.codecs import CODECS, DEFAULT, compress_tensor, decompress_tensor
 from moelab.store.entropy import FORMATS, describe, joint_counts
@@ -37,6 +38,7 @@ from moelab.store.reader import measure_modes, modes
 EXPERT = 16 << 20               # bytes of the expert that is measured
 PEER = "zipnn"
 MISSING = "not installed"
+Work = Callable[[], Any]
 
 
 def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
@@ -45,14 +47,13 @@ def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
     return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
 
 
-@dataclass(frozen=True)
-class Coder:
+class Coder(NamedTuple):
     """A way to pack one expert: its stored size in bytes, and functions of no arguments to be timed."""
 
     nbytes: int
-    compress: Callable[[], Any]
-    decode: Callable[[], Any]
-    another: Callable[[], Callable[[], Any]]        # a decode with buffers of its own, for one more thread
+    compress: Work
+    decode: Work
+    another: Callable[[], Work]                 # a decode with buffers of its own, for one more thread
 
 
 def coders(weights: torch.Tensor, names: Iterable[str] = CODECS) -> dict[str, Coder]:
@@ -98,7 +99,7 @@ def _check(name: str, found: np.ndarray, weights: torch.Tensor) -> None:
         raise ValueError(f"{name} does not give the same bytes back; its rates would mean nothing")
 
 
-def copies(weights: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def copies(weights: torch.Tensor) -> dict[str, Work]:
     """Two arms for comparison: memcpy of the expert, and recovery alone, which writes as many bytes."""
     source, out = bits.as_bytes(weights), np.zeros(weights.numel() * 2, np.uint8)
     exponents, rest = bits.split(source.view(np.uint16))
@@ -117,11 +118,11 @@ def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 
 def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4) -> Samples:
     """Seconds on the clock until each of n threads has decoded the expert `loops` times: "NAME × n"."""
     with ThreadPoolExecutor(max(counts)) as pool:
-        def loop(decode: Callable[[], Any]) -> None:
+        def loop(decode: Work) -> None:
             for _ in range(loops):
                 decode()
 
-        def arm(coder: Coder, n: int) -> Callable[[], Any]:
+        def arm(coder: Coder, n: int) -> Work:
             decoders = [coder.another() for _ in range(n)]
             return lambda: list(pool.map(loop, decoders))
         return interleaved({f"{name} × {n}": arm(coder, n) for name, coder in made.items() for n in counts},
@@ -133,14 +134,14 @@ def rate(samples: Samples, name: str, nbytes: float) -> float:
     return nbytes / statistics.median(samples[name]) / 1e9
 
 
-def sizes(weights: torch.Tensor, made: Mapping[str, Coder]) -> dict[str, dict[str, float]]:
+def sizes(weights: torch.Tensor, made: Mapping[str, Coder]) -> dict[str, Numbers]:
     """Of each coder, the compressed size and its distance from the order-0 bound: percent of the weights."""
     size, bound = weights.numel() * 2, describe(joint_counts(weights)).bound
     return {name: {"fraction %": 100 * coder.nbytes / size, "bound %": 100 * bound,
                    "points above the bound": 100 * (coder.nbytes / size - bound)} for name, coder in made.items()}
 
 
-def rates(samples: Samples, nbytes: float) -> dict[str, dict[str, Any]]:
+def rates(samples: Samples, nbytes: float) -> Records:
     """Of each coder in `per_thread`'s samples, the rates a thread and their ratios to zipnn and memcpy."""
     names = [name.removesuffix(" decode") for name in samples if name.endswith(" decode")]
     peer = f"{PEER} decode" in samples
@@ -151,7 +152,7 @@ def rates(samples: Samples, nbytes: float) -> dict[str, dict[str, Any]]:
         "decode ÷ memcpy": speed_up(samples, f"{name} decode", "memcpy")} for name in names}
 
 
-def scaling(samples: Samples, nbytes: float, loops: int = 4) -> dict[str, float]:
+def scaling(samples: Samples, nbytes: float, loops: int = 4) -> Numbers:
     """Of `together`'s samples, "NAME × n GB/s", and "NAME × n ÷ × 1" for n above 1."""
     found = {}
     for arm in samples:
@@ -179,7 +180,7 @@ class Rates:
         return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
 
     @cached_property
-    def alone(self) -> dict[str, dict[str, Any]]:
+    def alone(self) -> Records:
         """Of `rates`."""
         return {name: row for name, row in rates(self.single, self.nbytes).items() if name != "raw"}
 
@@ -201,13 +202,13 @@ class Rates:
         """The same against zipnn, if it is installed."""
         return self.over(f"{PEER} decode") if f"{PEER} decode" in self.single else None
 
-    def by_task(self) -> dict[str, dict[str, float]]:
+    def by_task(self) -> dict[str, Numbers]:
         found = {what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
                  for what in ("compress", "decode")}
         found["decode"]["recovery alone"] = self.memcpy / self.recovery[0]
         return found
 
-    def by_threads(self) -> dict[str, dict[str, float]]:
+    def by_threads(self) -> dict[str, Numbers]:
         found = scaling(self.several, self.nbytes)
         return {f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
                 for n in self.threads}
@@ -220,7 +221,7 @@ class Rates:
         """Of the default codec, n threads over one."""
         return tuple(n * x for x in gain(self.several, f"{DEFAULT} × {n}", f"{DEFAULT} × 1"))
 
-    def metrics(self) -> dict[str, dict[str, float]]:
+    def metrics(self) -> dict[str, Numbers]:
         """Unit → name of a metric → value."""
         alone = {f"{what}_{name.replace('-', '_')}": row[f"{what} GB/s"] for name, row in self.alone.items()
                  for what in ("compress", "decode")}
@@ -230,8 +231,7 @@ class Rates:
                 "×": {f"decode_over_{PEER}": self.over_peer[0]} if self.over_peer else {}}
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
+class Sample(NamedTuple):
     """Expert weights of a model, spread evenly over its experts and read one expert at a time."""
 
     spec: Any
@@ -264,7 +264,7 @@ class Sample:
     def sigma(self) -> float:
         return torch.cat([tensor.flatten()[:65536].float() for tensor in self.tensors[:64]]).std().item()
 
-    def fractions(self) -> dict[str, float]:
+    def fractions(self) -> Numbers:
         """Compressed size over size by each codec, all weights in one piece."""
         joined = torch.cat([tensor.flatten() for tensor in self.tensors])[None]
         return {name: compress_tensor(joined, name).nbytes / joined.nbytes for name in CODECS if name != "raw"}
@@ -295,7 +295,7 @@ def round_trip(weights: torch.Tensor, codec: str) -> tuple[float, bool]:
     return packed.nbytes / weights.nbytes, np.array_equal(bits.as_bytes(back), bits.as_bytes(weights))
 
 
-def from_disk(nbytes: int, repeats: int) -> tuple[dict[str, Any], Samples]:
+def from_disk(nbytes: int, repeats: int) -> tuple[Record, Samples]:
     """Figures and samples of reading a store in the system's temporary folder; see `moelab.bench.reading`."""
     weights = [synthetic_expert(nbytes, seed) for seed in range(4)]
     with tempfile.TemporaryDirectory() as folder:
@@ -306,7 +306,7 @@ def from_disk(nbytes: int, repeats: int) -> tuple[dict[str, Any], Samples]:
     return found | {f"{name}, {unit}": value for name, row in ways.items() for unit, value in row.items()}, samples
 
 
-def run(nbytes: int = EXPERT, repeats: int = 7) -> dict[str, dict[str, Any]]:
+def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:
     load, weights = load_average(), synthetic_expert(nbytes)
     made = coders(weights)
     of = Rates.of(weights, made, repeats, sorted({1, 2, os.cpu_count() or 1}))

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from moelab.offloading.planner import drawn
 from moelab.offloading.simulator import RHO, Linear, Steps, delays_of, flat, simulate
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
+from moelab.records import Numbers, Records
 from moelab.schedule.affinity import default_order
 from moelab.schedule.execution import execute
 from moelab.schedule.requests import Delays
@@ -125,7 +125,7 @@ class Machine:
                        other=other, quiet=True)
         return fmean(forward.end - forward.start for forward in run.forwards)
 
-    def rivals(self, room: int, steps: Steps, batch: int, workers: int) -> dict[str, float]:
+    def rivals(self, room: int, steps: Steps, batch: int, workers: int) -> Numbers:
         """Mean seconds of a step of each of `RIVALS`."""
         (delays, other), spec = self.raw, self.spec
         pools, staging = divide(room, Sizes(spec.expert_bytes, 0, 0, True), spec.L, spec.E, None, "model", workers,
@@ -138,7 +138,7 @@ class Machine:
                 "on demand": spec.L * (fmean(busy) + needed * (1 - held) * delays.e_read),
                 "streamed": spec.L * fmean(max(seconds, spec.E * delays.e_read) for seconds in busy)}
 
-    def ttft(self, pools: Pools, popularity: str, prompt: int, workers: int, seed: int) -> dict[str, float]:
+    def ttft(self, pools: Pools, popularity: str, prompt: int, workers: int, seed: int) -> Numbers:
         """Seconds of a prompt from an empty cache: "ours", and each of `RIVALS` (the LRU cache reads as "on demand"
         does, but while it computes). A decoder that has an encoder runs one token."""
         spec, found = self.spec, {}
@@ -156,7 +156,7 @@ class Machine:
         return found | {"streamed": sum(max(seconds, spec.E * raw.e_read) for seconds in busy)}
 
 
-def run(prompt: int = 128, workers: int = 6, decompress_gbs: float = 1.2, seed: int = 0) -> dict[str, dict[str, Any]]:
+def run(prompt: int = 128, workers: int = 6, decompress_gbs: float = 1.2, seed: int = 0) -> Records:
     tpot, ttft, throughput = {}, {}, {}
     less: dict[str, list[float]] = {}
     cells = list(product(MODELS, BOARDS.items(), READINGS))
@@ -190,7 +190,7 @@ def run(prompt: int = 128, workers: int = 6, decompress_gbs: float = 1.2, seed: 
             "threads (simulated)": threads(decompress_gbs)}
 
 
-def threads(decompress_gbs: float, counts: Sequence[int] = THREADS) -> dict[str, dict[str, float]]:
+def threads(decompress_gbs: float, counts: Sequence[int] = THREADS) -> dict[str, Numbers]:
     """Fig. 4 for an expert of each model: decompressing its exponents over reading as many bytes (below 1, the disk is
     slower), and a lone miss over the same read uncompressed."""
     found = {}

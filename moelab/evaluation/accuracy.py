@@ -26,6 +26,7 @@ from moelab import datasets
 from moelab.datasets import Prompt
 from moelab.evaluation import scores
 from moelab.intervals import standard_error, t95
+from moelab.records import Numbers, Record, Records
 from moelab.table import text_table
 
 #: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out library text
@@ -41,7 +42,7 @@ Samples = dict[str, dict[str, np.ndarray]]
 
 def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n: int = 200, windows: int = 64,
             tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16, singly: Collection[str] = ()
-            ) -> dict[str, Any]:
+            ) -> Record:
     """Score one model in several modes on the same held-out text and prompts.
 
     modes : the first is the baseline; `nullcontext` is the model as it is.
@@ -88,7 +89,7 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
 
 
 def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: str, *, compete: bool = True, **how: Any
-                     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+                     ) -> tuple[Record, Records]:
     """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's context yielded);
     if texts of a batch `compete` for capacity, these modes run one text at a time."""
     kept: dict[str, list[Any]] = {mode: [] for mode in modes}
@@ -111,7 +112,7 @@ def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> l
     return [prompt for turn in zip(*sources) for prompt in turn][:n]
 
 
-def result(samples: Samples, settings: dict[str, Any]) -> dict[str, Any]:
+def result(samples: Samples, settings: Record) -> Record:
     """The document that `compare` returns, of any samples."""
     return {"kind": "measured", "settings": settings, "scores": summarise(samples),
             "pairs": {task: {f"{mode} − {other}": paired(by_mode[other], by_mode[mode])
@@ -121,13 +122,13 @@ def result(samples: Samples, settings: dict[str, Any]) -> dict[str, Any]:
                         for task, by_mode in samples.items()}}
 
 
-def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
+def summarise(samples: Samples) -> dict[str, Records]:
     """{task: {mode: row}}; the first mode of a task is its baseline.
 
     A row has "unit", "n", "score" and "error" and, but for the baseline, "difference", "difference error", "interval"
     and, for answers, "lost", "gained" and "p" or, for other scores, "relative" and "relative error" (per cent).
     """
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    rows: dict[str, Records] = {}
     for task, by_mode in samples.items():
         by_mode = {mode: np.asarray(values) for mode, values in by_mode.items()}
         (baseline, base), rows[task] = next(iter(by_mode.items())), {}
@@ -144,7 +145,7 @@ def summarise(samples: Samples) -> dict[str, dict[str, dict[str, Any]]]:
     return rows
 
 
-def paired(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+def paired(base: np.ndarray, values: np.ndarray) -> Record:
     """One mode's scores against another's, over the same windows or prompts [n]: right answers if both are bool."""
     base, values = np.asarray(base), np.asarray(values)
     if base.dtype == values.dtype == bool:
@@ -152,7 +153,7 @@ def paired(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     return paired_means(base.astype(float), values.astype(float))
 
 
-def paired_means(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+def paired_means(base: np.ndarray, values: np.ndarray) -> Record:
     """Difference of means over pairs [n], absolute and relative to the baseline's mean."""
     row = _mean("difference", "difference error", values - base)
     reach = t95(len(base) - 1) * row["difference error"]
@@ -164,7 +165,7 @@ def paired_means(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     return row
 
 
-def paired_answers(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+def paired_answers(base: np.ndarray, values: np.ndarray) -> Record:
     """Difference of two shares over the same prompts, base and values bool [n]."""
     lost, gained, n = int((base & ~values).sum()), int((~base & values).sum()), len(base)
     row = _mean("difference", "difference error", values.astype(float) - base)
@@ -177,17 +178,16 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> dict[str, Any]:
 
 def mcnemar(lost: int, gained: int) -> float:
     """Exact two-sided p value of McNemar's test: of a split so uneven if both directions were equally likely."""
-    changed = lost + gained
-    tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
-    return min(1.0, 2 * tail / 2**changed)
+    from scipy.stats import binomtest                       # takes a moment to import
+    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
 
 
-def _mean(name: str, error: str, values: np.ndarray) -> dict[str, float]:
+def _mean(name: str, error: str, values: np.ndarray) -> Numbers:
     values = values.astype(float)
     return {name: float(values.mean()), error: standard_error(values)}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: Record) -> str:
     """A result as text, one line a task and mode; answers in per cent and points, losses in nats a token."""
     lines = []
     for task, by_mode in found["scores"].items():

@@ -32,6 +32,7 @@ from moelab.files import results_root, writable, write_json
 from moelab.offloading.budget import memory
 from moelab.offloading.cache_aware import require_margin
 from moelab.opening import make_executor
+from moelab.records import Record
 from moelab.store.layout import INDEX
 
 DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
@@ -75,12 +76,15 @@ def main(args: argparse.Namespace) -> int:
     own = [name for name in wanted if name in accuracy.TASKS]
     others = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
+    if args.estimator is None and {"estimator", "hybrid"} & {predictor for _, predictor in pairs}:
+        raise ValueError("the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
+                         "moelab.speculate.training.train makes one (notebook 04)")
     n = 200 if args.limit is None else args.limit
     if any(mode == CACHE_AWARE for mode, _ in pairs) and not args.decode_only:
         raise ValueError("cache-aware routing acts in decode steps: give --decode-only, too")
     stored = args.model is not None and (Path(args.model).expanduser() / INDEX).is_file()
     with moelab.open_model(args.model, memory=args.memory or ("auto" if stored else None), device=args.device) as model:
-        modes: dict[str, Any] = {"baseline": nullcontext}
+        modes: Record = {"baseline": nullcontext}
         parts, batch = Ingredients(model, args), args.batch
         for name in ("vectors", "estimator"):           # files that cannot be read, before anything is measured
             _ = getattr(args, name) and getattr(parts, name)
@@ -144,10 +148,10 @@ def parse_mode(text: str) -> tuple[str, str]:
     return mode, predictor
 
 
-def executor_options(text: str) -> tuple[str, dict[str, Any]]:
+def executor_options(text: str) -> tuple[str, Record]:
     """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none where possible."""
     name, *options = text.split(":")
-    given: dict[str, Any] = {}
+    given: Record = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not equals:
@@ -161,19 +165,21 @@ def executor_options(text: str) -> tuple[str, dict[str, Any]]:
     return name, given
 
 
-def speculation(model: Any, mode: str, predictor: str, ingredients: dict[str, Any], prefill: bool) -> Any:
+def speculation(model: Any, mode: str, predictor: str, ingredients: Record, prefill: bool) -> Any:
     """The context in which a model speculates; every use has a predictor of its own."""
     from moelab.speculate import Speculation
     return Speculation(model, registry.make("predictor", predictor, model, **ingredients), mode, prefill=prefill)
 
 
 class Ingredients:
-    """What predictors need, each read or measured once, and only if a predictor needs it."""
+    """What predictors need, each measured once, and only if a predictor needs it."""
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
+        from moelab.speculate.estimator import Estimator
         self.model, self.args, self.seed = model, args, args.seed
+        self.estimator = args.estimator and Estimator.load(args.estimator, model)       # before anything is measured
 
-    def of(self, predictor: str) -> dict[str, Any]:
+    def of(self, predictor: str) -> Record:
         from moelab.speculate import takes
         return {name: getattr(self, name) for name in takes(predictor)}
 
@@ -193,14 +199,6 @@ class Ingredients:
     def trace(self) -> Any:
         from moelab.recording import record
         return record(self.model, self.prompts, batch_size=self.args.batch)
-
-    @cached_property
-    def estimator(self) -> Any:
-        if self.args.estimator is None:
-            raise ValueError("the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
-                             "moelab.speculate.training.train makes one (notebook 04)")
-        from moelab.speculate.estimator import Estimator
-        return Estimator.load(self.args.estimator, self.model)
 
     @cached_property
     def choice(self) -> Any:

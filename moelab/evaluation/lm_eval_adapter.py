@@ -18,11 +18,14 @@ import numpy as np
 from moelab.evaluation.accuracy import TASKS, Modes, Samples, task_prompts
 from moelab.models.greedy import greedy
 from moelab.progress import progress
+from moelab.records import Record
+from moelab.registry import near
 
 ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 INSTALL = "pip install 'moelab[peers]'"
 #: moelab's tasks under lm-eval
 LOCAL = {f"moelab_{task}": task for task in TASKS if task != "loss"}
+OWN = [*TASKS, *LOCAL]
 #: the benchmarks of the sources → what lm-eval calls them
 BENCHMARKS = {"humaneval": "humaneval", "mbpp+": "mbpp_plus", "gsm8k": "gsm8k", "aime24": "aime24", "aime25": "aime25",
               "strategyqa": "bigbench_strategyqa_multiple_choice", "boolq": "boolq", "hellaswag": "hellaswag",
@@ -56,7 +59,7 @@ def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None
     return samples
 
 
-def per_question(found: dict[str, Any]) -> dict[str, np.ndarray]:
+def per_question(found: Record) -> dict[str, np.ndarray]:
     """{"task metric": score of each question [n]} of lm-eval's results, in its order of questions; right or wrong is
     bool. A metric stays only if the mean of its scores is what lm-eval reports."""
     scores: dict[str, np.ndarray] = {}
@@ -91,8 +94,9 @@ def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, s
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError(f"{', '.join(names)}: no task of moelab's own ({', '.join(TASKS)}), and lm-eval, which may "
-                          f"have it, is not installed ({error}): {INSTALL}") from error
+        raise ImportError(f"{', '.join(names)}: no task of moelab's own ({', '.join(TASKS)})."
+                          f"{near(names[0], OWN)} lm-eval, which may have it, is not installed ({error}): "
+                          f"{INSTALL}") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if run_code:
         os.environ[ALLOW_CODE] = "1"          # asked for when such a task is made
@@ -105,8 +109,8 @@ def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, s
             manager = TaskManager(metadata={"max_seq_lengths": [tokens], "pretrained": model.name_or_path})
         known = BENCHMARKS.get(name.lower(), name)
         if known not in manager.all_tasks:
-            raise ValueError(f"neither moelab nor lm-eval has a task {name!r}; moelab's are "
-                             f"{', '.join([*TASKS, *LOCAL])}, and `lm-eval ls tasks` lists lm-eval's")
+            raise ValueError(f"neither moelab nor lm-eval has a task {name!r}.{near(name, OWN)} moelab's "
+                             f"are {', '.join(OWN)}, and `lm-eval ls tasks` lists lm-eval's")
         try:
             tasks += manager.load([known])["tasks"].values()
         except Exception as error:          # each data set has its own kinds of "cannot be had"
@@ -125,9 +129,9 @@ def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, s
     return tasks
 
 
-def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> dict[str, Any]:
+def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> Record:
     """lm-eval's configuration of one of moelab's tasks: right if greedy decoding gives exactly the answer."""
-    def questions(**_: Any) -> dict[str, Any]:
+    def questions(**_: Any) -> Record:
         from datasets import Dataset
         prompts = task_prompts(tokenizer, LOCAL[name], n, tokens, seed)
         return {"test": Dataset.from_list([{"text": p.text, "answer": p.answer} for p in prompts])}

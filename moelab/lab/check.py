@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from moelab.comparison import are_numbers, is_named
 from moelab.files import finished_runs, read_json, results_root, write_json
 from moelab.lab.results import SCHEMA
-from moelab.records import MetricsFile
+from moelab.records import MetricsFile, Record
+from moelab.registry import require
 from moelab.table import text_table
 
 TOLERANCE = 0.02
@@ -35,7 +36,7 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def compare(baseline: dict[str, Any], found: dict[str, Any]) -> list[Row]:
+def compare(baseline: Record, found: Record) -> list[Row]:
     """Compare a baseline and a run's metrics.json: {"params", "seed", "metrics": {name: {"value", "unit", "kind"}}}."""
     rows = [Row(name, "", baseline[name], found[name], "FAILED", "the run had other parameters")
             for name in ("params", "seed") if baseline[name] != found[name]]
@@ -52,7 +53,7 @@ def compare(baseline: dict[str, Any], found: dict[str, Any]) -> list[Row]:
                    for name, new in found["metrics"].items() if name not in baseline["metrics"]]
 
 
-def _compare_values(old: dict[str, Any], now: Any) -> tuple[str, str]:
+def _compare_values(old: Record, now: Any) -> tuple[str, str]:
     """(verdict, note)."""
     was, kind = old["value"], old["kind"]
     numbers = are_numbers(was, now)
@@ -66,7 +67,7 @@ def _compare_values(old: dict[str, Any], now: Any) -> tuple[str, str]:
     return ("ok", "") if same else ("FAILED", "must be equal")
 
 
-def _newest_metrics(notebook: str, results: Path) -> dict[str, Any] | None:
+def _newest_metrics(notebook: str, results: Path) -> Record | None:
     """metrics.json of the newest finished run; None where there is no run."""
     runs = finished_runs(notebook, results)
     if runs and not (runs[-1] / "metrics.json").exists():
@@ -74,7 +75,7 @@ def _newest_metrics(notebook: str, results: Path) -> dict[str, Any] | None:
     return read_json(runs[-1] / "metrics.json", MetricsFile) if runs else None
 
 
-def _update(path: Path, found: dict[str, Any]) -> None:
+def _update(path: Path, found: Record) -> None:
     """Write a baseline from the metrics of a run; tolerances in it stay."""
     old = read_json(path, MetricsFile)["metrics"] if path.exists() else {}
     metrics = {name: metric | {k: v for k, v in old.get(name, {}).items() if k == "tolerance"}
@@ -92,7 +93,7 @@ def _names(wanted: list[str], results: Path) -> list[str]:
     for want in wanted:
         matches = [name for name in known if is_named(name, want)]
         if len(matches) != 1:
-            raise ValueError(f"no notebook {want!r} among the baselines and runs: {', '.join(sorted(known)) or 'none'}")
+            require("baseline or run of a notebook", want, sorted(known))
         names += matches
     return names if wanted else sorted(known)
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, run_number, write_json
-from moelab.records import KINDS
+from moelab.records import KINDS, Numbers, Record, Records
 
 SCHEMA = "moelab.metrics/1"
 
@@ -45,7 +45,7 @@ def new_run_id(folder: Path) -> str:
     return f"{last + 1:04d}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
 
 
-def open_run(notebook: str, params: dict[str, Any], seed: int | None = None) -> Run:
+def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
     """The run that a notebook, such as "01_calibration", writes to.
 
     params : the parameters that determine the metrics; runs where they differ are not compared. Of a notebook's
@@ -85,7 +85,7 @@ def annotated(cells: Iterable[str]) -> list[str]:
 
 def check_injected(cells: list[str]) -> None:
     """Compare the cell that papermill injects with the cells before it; see `open_run`."""
-    known: dict[str, Any] = {}                          # name → its value where that is a literal, else None
+    known: Record = {}                                  # name → its value where that is a literal, else None
     for cell in cells:
         try:
             body = ast.parse(cell).body
@@ -119,18 +119,18 @@ class Run:
     """
 
     notebook: str
-    params: dict[str, Any]
+    params: Record
     seed: int
     directory: Path
     home: Path | None = None
     opened: float = field(default_factory=time.monotonic, repr=False)
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metrics: Records = field(default_factory=dict)
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
-    takeaways: list[dict[str, Any]] = field(default_factory=list)
+    takeaways: list[Record] = field(default_factory=list)
     tables: dict[str, list[list[Any]]] = field(default_factory=dict)
 
     def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured",
-               readings: dict[str, float] | None = None) -> None:
+               readings: Numbers | None = None) -> None:
         """Note one finite number, text or truth value; the same name again replaces it.
 
         readings : what it is by other choices, by their names, where the source leaves one open; claims are to hold by
@@ -210,7 +210,7 @@ class Run:
         return self.directory / "metrics.json"
 
 
-def about(notebook: str, parameters: dict[str, Any], seconds: float) -> dict[str, Any]:
+def about(notebook: str, parameters: Record, seconds: float) -> Record:
     """The content of run.json: with what, for how long and on what a notebook ran."""
     packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
     return {"notebook": notebook, "parameters": parameters, "seconds": round(seconds, 1), "env": environment(),
@@ -227,7 +227,7 @@ def _plain(name: str, value: Any) -> float | int | str | bool:
     return value
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Record:
     """What a run ran on: git commit, versions, device, processor, cores."""
     packages = ("moelab", "torch", "transformers", "numpy", "numba", "zstandard", "lz4", "coremltools", "plotly")
     versions = {"python": platform.python_version()}

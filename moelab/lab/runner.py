@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import tokenize
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -28,7 +29,8 @@ from moelab.arguments import number
 from moelab.comparison import is_named
 from moelab.files import CHECKOUT, absolute, read_json, remove_leftovers, results_root, write_json
 from moelab.lab.results import about, new_run_id, part_name
-from moelab.records import RunFile
+from moelab.records import Record, RunFile
+from moelab.registry import near, require
 from moelab.schema import Must, naming, parse_json, typed
 
 CELL_TIMEOUT = 1200.0
@@ -55,8 +57,11 @@ class Parameter:
         return f"{self.name}: {self.type} = {self.default!r}" + (f"   # {self.help}" if self.help else "")
 
 
-def notebooks(names: list[str] | None = None) -> list[Path]:
-    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names."""
+def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> list[Path]:
+    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names.
+
+    others : what else might have been meant, for the error.
+    """
     known = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
     if not names:
         return known
@@ -67,7 +72,7 @@ def notebooks(names: list[str] | None = None) -> list[Path]:
         if given.suffix == ".ipynb" and given.is_file():
             matches = [given]
         if len(matches) != 1:
-            raise FileNotFoundError(f"no notebook {name!r}; there are {', '.join(p.stem for p in known) or 'none'}")
+            require("notebook", name, [*(path.stem for path in known), *others])
         found.append(matches[0].resolve())
     return found
 
@@ -86,7 +91,7 @@ class Cell(TypedDict):
 
 class _Notebook(TypedDict):
     nbformat: Annotated[int, Must(lambda version: version == 4, "4; Jupyter saves others as such")]
-    metadata: dict[str, Any]
+    metadata: Record
     cells: list[Cell]
 
 
@@ -123,7 +128,7 @@ def is_side_by_side(path: Path) -> bool:
     return any("side-by-side" in cell["metadata"].get("tags", ()) for cell in cells_of(path))
 
 
-def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
+def check_parameters(path: str | Path, given: Record) -> Record:
     """The given parameters with the types that the notebook expects; text, as typed on a command line, is read.
 
     Raises ValueError: the notebook has none of that name, the message lists those it has; a value of the wrong type.
@@ -131,7 +136,8 @@ def check_parameters(path: str | Path, given: dict[str, Any]) -> dict[str, Any]:
     valid = inspect(path)
     if unknown := [name for name in given if name not in valid]:
         listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
-        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}. It has\n{listing}")
+        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}."
+                         f"{near(unknown[0], valid)} It has\n{listing}")
     return {name: convert(valid[name], value) for name, value in given.items()}
 
 
@@ -172,7 +178,7 @@ def split_assignments(assignments: list[str], option: str = "-p") -> dict[str, s
     return dict(assignment.split("=", 1) for assignment in assignments)
 
 
-def run_notebook(path: str | Path, parameters: dict[str, Any] | None = None, results: str | Path | None = None,
+def run_notebook(path: str | Path, parameters: Record | None = None, results: str | Path | None = None,
                  timeout: float = CELL_TIMEOUT) -> Path:
     """Execute a notebook in a process of its own; returns the directory of the finished run.
 
@@ -223,7 +229,7 @@ def child_environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path} | variables
 
 
-def memory_of(about: dict[str, Any]) -> str:
+def memory_of(about: Record) -> str:
     """The kernel's peak of anonymous memory, of the content of run.json; "" where it was not measured."""
     return f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" if "peak_anonymous_bytes" in about else ""
 

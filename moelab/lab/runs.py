@@ -23,5 +23,5 @@ def main(args: argparse.Namespace) -> int:
         rows += [[name, run.name, f"{about['seconds']:.0f} s" if about else "", memory_of(about),
                   " ".join(f"{key}={value}" for key, value in about.get("parameters", {}).items())]
                  for run, about in zip(runs, abouts)] or [[name, "no finished run", "", "", ""]]
-    print(text_table(["notebook", "run", "took", "peak memory", "parameters"], rows, fit=True))
+    print(text_table(["notebook", "run", "took", "peak memory", "parameters"], rows))
     return 0

@@ -18,8 +18,8 @@ Whoever reaches a scheduler without certificates runs code on all workers; with 
           worker: {cert: node.pem, key: node.key}
           client: {cert: node.pem, key: node.key}
 
-    dask scheduler --protocol tls                       # listens on tls://HEAD:8786
-    dask worker tls://HEAD:8786 --nthreads 1            # on every machine
+    dask scheduler --protocol tls                   # listens on tls://HEAD:8786
+    dask worker tls://HEAD:8786 --nthreads 1        # on every machine
     moelab sweep 03 --grid disk_mbs=10,20 seed=0,1,2 --scheduler tls://HEAD:8786
 
 On one machine, `dask scheduler --host 127.0.0.1` needs none: its address is tcp://127.0.0.1:8786.
@@ -27,10 +27,13 @@ On one machine, `dask scheduler --host 127.0.0.1` needs none: its address is tcp
 On SLURM, dask-jobqueue (`pip install dask-jobqueue`) does the first two; a file to start from:
 
     from dask_jobqueue import SLURMCluster
-    with SLURMCluster(cores=1, job_cpu=16, memory="64GB", walltime="08:00:00", job_extra_directives=["--exclusive"],
-                      job_script_prologue=["cd ~/moelab && source .venv/bin/activate"]) as cluster:
+    with SLURMCluster(
+            cores=1, job_cpu=16, memory="64GB", walltime="08:00:00",
+            job_extra_directives=["--exclusive"], job_script_prologue=[
+                "cd ~/moelab && source .venv/bin/activate"]) as cluster:
         cluster.scale(jobs=8)
-        input(f"sweep with --scheduler {cluster.scheduler_address}; Enter ends the jobs")
+        print(f"sweep with --scheduler {cluster.scheduler_address}")
+        input("Enter ends the jobs")
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
@@ -66,15 +69,15 @@ from moelab.lab.results import environment
 from moelab.lab.runner import (add_run_options, check_parameters, child_environment, notebooks, read_literal,
                                run_notebook, split_assignments)
 from moelab.progress import progress
-from moelab.records import Metric, MetricsFile
+from moelab.records import Metric, MetricsFile, Record
 from moelab.schema import Amount, naming, typed
 from moelab.table import text_table
 
 LOST = 3                                # times that a worker may be lost without any point being finished
 SHOWN_METRICS = 4
-Point = dict[str, Any]                  # parameter → value
-Work = Callable[[Point], dict[str, Any]]        # a point → {"metrics": as in metrics.json, and more provenance}
-Found = Iterator[tuple[Point, dict[str, Any]]]  # points as they end, each with its row or {"error": why}
+Point = Record                          # parameter → value
+Work = Callable[[Point], Record]                # a point → {"metrics": as in metrics.json, and more provenance}
+Found = Iterator[tuple[Point, Record]]          # points as they end, each with its row or {"error": why}
 
 
 class At(TypedDict):
@@ -110,13 +113,13 @@ def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
     return [fixed | dict(zip(values, of)) for of in product(*values.values())]
 
 
-def notebook_point(notebook: str, results: str | None, timeout: float, point: Point) -> dict[str, Any]:
+def notebook_point(notebook: str, results: str | None, timeout: float, point: Point) -> Record:
     """Run a notebook, by name or path, with these parameters."""
     directory = run_notebook(notebooks([notebook])[0], point, results, timeout)
     return {"metrics": read_json(directory / "metrics.json", MetricsFile)["metrics"], "run": str(directory)}
 
 
-def bench_point(name: str, point: Point) -> dict[str, Any]:
+def bench_point(name: str, point: Point) -> Record:
     """Run a bench with these options in a process of its own, which ends if this one does."""
     code = ("import sys, threading; from moelab.lab.execute import exit_with_the_runner as end; "
             "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import main; sys.exit(main())")
@@ -140,7 +143,7 @@ def words(point: Point) -> list[str]:
             for name, value in point.items() if value is not False]
 
 
-def attempt(work: Work, point: Point) -> dict[str, Any]:
+def attempt(work: Work, point: Point) -> Record:
     """On the worker: the point's metrics and provenance, or {"error": why it has none}."""
     began, start = datetime.now(timezone.utc), time.monotonic()
     try:
@@ -314,7 +317,7 @@ def varied(rows: Sequence[Row]) -> list[str]:
             if len({key({name: row.point.get(name)}) for row in rows}) > 1]
 
 
-def extremes(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def extremes(rows: Sequence[Row]) -> list[Record]:
     """Of each metric that is a number and differs: the least and the most, at which points, and their ratio."""
     names, found = varied(rows), []
     for metric in dict.fromkeys(metric for row in rows for metric in row.metrics):
@@ -359,7 +362,7 @@ def main(args: argparse.Namespace) -> int:
         for point in points:
             parser_of(args.target).parse_args(words(point))
     else:
-        path, = notebooks([args.target])
+        path, = notebooks([args.target], BENCHES)
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target, work = path.stem, partial(notebook_point, given, args.results, args.timeout)

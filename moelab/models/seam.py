@@ -119,7 +119,7 @@ def discover(model: nn.Module) -> list[MoELayer]:
 
 
 def require_adaptable(model: nn.Module) -> None:
-    """ValueError if PEFT has an adapter for experts that are not in memory: it does not find them, and leaves it out."""
+    """ValueError if PEFT has an adapter for experts that are not in memory: it does not find them and leaves it out."""
     for config in vars(model).get("peft_config", {}).values():
         names = {name for layer in discover(model)
                  if getattr(layer.experts, "resident", True) is False for name in layer.experts.shapes}

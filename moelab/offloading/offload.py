@@ -111,7 +111,7 @@ def offload(store: ExpertStore | str | Path | None, budget: str | float | int = 
     if room < least:
         raise ValueError(f"the budget is {room:,} bytes; {least:,} bytes are the least "
                          f"that works: {max(staging or 1, at_least)} in-flight expert(s), read and decoded"
-                         + f", {ahead} of them prefetched" * bool(ahead))
+                         + f", {ahead} of them prefetched" * bool(ahead) + f"; give '{-(-least // 10**6)}MB' or more")
     if (auto := auto and sizes.sm > 0) and calibration is None:
         raise ValueError("plan='auto' divides the memory by how popular experts are: give calibration=, which "
                          "`moelab calibrate MODEL FILE` makes")

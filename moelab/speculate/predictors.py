@@ -47,6 +47,11 @@ def takes(name: str) -> list[str]:
     return [part for part in inspect.signature(find("predictor", name)).parameters if part in INGREDIENTS]
 
 
+def lacking(name: str) -> list[str]:
+    """Which of what it takes must be given: the rest is measured where it is needed."""
+    return [part for part in takes(name) if part not in ("vectors", "seed")]
+
+
 # ------------------------------------------------------------------------------------------------- asking a router
 
 class _GivenLogits(TorchFunctionMode):

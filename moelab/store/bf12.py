@@ -26,18 +26,19 @@ from moelab.kernels.emit import emitted, read, take
 from moelab.kernels.products import TEAM, in_threads
 from moelab.kernels.vectors import BF12, BLOCK, halves, span_of, table_of
 from moelab.store.bits import as_bytes
+from moelab.store.headers import Shape
 
 HEAD = 64                           # bytes before the low bytes, which so begin on a cache line
 _PIECE = 1 << 16                    # weights that a thread unpacks at a time
 _NEVER = (0x7F, 0xFF)               # high bytes of infinities and NaN, by which escapes' codes must not multiply
 
 
-def packs(shape: tuple[int, ...]) -> bool:
+def packs(shape: Shape) -> bool:
     """Whether bf16 weights of a shape are packed: matrices of whole blocks, biases not."""
     return len(shape) > 1 and math.prod(shape) % BLOCK == 0 and 0 < math.prod(shape) < 1 << 32
 
 
-def fits(shape: tuple[int, ...]) -> bool:
+def fits(shape: Shape) -> bool:
     """Whether packed weights can also be multiplied as they lie: their rows are whole blocks."""
     return packs(shape) and shape[-1] % BLOCK == 0
 

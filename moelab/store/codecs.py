@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +33,7 @@ _kept = threading.local()
 _SAMPLE, _BLOCK = 1 << 15, 1 << 11      # bytes of a plane that are sampled, and the length of a run of them
 
 
-@dataclass(frozen=True)
-class Codec:
+class Codec(NamedTuple):
     """`compress(bytes-like) → bytes` and `decompress(blob, writable buffer)`; both release the GIL.
 
     `decompress` fills the whole buffer or raises ValueError, naming what is wrong.
@@ -146,16 +144,14 @@ def find_codec(name: str) -> Codec:
 
 # --------------------------------------------------------------------------------------------- planes and shards
 
-@dataclass(frozen=True)
-class Plane:
+class Plane(NamedTuple):
     """One byte of every weight in shards, bytes-like objects; a raw plane is one shard."""
 
     codec: str
     shards: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class PackedTensor:
+class PackedTensor(NamedTuple):
     """A compressed tensor: its planes of `n` bytes each, the exponents' first."""
 
     n: int

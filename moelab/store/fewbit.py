@@ -41,6 +41,7 @@ from moelab.registry import Entry
 from moelab.store import packings
 from moelab.store.bits import as_bytes
 from moelab.store.fewbit_kernels import round_groups, widening
+from moelab.store.headers import Shape, Tensors
 
 GROUP, BLOCK = 32, 128
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)                 # by code; bit 3 of a code is the sign
@@ -63,7 +64,7 @@ class Format:
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor], Tensor]
 
-    def shapes(self, R: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self, R: int, n: int) -> tuple[Shape, Shape]:
         """Of the codes and of the scales of a matrix [R, n]."""
         if not self.group:
             return (R, n), (-(-R // BLOCK), -(-n // BLOCK))
@@ -138,7 +139,7 @@ def find_format(name: str) -> Format:
     return FORMATS[name.removesuffix(".T")].home
 
 
-def parts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def parts(name: str, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
     """(dtype, shape) of the "codes" and of the "scales" in the blob of a tensor of this shape."""
     if packings.is_packing(name):
         return packings.parts(name, shape)
@@ -149,14 +150,14 @@ def parts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tup
     return {"codes": (form.code, codes), "scales": (form.scale, scales)}
 
 
-def nbytes(name: str, shape: tuple[int, ...]) -> int:
+def nbytes(name: str, shape: Shape) -> int:
     """Bytes of the blob of a tensor of this shape; ValueError for one that has none."""
     if packings.is_packing(name):
         return packings.nbytes(name, shape)
     return sum(prod(of) * dtype.itemsize for dtype, of in parts(name, shape).values())
 
 
-def kernel(name: str, shape: tuple[int, ...], dtype: str) -> str:
+def kernel(name: str, shape: Shape, dtype: str) -> str:
     """The format, perhaps with ".T", whose kernels multiply such a blob of a tensor of this dtype (safetensors' name)
     as it lies; "" for none. A packing's weights are rounded to their scales' bf16 first, which kernels leave out: that
     is within the tolerance of a model in bf16, and of no other."""
@@ -165,7 +166,7 @@ def kernel(name: str, shape: tuple[int, ...], dtype: str) -> str:
     return packings.find(name, shape).kernel if dtype == "BF16" else ""
 
 
-def row(name: str, address: int, shape: tuple[int, ...]) -> list[int]:
+def row(name: str, address: int, shape: Shape) -> list[int]:
     """Of `moelab.kernels.products.multiply`'s matrices: a blob in memory, without a bias."""
     dtype, of = parts(name, shape)["codes"]
     return [address, address + prod(of) * dtype.itemsize, 0, 0]
@@ -224,7 +225,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return np.array_equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def split(name: str, blob: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def split(name: str, blob: Any, shape: Shape) -> Tensors:
     """The "codes" and "scales" in a blob, as views of it; ValueError unless it is as long as it must be."""
     raw = as_bytes(blob)
     if len(raw) != nbytes(name, shape):

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moelab.records import Record
+
+Shape = tuple[int, ...]
+#: name → tensor
+Tensors = dict[str, torch.Tensor]
 #: bytes of a header or a JSON file at most; the limit of safetensors
 MOST_JSON = 100_000_000
 #: the index of a folder of several files
@@ -36,13 +40,12 @@ def nbytes(dtype: str, shape: Iterable[int]) -> int:
     return prod(shape) * DTYPES[dtype].itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor in a safetensors file: its type by safetensors' name, and where in the file its bytes begin."""
 
     file: Path
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     begin: int
 
     @property
@@ -88,17 +91,17 @@ def read_header(file: Path) -> dict[str, Stored]:
             for key, entry in header.items()}
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Record:
     """The object in a JSON file; ValueError, saying what is wrong, where there is none."""
     if file.stat().st_size > MOST_JSON:
         raise ValueError(f"{file} has {file.stat().st_size:,} bytes, which no such file has; download it again")
     return parse_json(file, file.read_bytes(), "it")
 
 
-def parse_json(file: Path, raw: bytes, what: str) -> dict[str, Any]:
+def parse_json(file: Path, raw: bytes, what: str) -> Record:
     """A JSON object without duplicate keys; ValueError, naming the file, for anything else."""
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def unique(pairs: list[tuple[str, Any]]) -> Record:
+        found: Record = {}
         for key, value in pairs:
             if key in found:
                 raise ValueError(f"{key[:200]!r} twice")
@@ -168,9 +171,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def header_bytes(tensors: dict[str, Any], about: dict[str, str] | None = None) -> bytes:
+def header_bytes(tensors: Record, about: dict[str, str] | None = None) -> bytes:
     """The header, with its size before it, of tensors that follow each other: key → (dtype, shape, …)."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
+    entries: Record = {"__metadata__": {"format": "pt", **(about or {})}}
     at = 0
     for key, (dtype, shape, *_) in tensors.items():
         end = at + nbytes(dtype, shape)

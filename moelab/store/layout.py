@@ -30,20 +30,20 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from moelab.files import absolute
+from moelab.records import Record
 from moelab.specs import MoESpec
 from moelab.store import bf12, fewbit
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codecs import find_codec
-from moelab.store.headers import DTYPES, header_bytes, nbytes
+from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
 
 FORMAT, VERSION = "moelab-store", 2
@@ -68,19 +68,17 @@ def aligned(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     offset: int
     length: int
     checksum: str
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of one expert; its planes as (codec, chunks), the exponents' first."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     checksum: str
     planes: tuple[tuple[str, tuple[Chunk, ...]], ...]
 
@@ -109,7 +107,7 @@ class Layer:
     tensors : name → (dtype, shape); experts : the entries of each by name.
     """
 
-    def __init__(self, index: int, fields: dict[str, Any]) -> None:
+    def __init__(self, index: int, fields: Record) -> None:
         self.file, self.stacked = layer_file(index), fields["stacked"]
         self.module = _text(fields["module"], "the module of a layer")
         _need(type(self.stacked) is bool, "stacked is neither true nor false")
@@ -184,7 +182,7 @@ def layer_header(index: int, layer: Layer) -> bytes:
     """The safetensors header of a layer's chunks and the padding between them."""
     start = layer.header
     about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
-    entries: dict[str, Any] = {"__metadata__": {"moelab.layer": json.dumps(about)}}
+    entries: Record = {"__metadata__": {"moelab.layer": json.dumps(about)}}
     for expert, tensors in enumerate(layer.experts):
         for name, chunk in in_file(tensors):
             key, begin = f"{index}.{expert}.{name}", chunk.offset - start
@@ -203,14 +201,14 @@ def weights_header(weights: dict[str, list], digest: str) -> bytes:
     return header_bytes(weights, {"moelab.index": digest})
 
 
-def seal(fields: dict[str, Any]) -> tuple[bytes, str]:
+def seal(fields: Record) -> tuple[bytes, str]:
     """(bytes of an index, digest): JSON whose last member is the SHA-256 of all bytes before it."""
     text = json.dumps(fields, separators=(",", ":"))[:-1]
     digest = sha256(text.encode()).hexdigest()
     return f'{text},"sha256":"{digest}"}}'.encode(), digest
 
 
-def unseal(raw: bytes, file: Path) -> dict[str, Any]:
+def unseal(raw: bytes, file: Path) -> Record:
     """The fields of a sealed index; StoreError unless every byte is as it was written."""
     text, _, _ = raw.rpartition(b',"sha256":"')
     if f'{{}},"sha256":"{sha256(text).hexdigest()}"}}'.encode()[2:] != raw[len(text):]:
@@ -243,7 +241,7 @@ def _checksum(value: Any) -> str:
     return value
 
 
-def _dtype_and_shape(value: Any, what: str) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(value: Any, what: str) -> tuple[str, Shape]:
     dtype, shape = value
     _need(dtype in DTYPES and len(shape) <= 8, f"{what} is {str(dtype)[:40]!r} {str(shape)[:80]}")
     return dtype, tuple(_integer(n, f"the shape of {what}") for n in shape)
@@ -266,18 +264,6 @@ def regular_file(path: Path) -> int:
         raise StoreError(f"{path} is a {'link' if stat.S_ISLNK(found.st_mode) else 'folder or device'}, not a file; "
                          f"copy the store itself (cp -L follows links)")
     return found.st_size
-
-
-def _spec(given: dict[str, Any]) -> MoESpec:
-    kinds = {"str": str, "int": int, "bool": bool, "tuple[int, ...]": list}
-    for field in fields(MoESpec):
-        value = given[field.name]
-        _need(type(value) is kinds[field.type], f"{field.name} of the model is {str(value)[:40]!r}")
-        for n in [value] if type(value) is int else value if type(value) is list else ():
-            _integer(n, f"{field.name} of the model")
-    spec = MoESpec.from_dict(given)
-    _need(spec.L and list(spec.moe_layers) == sorted(set(spec.moe_layers)), "the model has no MoE layers in order")
-    return spec
 
 
 class ExpertStore:
@@ -316,14 +302,15 @@ class ExpertStore:
             raise StoreError(f"{index} is no index of an expert store ({what}). Convert the model again") from error
         self._check_files(fields["sha256"])
 
-    def _set(self, fields: dict[str, Any]) -> None:
+    def _set(self, fields: Record) -> None:
         if fields["format"] != FORMAT or fields["version"] != VERSION:
             raise StoreError(f"format {fields['format']!r} version {fields['version']!r}; this moelab reads {FORMAT!r} "
                              f"version {VERSION}")
         if fields["layout"] != LAYOUT or fields["checksum"] not in CHECKSUMS:
             raise StoreError(f"byte layout {fields['layout']!r} and checksums {fields['checksum']!r}; here there are "
                              f"{LAYOUT!r} and {', '.join(CHECKSUMS)}")
-        self.spec, self.identity = _spec(fields["spec"]), _checksum(fields["identity"])
+        self.spec, self.identity = MoESpec.from_dict(fields["spec"]), _checksum(fields["identity"])
+        _need(self.spec.L, "the model has no MoE layers")
         if quantized := fields.get("quantized"):
             fewbit.find_format(quantized)
             self.identity += f"-{quantized}"
@@ -338,7 +325,7 @@ class ExpertStore:
             _need(len(layer.experts) == self.spec.E, f"{layer.module} has {len(layer.experts)} experts; "
                                                      f"{self.spec.name} has {self.spec.E:,} a layer")
         _need(len({layer.module for layer in self.layers}) == self.spec.L, "two layers are of one module")
-        self.weights: dict[str, tuple[str, tuple[int, ...], int, int, list[str]]] = {}
+        self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
         shapes = {_text(key, "a weight"): _dtype_and_shape(entry[:2], key) for key, entry in fields["weights"].items()}
         at = len(weights_header(shapes, fields["sha256"]))
         for key, (dtype, shape) in shapes.items():
@@ -401,9 +388,9 @@ class ExpertStore:
     def weights_bytes(self) -> int:
         return sum(size for _, _, _, size, _ in self.weights.values())
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes and fractions."""
-        rows: dict[tuple, dict[str, Any]] = {}
+        rows: dict[tuple, Record] = {}
         for layer in self.layers:
             for entries in layer.experts:
                 for name, entry in entries.items():

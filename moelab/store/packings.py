@@ -25,17 +25,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.store.bits import as_bytes
-from moelab.store.headers import DTYPES, NAMES
+from moelab.store.headers import DTYPES, NAMES, Shape, Tensors
 
 BLOCK, GROUP = 128, 32
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]                   # where the outputs 0 … 7 are in a word of AWQ
@@ -111,7 +110,7 @@ def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
     return wide.mul_(scales).to(scales.dtype).flatten(1)
 
 
-def _compressed(t: dict[str, Tensor], bits: int) -> Tensor:
+def _compressed(t: Tensors, bits: int) -> Tensor:
     scales, zeros, codes = t["weight_scale"], t.get("weight_zero_point"), t.get("weight")
     if codes is None:
         codes = _codes(t["weight_packed"], bits).view(torch.int8) - (1 << bits - 1)
@@ -127,7 +126,7 @@ def _compressed(t: dict[str, Tensor], bits: int) -> Tensor:
     return _product(codes, zeros, scales.reshape(R, -1))
 
 
-def _gptq(t: dict[str, Tensor], bits: int, less: int = 1) -> Tensor:
+def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:
     codes, groups, scales = _codes(t["qweight"].transpose(0, 1), bits), t["g_idx"].long(), t["scales"].mT
     zeros = (_codes(t["qzeros"], bits) + less & (1 << bits) - 1).mT
     if groups.shape != codes.shape[1:] or not groups.is_meta and not (
@@ -139,14 +138,14 @@ def _gptq(t: dict[str, Tensor], bits: int, less: int = 1) -> Tensor:
     return _product(codes, zeros, scales)
 
 
-def _awq(t: dict[str, Tensor], bits: int) -> Tensor:
+def _awq(t: Tensors, bits: int) -> Tensor:
     codes, zeros = (_codes(t[name], bits).unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2)
                     for name in ("qweight", "qzeros"))
     return _product(codes.mT, zeros.mT, t["scales"].mT)
 
 
 #: kind → (names of tensors, as they may follow each other in a blob; what makes weights [R, n] of them)
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Tensor], int], Tensor]]] = {
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[Tensors, int], Tensor]]] = {
     "compressed-tensors": (("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape"),
                            _compressed),
     "gptq": (("qweight", "scales", "qzeros", "g_idx"), _gptq),
@@ -157,7 +156,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Tensor], int], Tenso
 SCALES = ("weight_scale", "scales")
 
 
-def dequantize(kind: str, bits: int, tensors: dict[str, Tensor]) -> Tensor:
+def dequantize(kind: str, bits: int, tensors: Tensors) -> Tensor:
     """Weights [R, n] of a layer's tensors by name, in the scales' dtype. Raises ValueError where they do not fit."""
     try:
         made = KINDS[kind][1](tensors, bits)
@@ -172,8 +171,7 @@ def dequantize(kind: str, bits: int, tensors: dict[str, Tensor]) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------ what is kept
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """What a blob is of, see above.
 
     tensors : (name, dtype by safetensors' name, shape, how often each entry stands in the blob) of one matrix.
@@ -182,7 +180,7 @@ class Packing:
     kind: str
     bits: int
     matrices: int
-    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    tensors: tuple[tuple[str, str, Shape, int], ...]
 
     @property
     def kernel(self) -> str:
@@ -201,7 +199,7 @@ def is_packing(name: str) -> bool:
 
 
 @lru_cache(4096)
-def find(name: str, shape: tuple[int, ...]) -> Packing:
+def find(name: str, shape: Shape) -> Packing:
     """The packing of a name; ValueError unless it is one of a tensor of this shape."""
     parts = name.split(" ")
     head = re.fullmatch(r"([a-z0-9_-]+):([48])\*([1-9]\d?)", parts[0])
@@ -222,21 +220,21 @@ def find(name: str, shape: tuple[int, ...]) -> Packing:
     return found
 
 
-def parts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def parts(name: str, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
     """(dtype, shape) of each tensor of each matrix, "qweight.0" and so on."""
     found = find(name, tuple(shape))
     return {f"{tensor}.{i}": (DTYPES[dtype], dims)
             for tensor, dtype, dims, _ in found.tensors for i in range(found.matrices)}
 
 
-def nbytes(name: str, shape: tuple[int, ...]) -> int:
+def nbytes(name: str, shape: Shape) -> int:
     """Bytes of the blob."""
     found = find(name, tuple(shape))
     return found.matrices * sum(prod(dims) * max(1, times) * DTYPES[dtype].itemsize
                                 for _, dtype, dims, times in found.tensors)
 
 
-def split(name: str, blob: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def split(name: str, blob: Any, shape: Shape) -> Tensors:
     """The tensors of `parts` in a blob of the right length, as views of it where they can be."""
     raw = as_bytes(blob)
     rest, found = torch.from_numpy(raw if raw.flags.writeable else raw.copy()), {}
@@ -250,7 +248,7 @@ def split(name: str, blob: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
     return found
 
 
-def weights(name: str, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+def weights(name: str, tensors: Tensors, shape: Shape) -> Tensor:
     """The weights of a blob's tensors, see `split`, in the scales' dtype. Raises ValueError where they have none."""
     found = find(name, tuple(shape))
     return torch.cat([dequantize(found.kind, found.bits, {tensor: tensors[f"{tensor}.{i}"]
@@ -263,7 +261,7 @@ def gathered(kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]]) -
 
     sources : (key, 0, tensor) of each, as of `moelab.models.direct.CheckpointExperts.made`.
     """
-    layers: dict[str, dict[str, Tensor]] = {}
+    layers: dict[str, Tensors] = {}
     for key, _, tensor in sources:
         layer, _, name = key.rpartition(".")
         layers.setdefault(layer, {})[name] = tensor

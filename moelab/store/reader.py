@@ -31,8 +31,9 @@ import torch
 
 from moelab.files import write_json
 from moelab.forks import renew_in_children
+from moelab.registry import require
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
-from moelab.store.headers import DTYPES
+from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import ALIGN, PARTS, ExpertStore, Extent, StoreError, TensorEntry, aligned, run
 
 try:
@@ -69,7 +70,7 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
     return room[skip:skip + n]
 
 
-def empty_tensors(entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
+def empty_tensors(entries: dict[str, TensorEntry]) -> Tensors:
     """Uninitialised tensors for one expert, each at a multiple of 64 bytes, as CPU kernels want them."""
     return {name: torch.from_numpy(aligned_buffer(entry.nbytes, 64)).view(
                 DTYPES[entry.dtype]).view(entry.shape) for name, entry in entries.items()}
@@ -122,8 +123,7 @@ class Reader:
 
     def __init__(self, store: ExpertStore, mode: str = "auto", bandwidth: float | None = None,
                  verify: bool = True) -> None:
-        if mode not in ("auto", *modes()):
-            raise ValueError(f"unknown mode {mode!r}; here there are auto, {', '.join(modes())}")
+        require("mode", mode, ["auto", *modes()])
         if bandwidth is not None and not bandwidth > 0:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
         if mode == "direct" and not store.aligned:
@@ -328,8 +328,8 @@ def _close(files: dict[Any, int]) -> None:
         os.close(files.popitem()[1])
 
 
-def decode(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor] | None = None,
-           scratch: np.ndarray | None = None) -> dict[str, torch.Tensor]:
+def decode(e: Chunks, sm: Chunks, out: Tensors | None = None,
+           scratch: np.ndarray | None = None) -> Tensors:
     """The tensors of one expert from its E-chunks and its SM-chunks, which may be the same `Chunks` (part "both").
 
     out : tensors to write into, see `empty_tensors`; scratch : see `decompress_tensor`.
@@ -355,7 +355,7 @@ def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor, scratch: 
         raise damaged(e, name, error) from error
 
 
-def cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """An expert's tensors, those of floating-point numbers in `dtype`."""
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
@@ -375,7 +375,7 @@ class StoreExperts:
         self.store, self.dtype, self.reader, self._local = store, dtype, Reader(store, **options), threading.local()
         self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
 
-    def __call__(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+    def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and `decode` raise."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self.reader.buffer()

@@ -22,10 +22,11 @@ from typing import Any
 from moelab.files import vacant
 from moelab.journal import Journal
 from moelab.progress import progress
+from moelab.records import Record
 from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
-from moelab.store.headers import NAMES, WEIGHT_MAP, Stored
+from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
 from moelab.store.layout import (CHECKSUMS, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHTS, Chunk, Layer,
                                  aligned, in_file, layer_file, layer_header, plain_name, read_entries, seal,
                                  weights_header)
@@ -69,8 +70,8 @@ class StoreWriter:
             "format": FORMAT, "version": VERSION, "spec": spec.to_dict(), "identity": identity, "codec": codec,
             "K": shards, "layout": LAYOUT, "checksum": checksum, "layers": layers,
             **({"quantized": quantized} if quantized else {})}))
-        self.records: dict[Key, dict[str, Any]] = {}            # of the experts that are safely on the disk
-        self._pending: dict[Key, dict[str, Any]] = {}           # of those that are written but not yet synced
+        self.records: dict[Key, Record] = {}                    # of the experts that are safely on the disk
+        self._pending: dict[Key, Record] = {}                   # of those that are written but not yet synced
         self._file: Any = None
         self._layer, self._end, self._unsynced = -1, 0, 0       # of the file, where it is written next, bytes
         self._thread, self._writing = ThreadPoolExecutor(1), None
@@ -89,7 +90,7 @@ class StoreWriter:
 
     # ------------------------------------------------------------------------------------------------- resuming
 
-    def _resume(self, lines: list[dict[str, Any]], content: str) -> None:
+    def _resume(self, lines: list[Record], content: str) -> None:
         begun = lines[0] if lines and isinstance(lines[0], dict) else {}
         spec = begun.get("spec")
         if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
@@ -108,7 +109,7 @@ class StoreWriter:
             if path.name not in (layer_file(layer) for layer, _ in self.records):
                 path.unlink()
 
-    def _whole(self, records: list[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    def _whole(self, records: list[Record]) -> dict[Key, Record]:
         """Of the journal's records, those of experts whose bytes are all there, after those of the expert before."""
         found, whole, shapes, ends = {}, {}, {}, {}
         for record in records:
@@ -154,7 +155,7 @@ class StoreWriter:
             if key not in self.records and key not in self._pending:
                 yield key
 
-    def add(self, layer: int, expert: int, tensors: dict[str, Any], sources: list[list] | None = None,
+    def add(self, layer: int, expert: int, tensors: Record, sources: list[list] | None = None,
             blobs: dict[str, tuple[str, Any]] | None = None) -> None:
         """Compress and append one expert; empties `tensors` as it goes, to free them.
 
@@ -183,7 +184,7 @@ class StoreWriter:
         if size > BEHIND:
             self._wait()
 
-    def _record(self, layer: int, expert: int) -> dict[str, Any] | None:
+    def _record(self, layer: int, expert: int) -> Record | None:
         return self._pending.get((layer, expert)) or self.records.get((layer, expert))
 
     def _wait(self) -> None:
@@ -248,7 +249,7 @@ class StoreWriter:
     # ---------------------------------------------------------------------------------------- the rest of the store
 
     def finish(self, weights: dict[str, Stored], files: list[tuple[str, bytes]],
-               source: dict[str, Any] | None = None) -> None:
+               source: Record | None = None) -> None:
         """Write headers, the other weights, the small files and the index; all but the renaming.
 
         weights : by key, where they are in safetensors files; copied piece by piece.
@@ -271,7 +272,7 @@ class StoreWriter:
             _write(self.folder / WEIGHTS, weights_header(_shapes(weights), digest), "r+b")
             _write(self.folder / INDEX, index)
 
-    def _write_headers(self) -> list[dict[str, Any]]:
+    def _write_headers(self) -> list[Record]:
         """Fill in the layers' headers; returns their index."""
         layers = []
         for layer, (module, E, stacked) in enumerate(self.layers):
@@ -333,12 +334,12 @@ class StoreWriter:
                           f"right and run the same command again, and it goes on from there") from error
 
 
-def _chunks(record: dict[str, Any]) -> list[Chunk]:
+def _chunks(record: Record) -> list[Chunk]:
     """An expert's chunks in the order of the file."""
     return [chunk for _, chunk in in_file(read_entries(record["entries"], record["tensors"]))]
 
 
-def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, Shape]]:
     return {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from moelab.specs import Event
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, EDGE, GREY, NOTE, add_band, add_points, bar_look, finish, hover, line_look,
-                                panels, pattern, point_look)
+from moelab.viz.figures import (DASHED, EDGE, GREY, NOTE, Points, Values, add_band, add_points, bar_look, finish,
+                                hover, line_look, panels, pattern, point_look)
 from moelab.viz.plotly_json import Figure
 
 AHEAD = "prefetch"
@@ -69,8 +69,8 @@ def gantt(runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: s
 
 def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
                  ceiling: Sequence[tuple[float, float, float]] = (),
-                 limits: Mapping[str, Sequence[tuple[float, float]]] | None = None,
-                 marks: Mapping[str, float] | None = None, *, most_hits: Sequence[tuple[float, float]] = (),
+                 limits: Mapping[str, Points] | None = None,
+                 marks: Values | None = None, *, most_hits: Points = (),
                  measured: Sequence[tuple[str, Sequence[float]]] = (), target: tuple[float, str] | None = None
                  ) -> Figure:
     """TPOT and hit rate against the memory for experts, simulated, a line a policy.
@@ -121,7 +121,7 @@ def budget_curve(curves: Mapping[str, Sequence[tuple[float, float, float]]],
     return finish(figure, legend="policies: simulated", height=560)
 
 
-def memory_bar(parts: Mapping[str, float], on_disk: str) -> Figure:
+def memory_bar(parts: Values, on_disk: str) -> Figure:
     """What takes memory, {part: bytes}, stacked; a line where memory ends and the part `on_disk` begins, hatched."""
     scale, unit = _unit([sum(parts.values())])
     figure = Figure()
@@ -139,8 +139,8 @@ def memory_bar(parts: Mapping[str, float], on_disk: str) -> Figure:
                   uniformtext={"minsize": 9, "mode": "hide"}, legend_traceorder="normal")
 
 
-def pools_chart(plans: Mapping[str, Mapping[str, float]], predicted: Mapping[str, float],
-                measured: Mapping[str, float] | None = None) -> Figure:
+def pools_chart(plans: Mapping[str, Values], predicted: Values,
+                measured: Values | None = None) -> Figure:
     """What the planner chose, {budget: {pool: bytes}}, and the TPOT, predicted and measured, {budget: seconds}."""
     scale, unit = _unit(sum(plan.values()) for plan in plans.values())
     figure, (left, right) = panels([""] * 2, x="budget for experts", column_widths=[0.54, 0.46],
@@ -201,7 +201,7 @@ def output_lengths(by_system: Mapping[str, Sequence[tuple[float, float, float, f
                   xaxis_rangemode="tozero")
 
 
-def simulated_vs_measured(by_series: Mapping[str, Sequence[tuple[float, float]]], title: str = "TPOT") -> Figure:
+def simulated_vs_measured(by_series: Mapping[str, Points], title: str = "TPOT") -> Figure:
     """Points (measured, simulated) in seconds; the band is ±15 % of measured."""
     values = 1e3 * np.array([point for points in by_series.values() for point in points], dtype=float).reshape(-1, 2)
     ends = np.array((values.min() / 1.3, values.max() * 1.3) if len(values) else (1.0, 10.0))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from moelab.records import Record
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure, merged
 
@@ -26,30 +27,31 @@ NOTE = {"size": 11, "color": GREY}
 ROUND = tuple(digit * 10.0 ** power for power in range(-6, 7) for digit in (1, 2, 5))
 Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
+Values = Mapping[str, float]
 
 
-def line_look(i: int) -> dict[str, Any]:
+def line_look(i: int) -> Record:
     """The i-th series as a line: colour, dash and marker differ."""
     return {"mode": "lines+markers", "line": {"color": theme.PALETTE[i % 8], "dash": theme.DASHES[i % 8]},
             "marker": {"symbol": theme.MARKERS[i % 8]}}
 
 
-def bar_look(i: int) -> dict[str, Any]:
+def bar_look(i: int) -> Record:
     """The marker of the i-th series of bars: colour and pattern differ."""
     return {"color": theme.PALETTE[i % 8], "pattern": pattern(theme.PATTERNS[i % 8], size=6)}
 
 
-def point_look(i: int, size: int = 11) -> dict[str, Any]:
+def point_look(i: int, size: int = 11) -> Record:
     """The marker of the i-th series of points: colour and symbol differ."""
     return {"symbol": theme.MARKERS[i % 8], "size": size, "color": theme.PALETTE[i % 8], "line": EDGE}
 
 
-def pattern(shape: str, colour: str = "white", **look: Any) -> dict[str, Any]:
+def pattern(shape: str, colour: str = "white", **look: Any) -> Record:
     """A bar's pattern, laid over its colour."""
     return {"shape": shape, "fgcolor": colour, "fillmode": "overlay"} | look
 
 
-def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> dict[str, Any]:
+def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> Record:
     """Error bars from low to high around the values."""
     value, low, high = (np.asarray(of, dtype=float) for of in (value, low, high))
     return {"type": "data", "symmetric": False, "array": high - value, "arrayminus": value - low, "thickness": 1.2,
@@ -79,7 +81,7 @@ def panels(titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **
 
 
 @lru_cache(maxsize=None)
-def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> Record:
     """The empty panels, some with a title, as plotly lays them out."""
     from plotly.subplots import make_subplots
     n = len(titled)
@@ -271,7 +273,7 @@ def lines(groups: Mapping[str, Mapping[str, Points]], y: str, x: str, *, columns
 
 
 def differences(tasks: Mapping[str, Mapping[str, Spread]], title: Mapping[str, str] | str,
-                limits: Mapping[str, float] | None = None) -> Figure:
+                limits: Values | None = None) -> Figure:
     """Each way's difference from a baseline with its interval, a panel a task.
 
     tasks : {task: {way: (value, low, high)}}; NaN where a point is off the scale.
@@ -308,8 +310,8 @@ def imbalance(by_phase: Mapping[str, ArrayLike]) -> Figure:
     return finish(figure, y="busiest expert ÷ mean load")
 
 
-def overlap(by_name: Mapping[str, ArrayLike], paper: Mapping[str, float] | None = None,
-            chance: Mapping[str, float] | None = None) -> Figure:
+def overlap(by_name: Mapping[str, ArrayLike], paper: Values | None = None,
+            chance: Values | None = None) -> Figure:
     """Overlap@K by layer, one line a comparison: {"top-4, code": [L], ...}, values from 0 to 1.
 
     chance : what two random rankings would reach, k/E; drawn across, like the published values of `paper`.
@@ -331,7 +333,7 @@ def agreement(values: ArrayLike, rows: Sequence[str], columns: Sequence[str]) ->
     return finish(figure, "run on", "calibrated on", xaxis_showgrid=False)
 
 
-def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> Figure:
+def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Figure:
     """Tokens of each expert of one layer in a chunk, `loads` [chunks, E], busiest expert first.
 
     Bands: all chunks, and the middle half of them; line: the median; `capacities` are drawn across.

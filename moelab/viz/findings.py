@@ -17,11 +17,11 @@ from moelab.intervals import t95
 from moelab.ndp.fit import JUDGED
 from moelab.records import BenchFile, MetricsFile
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, NOTE, add_lines, bar_look, bars, differences, finish, hover, interval, panels,
-                                power_ticks)
+from moelab.viz.figures import (DASHED, NOTE, Values, add_lines, bar_look, bars, differences, finish, hover, interval,
+                                panels, power_ticks)
 from moelab.viz.plotly_json import Figure
 
-Rows = Mapping[str, Mapping[str, float]]
+Rows = Mapping[str, Values]
 ABOVE = {"legend_y": 1.08, "margin_t": 70, "margin_r": 24}     # the legend, above the panels' titles
 
 

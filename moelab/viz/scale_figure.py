@@ -13,12 +13,12 @@ from typing import Any
 from moelab.files import atomic, read_json
 from moelab.records import BenchFile
 from moelab.viz import theme
-from moelab.viz.figures import add_points, bar_look, finish, hover, panels, point_look
+from moelab.viz.figures import Values, add_points, bar_look, finish, hover, panels, point_look
 from moelab.viz.plotly_json import Figure
 
 
 def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
-                  limits: Mapping[str, Mapping[str, float]]) -> Figure:
+                  limits: Mapping[str, Values]) -> Figure:
     """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the mean
     time of a token on demand beside the limit of the same tokens. Arms that failed are left out; ValueError if all are.
     """

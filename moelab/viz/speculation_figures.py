@@ -18,7 +18,7 @@ from moelab.specs import Event
 from moelab.speculate.scoring import Score
 from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt
-from moelab.viz.figures import (DASHED, EDGE, NOTE, add_lines, bars, differences, finish, hover, label_ends,
+from moelab.viz.figures import (DASHED, EDGE, NOTE, Values, add_lines, bars, differences, finish, hover, label_ends,
                                 line_look, panels, quantiles)
 from moelab.viz.plotly_json import Figure
 
@@ -74,7 +74,7 @@ def learning_curves(learned: Learned) -> dict[str, list[tuple[float, ...]]]:
             for kind, of in learned.items()}
 
 
-def costs(found: Mapping[str, Mapping[str, Interval]], title: Mapping[str, str], limits: Mapping[str, float]
+def costs(found: Mapping[str, Mapping[str, Interval]], title: Mapping[str, str], limits: Values
           ) -> Figure:
     """`differences` of executing predictions; the controls' loss, which is off the scale, is left out."""
     controls = [] if len(found["loss"]) < 3 else list(found["loss"])[-2:]
@@ -94,7 +94,7 @@ def misses(over: Mapping[float, Mapping[str, Interval]]) -> Figure:
                         for share, rows in over.items()}, "misses against LRU (%)")
 
 
-def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapping[str, float]) -> Figure:
+def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Values) -> Figure:
     """Recall against tokens trained on, measured: {estimator: [(tokens, 0 to 1), …]}, with low and high or without;
     Fig. 9.
 
@@ -111,7 +111,7 @@ def training(series: Mapping[str, Sequence[tuple[float, ...]]], references: Mapp
     return finish(figure, "training tokens seen (thousands)", "recall@K (%)", "measured")
 
 
-def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Mapping[str, float], title: str) -> Figure:
+def tpot(found: Mapping[str, Mapping[str, Sequence[float]]], bounds: Values, title: str) -> Figure:
     """Median TPOT of each mode, measured: {setting: {mode: its samples, seconds}}; whiskers: p10, p90; Fig. 8.
 
     bounds : {setting: seconds}, the least that eq. (1) allows. title : of the horizontal axis, the settings.

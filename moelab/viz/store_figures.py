@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from moelab.store.entropy import FORMATS, entropy, marginals
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, GREY, ROUND, add_lines, add_points, add_reference, bar_look, finish, hover,
-                                interval, panels, point_look)
+from moelab.viz.figures import (DASHED, GREY, ROUND, Points, Values, add_lines, add_points, add_reference, bar_look,
+                                finish, hover, interval, panels, point_look)
 from moelab.viz.plotly_json import Figure
 
 
@@ -28,7 +28,7 @@ def exponents(by_name: Mapping[str, ArrayLike]) -> Figure:
                   bargap=0.15, xaxis_dtick=2)
 
 
-def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float] | None = None) -> Figure:
+def fractions(ours: Values, bound: float, paper: Values | None = None) -> Figure:
     """Compressed size over size of each codec, the entropy bound as the last row and a line; `paper`: published."""
     ours, paper = {**ours, "entropy bound": bound}, dict(paper or {})
     figure = Figure()
@@ -48,7 +48,7 @@ def fractions(ours: Mapping[str, float], bound: float, paper: Mapping[str, float
     return finish(figure, "compressed size (% of the weights' size)", "codec")
 
 
-def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bound: float) -> Figure:
+def trade(size: Values, seconds: Mapping[str, Sequence[float]], bound: float) -> Figure:
     """Time of a token's experts (ms; median, whiskers: p10, p90) against stored size over size, a point for each way of
     keeping them; the entropy bound as a line."""
     figure = Figure()
@@ -67,7 +67,7 @@ def trade(size: Mapping[str, float], seconds: Mapping[str, Sequence[float]], bou
                   showlegend=False)
 
 
-def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str, float] | None = None) -> Figure:
+def rates(by_series: Mapping[str, Values], references: Values | None = None) -> Figure:
     """GB/s of each codec, a group of bars each, one bar a series: {"1 thread": {"huffman": 4.6, …}, …}."""
     figure = Figure()
     for i, (name, values) in enumerate(by_series.items()):
@@ -80,7 +80,7 @@ def rates(by_series: Mapping[str, Mapping[str, float]], references: Mapping[str,
 
 
 def delivery(read_rates: ArrayLike, by_name: Mapping[str, ArrayLike],
-             measured: Mapping[str, Sequence[tuple[float, float]]] | None = None) -> Figure:
+             measured: Mapping[str, Points] | None = None) -> Figure:
     """GB of weights delivered a second against what the disk reads a second, a modelled curve a way of loading.
 
     measured : points (read rate, rate of delivery) by the name of their curve.

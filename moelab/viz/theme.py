@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from moelab.records import Record
+
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
@@ -33,7 +35,7 @@ DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "
         "white": "#111111", "rgba(255,255,255,0.8)": "rgba(17,17,17,0.8)", "#0072b2": "#4aa8e0"}
 
 
-def _template() -> dict[str, Any]:
+def _template() -> Record:
     axis = {"showgrid": True, "gridcolor": "#e5e5e5", "linecolor": "#444", "ticks": "outside", "zeroline": False,
             "title": {"standoff": 8}, "automargin": True}
     layout = {"colorway": PALETTE, "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 14,
@@ -53,7 +55,7 @@ def _template() -> dict[str, Any]:
 TEMPLATE = json.loads(json.dumps(_template()))          # no tuples
 
 
-def to_json(fig: Any) -> dict[str, Any]:
+def to_json(fig: Any) -> Record:
     """A figure, ours or plotly's, in moelab's look as plain JSON, {"data": …, "layout": …}; what it sets itself
     stays."""
     found = json.loads(fig.to_json(), parse_constant=lambda _: None)
@@ -93,7 +95,7 @@ def darkened(part: Any) -> Any:
     return DARK.get(part.lower(), part) if isinstance(part, str) else part
 
 
-def render_png(figures: list[dict[str, Any]], seconds: float = 30.0) -> list[bytes]:
+def render_png(figures: list[Record], seconds: float = 30.0) -> list[bytes]:
     """PNG pictures of figures given as plotly JSON; [] where kaleido or its browser is missing, or takes too long.
 
     A process of its own draws them all, so that it can be ended together with its browser.
@@ -128,6 +130,11 @@ def _write_png(folder: Path) -> None:
     pio.write_images(figures, [folder / f"{i}.png" for i in range(len(figures))], format="png",
                      width=[fig.layout.width or 800 for fig in figures],
                      height=[fig.layout.height or 420 for fig in figures])
+
+
+def in_script(value: Any) -> str:
+    """JSON inside a <script>, which nothing in it can end or turn into a comment."""
+    return json.dumps(value).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
 
 
 def plotly_js() -> str:

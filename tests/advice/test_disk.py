@@ -14,8 +14,10 @@ from moelab.advice.advise import parse_loss
 from moelab.advice.answer import unmeasured
 from moelab.advice.machine import here
 from moelab.advice.model import AS_IS, find_model
+from moelab.advice.space import card_costs
 from moelab.advice.verify import Kept
 from moelab.advice.ways import Way
+from moelab.cards import load_device
 from moelab.files import small_model
 from moelab.models import open_checkpoint
 
@@ -92,3 +94,18 @@ def test_a_card_has_no_weights_to_open(name):
         open_checkpoint(name)
     assert len(str(error.value).splitlines()) == 1 and error.value.__cause__ is None
     assert find_model(name).spec.name.lower() == name.lower()
+
+
+def test_simulated_advice_looks_at_the_disk_for_a_model_that_is_not_here_too(free, monkeypatch):
+    device = load_device("m2-max")
+    monkeypatch.setattr("moelab.advice.advise.here", lambda folder: device)
+    monkeypatch.setattr("moelab.advice.simulated.sample_costs", lambda model, *_: card_costs(device, model))
+    monkeypatch.setattr("moelab.advice.space.SECONDS", 0.0)
+    free(10**15)
+    plenty = advise("Phi-tiny-MoE", "3GB", simulate=True, loss="any")
+    assert {way.form for way in plenty.ways} > {AS_IS}
+    download = find_model("Phi-tiny-MoE").download
+    free(download + 10**6)
+    scarce = advise("Phi-tiny-MoE", "3GB", simulate=True, loss="any")
+    assert {way.form for way in scarce.ways} == {AS_IS} and any("Left out" in note for note in scarce.notes)
+    assert not any("experts" in what for what, _ in scarce.more)                        # of another form

@@ -345,7 +345,7 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
     """One arm by itself, then the others beside it."""
     how = {"prompt": 5, "decode": 3, "executor": "exact"}
     alone = scale.run(SPEC, ("huffman",), "60%", str(tmp_path / "here"), **how)
-    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "results": alone}))
+    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "kind": "measured", "results": alone}))
     how |= {"merge": str(tmp_path / "scale.json")}
     found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), **how)
     conditions, rows, limits, turns, samples = found.values()
@@ -365,7 +365,7 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
         scale.run(SPEC, ("int4",), "60%", None, **how | {"prompt": 6})
     with pytest.raises(ValueError, match="no 50% of experts in memory"):
         scale.run(SPEC, ("int4",), "50%", None, **how)
-    (tmp_path / "scale.json").write_text("{}")
+    (tmp_path / "scale.json").write_text('{"bench": "gpu", "kind": "measured", "results": {}}')
     with pytest.raises(ValueError, match="holds no result of bench scale"):
         scale.run(SPEC, ("int4",), "60%", None, **how)
 
@@ -380,7 +380,7 @@ def test_an_arm_that_fails_takes_the_place_of_its_earlier_result(tmp_path, monke
     arm = {"TPOT s": 1.0}
     before = {"conditions": conditions, "60% of experts in memory": {"bf12": arm, "int4": arm},
               "against the limit": {"bf12": arm}, "turns": {"bf12": arm}, "samples": {"bf12: bf12": [1.0]}}
-    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "results": before}))
+    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "kind": "measured", "results": before}))
     _, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3, merge=tmp_path / "scale.json").values()
     assert rows["int4"] == arm and rows["bf12"]["result"] == "failed: killed" and not any(others)
 

@@ -146,7 +146,9 @@ def test_a_metric_may_be_0_or_1_throughout_in_one_mode_only(data, n, kinds):
         assert row["unit"] == "score" and row["score"] == pytest.approx(samples[kind].astype(float).mean())
         if kind != kinds[0]:
             assert row["difference"] == pytest.approx((samples[kind].astype(float) - base).mean(), abs=1e-12)
-    assert len(accuracy.table(found).splitlines()) == 2 + 3 + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        assert len(accuracy.table(found).splitlines()) == 2 + 3 + 1
 
 
 def test_any_two_modes_are_compared_in_pairs():
@@ -207,9 +209,10 @@ def test_damage_shows(found, model):
     assert loss["relative"] == pytest.approx(100 * (expected.mean() / found["scores"]["loss"]["baseline"]["score"] - 1))
 
 
-def test_a_result_is_json_and_a_table(found):
+def test_a_result_is_json_and_a_table(found, monkeypatch):
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert {len(values) for values in found["samples"]["completion"].values()} == {6}
+    monkeypatch.setenv("COLUMNS", "200")
     lines = accuracy.table(found).splitlines()
     assert len(lines) == 2 + 3 * (3 + 1) and "nan" not in "".join(lines)
     assert lines[2].split()[:3] == ["loss", "baseline", f"{found['scores']['loss']['baseline']['score']:.4f}"]

@@ -173,7 +173,7 @@ def test_a_notebook_without_parameters_takes_none(notebook):
 
 
 def test_names_of_notebooks():
-    with pytest.raises(FileNotFoundError, match="no notebook '77'"):
+    with pytest.raises(ValueError, match="no notebook '77'"):
         notebooks(["77"])
     for path in notebooks():
         assert notebooks([path.stem]) == notebooks([path.stem.split("_")[0]]) == notebooks([str(path)]) == [path]

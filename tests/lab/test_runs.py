@@ -34,7 +34,7 @@ def test_runs_are_listed_and_compared(results, capsys):
     assert "1.500 ×" in told and "lru" in told and "parameter" not in told
     assert main(["compare", *map(str, folders)]) == 0 and capsys.readouterr().out == told
     assert main(["compare", "2"]) == 2 and "two are compared" in capsys.readouterr().err
-    assert main(["compare", "1", "2"]) == 2 and "there are runs of 01_calibration" in capsys.readouterr().err
+    assert main(["compare", "1", "2"]) == 2 and "There are runs of 01_calibration" in capsys.readouterr().err
 
 
 def test_parameters_that_differ_come_first_and_notebooks_stand_for_their_newest_run(results, capsys):

@@ -162,7 +162,7 @@ def test_an_interrupted_sweep_goes_on_and_a_larger_grid_adds_to_it(tmp_path):
 
 def test_what_belongs_to_somebody_else_stays(tmp_path):
     table, diary = tmp_path / "diary.parquet", tmp_path / "diary.journal"
-    for file, words in ((diary, "is no journal"), (table, "is no table of a sweep")):
+    for file, words in ((diary, "is no journal"), (table, "is no readable table of a sweep")):
         file.write_text("Dear diary,\n")
         with pytest.raises(ValueError, match=words):
             sweep("area", POINTS, table, refused)
@@ -175,7 +175,7 @@ def test_a_damaged_line_of_the_journal_costs_its_point_and_no_other(tmp_path):
 
     def run(points):
         runs.append(points)
-        return ((point, {"metrics": {"n": METRIC}, "at": {"seconds": 1}}) for point in points)
+        return ((point, {"metrics": {"n": METRIC}, "at": {"host": "here", "seconds": 1}}) for point in points)
     rows, _ = sweep("area", POINTS, table, run)
     raw = (journal := table.with_suffix(".journal")).read_bytes()
     lines = [line for line in raw.split(b"\n\n") if line]

@@ -69,8 +69,6 @@ def test_stalls_and_events_are_those_of_each_step():
     assert "prefetch" in {event.kind for event in seen.runs["hint: mine, 1 ahead"]}
     assert "prefetch" not in {event.kind for event in seen.runs["none"]}
     assert len(theatre.rows(seen)) == 5 and len([*theatre.draw(seen)]) == 2
-    with pytest.raises(ValueError, match="none, hint, speculative"):
-        theatre.scene(stage(TRUE), "magic", "mine", 1, 1e6, 0)
 
 
 def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
@@ -90,6 +88,8 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
     strip = view.pictures[1]
     view.set(way="speculative", bandwidth=view.values["bandwidth"] / 2)
     assert view.data.way == "speculative" and view.pictures[1] is strip
+    with pytest.raises(ValueError, match="'none', 'hint', 'speculative'"):
+        view.set(way="magic")
     path = view.data.simulation.to_perfetto(tmp_path / "trace.json")
     assert path.stat().st_size > 1000 and view.errors.outputs == ()
     assert "moelab view theatre" in view.commands[0] and "way=speculative" in view.commands[0]

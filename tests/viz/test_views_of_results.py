@@ -10,6 +10,7 @@ pytest.importorskip("ipywidgets")
 pytest.importorskip("anywidget")
 from moelab import claims as ledger  # noqa: E402
 from moelab.bench.arena import Contest, Standing, Wrong  # noqa: E402
+from moelab.cards import MODELS, load_model  # noqa: E402
 from moelab.files import CHECKOUT, small_model  # noqa: E402
 from moelab.store import survey  # noqa: E402
 from moelab.viz import views  # noqa: E402
@@ -114,6 +115,20 @@ def test_a_claim_finds_the_figure_of_its_metrics(runs, results):
     assert list(claims_view.tell(row).figure.data[0].y) == [3, 5]
 
 
+@pytest.mark.parametrize("card", ["Qwen3-30B-A3B", "gpt-oss-20b", "MIXTRAL-8x7B", "DeepSeek-V3"])
+def test_the_model_map_of_a_card_holds_every_byte_of_its_geometry(card):
+    view = views.model_map(card)
+    spec = load_model(next(name for name in MODELS if name.lower() == card.lower()))
+    rows = [row | {"bytes": int(row["bytes"])} for row in table(view)]
+    layer = [row for row in rows if row["name"] == f"layers.{spec.moe_layers[0]}"]
+    assert rows[0]["bytes"] == sum(row["bytes"] for row in rows if row["part of"] == spec.name)
+    others, = [row["bytes"] for row in rows if row["name"] == "other weights"]
+    assert rows[0]["bytes"] - others == spec.experts_bytes and layer[0]["bytes"] == spec.E * spec.expert_bytes
+    assert "by its card" in view.words[0] and "samples" not in view.words[0]
+    view = views.model_map(card, counts=np.ones((spec.L, spec.E)), colour="expert popularity")
+    assert "expert popularity: 1 on average" in view.words[0]
+
+
 def test_the_model_map_holds_every_byte_and_colours_it():
     view = views.model_map()
     tree = view.data[0]
@@ -130,7 +145,7 @@ def test_the_model_map_holds_every_byte_and_colours_it():
     assert view.detail(leaf.name).figure is not None and len(table(view)) == len(tree)
     view.set(colour="error of int4")
     assert 0 < view.data[0][0].value < 0.2
-    with pytest.raises(ValueError, match="popularity needs counts"):
+    with pytest.raises(ValueError, match="without counts= .expert popularity"):
         views.model_map(colour="expert popularity")
 
 

@@ -46,6 +46,7 @@ from moelab.models.direct import CheckpointExperts
 from moelab.models.convert import content_of
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
+from moelab.records import Record
 from moelab.registry import require
 
 #: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
@@ -140,7 +141,7 @@ def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPla
 
 
 #: (entry of the manifest to complete, file, writes the package at a path, compares the package at a path with torch)
-Task = tuple[dict[str, Any], str, Callable[[Path], None], Callable[[Path], float] | None]
+Task = tuple[Record, str, Callable[[Path], None], Callable[[Path], float] | None]
 
 
 class _Source:
@@ -156,7 +157,7 @@ class _Source:
         if any(layer.attention == "ane" for layer in plan.layers):
             self.shape = attention_shape(config, plan.chunk, settings.context)
 
-    def layer(self, layer: int) -> tuple[dict[str, Any], list[Task]]:
+    def layer(self, layer: int) -> tuple[Record, list[Task]]:
         """A decoder layer's entry of the manifest, and the tasks that complete it."""
         moe = self.moe_index.get(layer)
         planned = self.plan.layers[moe or 0]    # attention of a layer without experts as of the first that has some
@@ -185,14 +186,14 @@ class _Source:
                              f"that is not read here; plan attention for the CPU")
         save_attention(path, self.shape, tensors)
 
-    def experts(self, moe: int, part: dict[str, Any]) -> list[Expert]:
+    def experts(self, moe: int, part: Record) -> list[Expert]:
         return [expert_of(self.modules[moe], self.tensors(moe, e)) for e in part["experts"]]
 
-    def save_group(self, moe: int, part: dict[str, Any], path: Path) -> None:
+    def save_group(self, moe: int, part: Record, path: Path) -> None:
         save_ffn(path, self.experts(moe, part), part["capacities"] if self.settings.every_tier else part["capacity"],
                  self.activation, self.settings.layout, self.settings.weights)
 
-    def difference(self, layer: int, moe: int, part: dict[str, Any], path: Path) -> float:
+    def difference(self, layer: int, moe: int, part: Record, path: Path) -> float:
         """Largest difference between a saved graph in fp64 and `reference`, relative to the largest output.
 
         `reference` must itself agree with the architecture's own code in fp64, its weights rounded to fp16.
@@ -226,7 +227,7 @@ class Work:
     Raises FileExistsError: another process works there, or the folder is another conversion's.
     """
 
-    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, about: Record) -> None:
         wanted, written = json.dumps(about, sort_keys=True), folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.building, self.journal = folder, folder / "building", Journal(folder / "journal.jsonl")
@@ -262,7 +263,7 @@ class Work:
         self.journal.append([entry])
         self.done[name] = entry
 
-    def publish(self, manifest: dict[str, Any], destination: Path) -> Path:
+    def publish(self, manifest: Record, destination: Path) -> Path:
         """Write the manifest and give the folder its name."""
         (self.folder / MANIFEST).write_text(json.dumps(sealed(manifest), indent=1), encoding="utf-8")
         shutil.rmtree(self.building, ignore_errors=True)

@@ -24,6 +24,7 @@ from moelab.ane.plan import ANEPlan
 from moelab.files import absolute
 from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
+from moelab.records import Record
 from moelab.schema import naming, parse_json, typed
 
 FORMAT, MANIFEST = "moelab.ane.converted/4", "manifest.json"
@@ -48,12 +49,12 @@ class ConvertedModel:
             raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
                                     f"conversion ends in .part; the same call resumes it)")
         with naming(path, "manifest of a converted model", "`moelab ane convert`"):
-            self.manifest = typed(parse_json(path.read_bytes()), dict[str, Any])
+            self.manifest = typed(parse_json(path.read_bytes()), Record)
             if self.manifest.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             if sealed(self.manifest) != self.manifest:
                 raise ValueError("it is damaged or was edited: its seal is not that of what it says")
-            self.layers: list[dict[str, Any]] = self.manifest["layers"]
+            self.layers: list[Record] = self.manifest["layers"]
             self.problems: list[str] = self.manifest["problems"]
             names = [name for layer in self.layers for name, entry in (
                 (attention_file(layer["layer"]), layer["attention"]),
@@ -71,12 +72,12 @@ class ConvertedModel:
         return ANEPlan.from_dict(self.manifest["plan"])
 
     @property
-    def packages(self) -> list[dict[str, Any]]:
+    def packages(self) -> list[Record]:
         """The manifest's entries of all packages."""
         entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
         return [entry for entry in entries if "file" in entry]
 
-    def package(self, entry: dict[str, Any]) -> Path:
+    def package(self, entry: Record) -> Path:
         """Where the package of an entry of `packages` is; ValueError unless its checksum is the manifest's."""
         path = self.folder / entry["file"]
         if entry["file"] not in self._checked:
@@ -168,7 +169,7 @@ def group_file(layer: int, index: int) -> str:
     return f"layers/{layer:03d}/group{index:02d}.mlpackage"
 
 
-def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def sealed(manifest: Record) -> Record:
     """A manifest with the SHA-256 of all it says but the seal."""
     said = {name: value for name, value in manifest.items() if name != "seal"}
     return said | {"seal": sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()}

@@ -14,9 +14,8 @@ how it accumulates inside products.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,8 +93,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Alarm:
+class Alarm(NamedTuple):
     """A value that a real chip may not compute."""
 
     op: str

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,13 +25,14 @@ from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.cards import load_model
 from moelab.progress import progress
+from moelab.records import Numbers, Records
 
 #: (prompt, chunk) of Figures 14–16
 RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))
 #: what is compared → the figure of a prefill
 METRICS = {"ttft": lambda p: p.ttft_s, "energy": lambda p: p.total.mj, "cpu cycles": lambda p: p.cpu_s}
 #: a choice of ours, changed → options of `studies`
-READINGS: dict[str, dict[str, Any]] = {
+READINGS: Records = {
     "attention slower on the ANE": {"attention": 1 / ATTENTION_CPU},        # §5.3's 27.6 % the other way round
     "CPU and ANE in turn": {"overlap": False},
     "even popularity": {"skew": "even"},
@@ -144,8 +145,7 @@ def figures(found: dict[str, Study], device: DeviceModel) -> dict[str, tuple[flo
     return values
 
 
-def modelled(found: dict[str, Study], seed: int = 0, **how: Any
-             ) -> dict[str, tuple[float, str, str, dict[str, float]]]:
+def modelled(found: dict[str, Study], seed: int = 0, **how: Any) -> dict[str, tuple[float, str, str, Numbers]]:
     """Name → value, unit, "modelled" and what it is by each of `READINGS`, for `figures`; `how` are `studies`'."""
     def device(**how: Any) -> DeviceModel:
         return DeviceModel.of(**{name: value for name, value in how.items() if name != "skew"})
@@ -188,8 +188,7 @@ class Setting:
         return f"{self.levels} tier{'s' * (self.levels > 1)}, slack {self.slack:g}, G = {self.group_size}"
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
+class Outcome(NamedTuple):
     """What a setting does; dropped and padded are shares."""
 
     plan: ANEPlan

@@ -27,6 +27,7 @@ from moelab.ane.device.rates import (
 from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
 from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
 from moelab.cards import load_device
+from moelab.records import Numbers, Records
 from moelab.registry import require
 from moelab.specs import MoESpec
 
@@ -62,7 +63,7 @@ class Prefill:
     dispatch_ms: float              # of the time, launches and Core ML's placing of graphs
     slots_per_token: float          # expert rows computed for a prompt token in one MoE layer, padding included
     device: str
-    error: dict[str, float]         # RMS relative out-of-sample error of ANE graphs, of "latency" and "energy"
+    error: Numbers                  # RMS relative out-of-sample error of ANE graphs, of "latency" and "energy"
     kind: str = "modelled"
 
     @property
@@ -136,7 +137,7 @@ class DeviceModel:
         return replace(self, device=device, memory_bytes=math.inf, samples=tuple(samples),
                        rates=replace(rates, power=power, work=work))
 
-    def fit_table(self) -> dict[str, dict[str, Any]]:
+    def fit_table(self) -> Records:
         """The fit's errors: for latency and energy in each mode, as fitted and leaving one out."""
         table = {}
         for quantity in ("latency", "energy"):

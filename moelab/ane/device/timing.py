@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from moelab.ane.device.published import REFERENCE_H, REFERENCE_I, TABLE_5, Sampl
 from moelab.ane.device.rates import MODES
 from moelab.files import load_json, write_json
 from moelab.progress import progress
+from moelab.records import Numbers
 
 FORMAT = "moelab.ane.samples/1"
 #: what `moelab ane calibrate` says beside its samples
@@ -54,9 +54,9 @@ class Meter:
             self._monitor, self.why = None, "no energy: zeus finds no Apple chip that it can read here"
 
     @contextmanager
-    def window(self) -> Iterator[dict[str, float]]:
+    def window(self) -> Iterator[Numbers]:
         """Yields a dictionary that holds mJ by part after the block; parts that the chip does not report are absent."""
-        found: dict[str, float] = {}
+        found: Numbers = {}
         if self._monitor is None:
             yield found
             return
@@ -70,12 +70,11 @@ class Meter:
                       if (value := getattr(soc, field, None)) is not None}
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds of each repeat, and mJ of one repeat by part of the chip (empty where they cannot be read)."""
 
     seconds: tuple[float, ...]
-    mj: dict[str, float]
+    mj: Numbers
 
     @property
     def median(self) -> float:

@@ -19,9 +19,9 @@ from moelab.bench.ane_conversion import Conversion
 from moelab.cards import load_device
 from moelab.claims import DIRECTION, REPRODUCED
 from moelab.claims import Row as Answered
+from moelab.records import Rows
 from moelab.table import span
 
-Row = dict[str, Any]
 #: name of a plan of `moelab.bench.ane_accuracy.candidates` → what it is
 CANDIDATES = {"printed": "tiers as printed, r·B/E", "factor_k": "tiers with the factor K, r·K·B/E",
               "plan": "the same, slack {:g}: **our plan**",
@@ -32,13 +32,13 @@ def label(run: tuple[int, int]) -> str:
     return f"P={run[0]}, B={run[1]}"
 
 
-def operators(of: Sequence[Operator]) -> list[Row]:
+def operators(of: Sequence[Operator]) -> Rows:
     """What runs where, and why."""
     return [{"operator": one.name, "runs on": one.unit.upper(), "because": one.reason, "source": one.source}
             for one in of]
 
 
-def plans(of: Mapping[str, ANEPlan], slack: float, accounts: Mapping[str, tuple[Account, Account]]) -> list[Row]:
+def plans(of: Mapping[str, ANEPlan], slack: float, accounts: Mapping[str, tuple[Account, Account]]) -> Rows:
     """`candidates` of one model, with what they drop and pad: (on the calibration, on test prompts)."""
     return [{"plan": CANDIDATES[name].format(slack),
              "tiers of layer 0": ", ".join(map(str, plan.layers[0].tiers.levels)),
@@ -48,7 +48,7 @@ def plans(of: Mapping[str, ANEPlan], slack: float, accounts: Mapping[str, tuple[
             for name, plan in of.items()]
 
 
-def cards(of: Mapping[str, ANEPlan]) -> list[Row]:
+def cards(of: Mapping[str, ANEPlan]) -> Rows:
     """What fits of each model."""
     return [{"model": name, "L × E, top-K": f"{plan.spec.L} × {plan.spec.E}, {plan.spec.K}",
              "an expert, MB": f"{2 * plan.spec.expert_params / 1e6:.1f}",
@@ -59,7 +59,7 @@ def cards(of: Mapping[str, ANEPlan]) -> list[Row]:
             for name, plan in of.items()]
 
 
-def packages(conversion: Conversion) -> list[Row]:
+def packages(conversion: Conversion) -> Rows:
     """The written packages by kind, with the linter's verdict."""
     rows = []
     for kind, of in conversion.kinds().items():
@@ -72,7 +72,7 @@ def packages(conversion: Conversion) -> list[Row]:
     return rows
 
 
-def findings(good: Report, bad: Mapping[str, Report]) -> list[Row]:
+def findings(good: Report, bad: Mapping[str, Report]) -> Rows:
     """What the linter says of each graph, each rule once."""
     rows = [{"graph": "as converted above", "rule": "–", "severity": _clean(good.clean), "what it says": "",
              "source": ""}]
@@ -82,7 +82,7 @@ def findings(good: Report, bad: Mapping[str, Report]) -> list[Row]:
     return rows
 
 
-def parity(found: Mapping[str, Parity], chunks: Sequence[int], shaken: Sequence[Any]) -> list[Row]:
+def parity(found: Mapping[str, Parity], chunks: Sequence[int], shaken: Sequence[Any]) -> Rows:
     """Logits of the packages beside the model's, by the evaluator's mode, and those of the model with noise.
 
     chunks : of each prompt. shaken : differences [S] of each prompt (`moelab.bench.ane_conversion.shaken`).
@@ -97,7 +97,7 @@ def parity(found: Mapping[str, Parity], chunks: Sequence[int], shaken: Sequence[
                     "logits of any token": f"{max(float(one.max()) for one in shaken):.1e}"}]
 
 
-def answers(found: Answers) -> list[Row]:
+def answers(found: Answers) -> Rows:
     """Right answers, dense and pruned, with the paper's Table 3 below."""
     rows = []
     for task, dense in found.dense.items():
@@ -121,7 +121,7 @@ def achieved(device: DeviceModel) -> tuple[float, float]:
     return 2 * REFERENCE_PARAMS / device.rates.row / 1e9, REFERENCE_BYTES / device.rates.expert / 1e6
 
 
-def parameters(device: DeviceModel) -> list[Row]:
+def parameters(device: DeviceModel) -> Rows:
     """The fitted rates beside what is published of the machine."""
     rates, card, (tflops, gbs) = device.rates, load_device(device.device), achieved(device)
     rows = (("a, a launch", f"{rates.launch:.2f} ms", "for each graph, whatever is in it"),
@@ -132,7 +132,7 @@ def parameters(device: DeviceModel) -> list[Row]:
     return [dict(zip(("fitted parameter", "value", "that is"), row)) for row in rows]
 
 
-def slots(grid: Mapping[tuple[int, int], float]) -> list[Row]:
+def slots(grid: Mapping[tuple[int, int], float]) -> Rows:
     """ms an expert slot by G and C, modelled, serial, with Table 5's in brackets."""
     def told(at: tuple[int, int]) -> str:
         return f"{grid[at]:.3f}" + (f" ({SLOTS['serial'][at]:.2f})" if at in SLOTS["serial"] else "")
@@ -141,12 +141,12 @@ def slots(grid: Mapping[tuple[int, int], float]) -> list[Row]:
             | {f"C = {C}": told((G, C)) for G_, C in grid if G_ == G} for G in dict.fromkeys(G for G, _ in grid)]
 
 
-def contradictions(found: Sequence[Inconsistency]) -> list[Row]:
+def contradictions(found: Sequence[Inconsistency]) -> Rows:
     """What the source says, and what else it says."""
     return [{"inconsistency of the source": one.where, "it says": one.says, "but": one.but} for one in found]
 
 
-def systems(found: Study) -> list[Row]:
+def systems(found: Study) -> Rows:
     """The four systems' modelled figures in the first and the last run."""
     return [{"PhiMoE, modelled": f"{SYSTEMS[system].title}, {label(run)}", "TTFT, s": f"{p.ttft_s:.1f}",
              "mJ a prompt token": f"{p.mj_per_token:.0f}", "mean power, W": f"{p.total.mj / p.total.ms:.1f}",
@@ -155,7 +155,7 @@ def systems(found: Study) -> list[Row]:
             for run in (RUNS[0], RUNS[-1]) for system in TABLE_2 for p in [found[run][system]]]
 
 
-def ablation(found: dict[str, Prefill]) -> list[Row]:
+def ablation(found: dict[str, Prefill]) -> Rows:
     """The ablation's steps in one run."""
     least = found["base+TG"].total.mj
     time = {"base": SAID["ablation-base"], "base+TG": SAID["ablation-tg"], "npumoe": 1}
@@ -167,7 +167,7 @@ def ablation(found: dict[str, Prefill]) -> list[Row]:
              "energy: paper, Fig. 17": str(energy[system])} for system in ABLATION]
 
 
-def sensitivity(rows: Sequence[Answered]) -> list[Row]:
+def sensitivity(rows: Sequence[Answered]) -> Rows:
     """What agrees by our choices, and what it is by each other choice: a cross where it does not agree any more.
 
     What was fitted, or follows from what was, is left out where no choice changes it.
@@ -178,7 +178,7 @@ def sensitivity(rows: Sequence[Answered]) -> list[Row]:
             for row in rows if row.readings and (row.lost or row.verdict in (REPRODUCED, DIRECTION))]
 
 
-def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> list[Row]:
+def settings(found: Mapping[Setting, Outcome], best: Mapping[int, Setting]) -> Rows:
     """The fastest setting of each chunk, and the default below it."""
     return [{"chunk": str(chunk), "setting": f"*{setting}*" if usual else str(setting), "dropped": f"{of.dropped:.1%}",
              "padded": f"{of.padded:.1%}", "graphs a chunk": str(of.plan.launches),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from moelab.bench.ndp import OneLayer
 from moelab.cards import load_model
@@ -13,17 +12,17 @@ from moelab.ndp.fit import CHOICES, CLAIMS, HALVES, INCREMENTS, MISSES, SOURCES,
 from moelab.ndp.readings import Readings
 from moelab.ndp.simulation import Result
 from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_needed
+from moelab.records import Rows
 from moelab.specs import MoESpec
 from moelab.table import ms
-
-Row = dict[str, Any]
+from moelab.viz.figures import Values
 
 
 def times(ratio: float) -> str:
     return f"{ratio:.2f}×"
 
 
-def assumed(chosen: Assumptions, found: Readings) -> list[Row]:
+def assumed(chosen: Assumptions, found: Readings) -> Rows:
     """What the paper leaves open, as chosen, with where the choices come from and how many that fit make each."""
     every, left = max(1, int(found.fits.sum())), found.left()
     return [{"assumption": name, "chosen": str(getattr(chosen, name)), "source": SOURCES[name],
@@ -31,7 +30,7 @@ def assumed(chosen: Assumptions, found: Readings) -> list[Row]:
                                                        if n)} for name in CHOICES]
 
 
-def costs(of: Mapping[str, Costs], assumptions: Assumptions) -> list[Row]:
+def costs(of: Mapping[str, Costs], assumptions: Assumptions) -> Rows:
     """What an expert costs in each place; costs on six modules."""
     return [{"model": SHORT[name], "an expert, MB (exact)": f"{c.spec.expert_bytes / 1e6:.1f}",
              "T_w, ms": ms(c.transfer()), "T_g, ms": ms(c.gpu(1)), "T_n at N = 1, ms": ms(c.unit(1)),
@@ -41,21 +40,21 @@ def costs(of: Mapping[str, Costs], assumptions: Assumptions) -> list[Row]:
              "paper": CLAIMS[f"modules needed, {name}"].value} for name, c in of.items()]
 
 
-def answers(found: Mapping[tuple[str, int], float]) -> list[Row]:
+def answers(found: Mapping[tuple[str, int], float]) -> Rows:
     """E_g of Eq. 1 by model and modules, with the whole experts below it."""
     return [{"model": SHORT[name], "K": load_model(name).K}
             | {f"E_g of Eq. 1, N = {N}": f"{found[name, N]:.2f} → {int(found[name, N])}" if (name, N) in found else
                "N.S." for N in UNITS} for name in MODELS]
 
 
-def steps(figures: Mapping[str, Mapping[str, float]]) -> list[Row]:
+def steps(figures: Mapping[str, Values]) -> Rows:
     """One decode step under each schedule: time and utilisation."""
     heads = {"gpu": "GPU busy", "link": "link busy", "modules": "modules busy, mean", "least": "least busy module"}
     return [{"schedule": label, "the step, ms (simulated)": ms(of["seconds"])}
             | {head: f"{of[name]:.0%}" for name, head in heads.items()} for label, of in figures.items()]
 
 
-def end_to_end(gains: Mapping[str, Mapping[tuple[str, int], float]]) -> list[Row]:
+def end_to_end(gains: Mapping[str, Mapping[tuple[str, int], float]]) -> Rows:
     """Speedups over each other system: over → (model, units) → ×."""
     rows = []
     for over, of in gains.items():
@@ -66,7 +65,7 @@ def end_to_end(gains: Mapping[str, Mapping[tuple[str, int], float]]) -> list[Row
     return rows
 
 
-def published(found: Mapping[str, Spread], combined: Readings) -> list[Row]:
+def published(found: Mapping[str, Spread], combined: Readings) -> Rows:
     """Each published figure, ours over the seeds, the band of all readings that fit, and a predictor of ratios."""
     null = nulls()
     return [{"published figure": name, "where": CLAIMS[name].where, "paper": CLAIMS[name].said}
@@ -78,27 +77,27 @@ def published(found: Mapping[str, Spread], combined: Readings) -> list[Row]:
             for half, names in HALVES.items() for name in names]
 
 
-def increments(found: Mapping[str, Spread]) -> list[Row]:
+def increments(found: Mapping[str, Spread]) -> Rows:
     """What each technique adds to another, as ratios of the published levels and of ours."""
     return [{"what a technique adds": name, "paper": f"{CLAIMS[after].value / CLAIMS[before].value - 1:+.1%}",
              "ours": f"{found[after][0] / found[before][0] - 1:+.1%}"} for name, (after, before) in INCREMENTS.items()]
 
 
-def recorded(seconds: Mapping[str, Mapping[str, float]], over: str) -> list[Row]:
+def recorded(seconds: Mapping[str, Values], over: str) -> Rows:
     """Decode of each schedule under each routing: source of the routing → schedule → seconds; speedups over one."""
     return [{"schedule": name}
             | {f"{source}, over {over}": times(of[over] / of[name]) for source, of in seconds.items()}
             for name in next(iter(seconds.values()))]
 
 
-def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -> list[Row]:
+def misses(found: Mapping[str, Spread], seen: Mapping[str, str], unknown: str) -> Rows:
     """The figures that disagree, and why: what is known in general, and `seen` in this run; else `unknown`."""
     return [{"miss": CLAIMS[name].text, "paper": CLAIMS[name].said, "ours": f"{found[name][0]:.2f}",
              "likely reason": f"{MISSES[name]} {seen.get(name, '')}" if name in MISSES else unknown}
             for names in HALVES.values() for name in names if not CLAIMS[name].agrees(found[name][0])]
 
 
-def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> list[Row]:
+def sensitivity(table: Mapping[str, Values], names: Sequence[str]) -> Rows:
     """What each changed assumption does to those figures: the three that it moves most, from "as chosen" to it."""
     rows, usual = [], table["as chosen"]
     for what, row in table.items():
@@ -110,7 +109,7 @@ def sensitivity(table: Mapping[str, Mapping[str, float]], names: Sequence[str]) 
     return rows
 
 
-def space(found: Mapping[str, Mapping[str, Mapping[int, float]]], N: int) -> list[Row]:
+def space(found: Mapping[str, Mapping[str, Mapping[int, float]]], N: int) -> Rows:
     """ms of a decode step on N units, by model and machine."""
     return [{f"model, {N} units": SHORT[model]}
             | {variant: "N.S." if math.isnan(of[N]) else f"{1e3 * of[N]:.1f} ms" for variant, of in by_machine.items()}
@@ -124,7 +123,7 @@ def caption(model: str, N: int, machine: str, system: str, found: OneLayer) -> s
             "modelled).")
 
 
-def hit_rates(simulated: Mapping[str, Result], spec: MoESpec, hit_rate: float) -> list[Row]:
+def hit_rates(simulated: Mapping[str, Result], spec: MoESpec, hit_rate: float) -> Rows:
     """Hit rates of the popularity model, model by model, and that of the engine, beside chance."""
     rows = [(f"{SHORT[name]}, popularity model (simulated)", of.prefetched, of.hit_rate, load_model(name).E)
             for name, of in simulated.items()]

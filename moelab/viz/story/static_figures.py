@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 from moelab.bench.static import NO_EXPERTS, DropCosts, Ran
 from moelab.experts.blocks import Padding
 from moelab.viz import theme
-from moelab.viz.figures import (DASHED, EDGE, NOTE, Points, add_lines, add_points, add_ranges, bar_look, differences,
-                                finish, hover, line_look, panels, power_ticks, quantiles, whole_steps)
+from moelab.viz.figures import (DASHED, EDGE, NOTE, Points, Values, add_lines, add_points, add_ranges, bar_look,
+                                differences, finish, hover, line_look, panels, power_ticks, quantiles, whole_steps)
 from moelab.viz.plotly_json import Figure
 
 
@@ -86,7 +86,7 @@ def plans(ran: Mapping[str, Ran], paper: Mapping[str, tuple[float, float]]) -> F
 
 
 def executors(found: Mapping[str, Mapping[str, Sequence[float]]],
-              limits: Mapping[str, Mapping[str, float]]) -> Figure:
+              limits: Mapping[str, Values]) -> Figure:
     """Time of each executor, a panel a phase: {"prefill, 512 tokens": {executor: its samples, s}}; whiskers: p10, p90.
 
     limits : {panel: {what limits: seconds}}, lines that no executor can be left of.

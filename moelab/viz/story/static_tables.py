@@ -17,19 +17,19 @@ from moelab.experts.blockwise import BlockMap
 from moelab.experts.neuron import expected_unique
 from moelab.experts.quantization import Quantized
 from moelab.parallel.advice import Advice
+from moelab.records import Record, Rows
 from moelab.table import ms, percent
+from moelab.viz.figures import Values
 
-Row = dict[str, Any]
 
-
-def block_map(mapped: BlockMap) -> list[Row]:
+def block_map(mapped: BlockMap) -> Rows:
     """Who is in which slot of which block."""
     return [{"block": str(b), "expert": f"E{expert}", "slots": " ".join(f"T{t}" if t >= 0 else "–" for t in slots),
              "real": str(sum(t >= 0 for t in slots)), "padding": str(sum(t < 0 for t in slots))}
             for b, (expert, slots) in enumerate(zip(mapped.block_to_expert.tolist(), mapped.tokens.tolist()))]
 
 
-def blocks(counted: Sequence[BlockCount]) -> list[Row]:
+def blocks(counted: Sequence[BlockCount]) -> Rows:
     """Padding and skipped loads, block size by block size."""
     return [{"B": str(one.B), "N (text)": str(one.by_text), "N (code)": str(one.by_code),
              "filled, mean of layers": f"{one.filled:.1f}", "padding: filled blocks": percent(one.padded),
@@ -45,7 +45,7 @@ def caption(p: Padding, T: int, E: int, K: int, skew: float) -> str:
             f"over all blocks, {T * K / E:.0f} on real tokens; one block alone {p.B}.")
 
 
-def block_sizes(asked: Sequence[BlockAdvice]) -> list[Row]:
+def block_sizes(asked: Sequence[BlockAdvice]) -> Rows:
     """Which block size the intensity factor advises."""
     return [{"device": one.device, "model": one.model, "dtype": one.dtype, "T": str(one.T),
              "weights are read": "once" if one.reuse else "for each block",
@@ -53,7 +53,7 @@ def block_sizes(asked: Sequence[BlockAdvice]) -> list[Row]:
              "advised B": str(one.advice.block_size), "compute-bound": one.advice.compute_bound} for one in asked]
 
 
-def capacity(costs: DropCosts) -> list[Row]:
+def capacity(costs: DropCosts) -> Rows:
     """What each capacity factor drops, pads and costs, with the paper's drops, padding and accuracy below."""
     tasks = [task for task in costs.scores if task != "loss"]
     plain = {task: of[BASELINE] for task, of in costs.scores.items()}
@@ -69,7 +69,7 @@ def capacity(costs: DropCosts) -> list[Row]:
     return [first, *own, *paper]
 
 
-def orders(costs: DropCosts) -> list[Row]:
+def orders(costs: DropCosts) -> Rows:
     """What each order of dropping costs, its loss beside that of dropping at random."""
     rows = []
     for way in costs.tallies:
@@ -82,21 +82,21 @@ def orders(costs: DropCosts) -> list[Row]:
     return rows
 
 
-def tiers(plan: TierPlan, texts: Sequence[float], chunk: Sequence[float]) -> list[Row]:
+def tiers(plan: TierPlan, texts: Sequence[float], chunk: Sequence[float]) -> Rows:
     """Each layer's imbalance r over all texts and within a chunk, its capacities and its groups."""
     return [{"layer": str(l), "r, all texts": f"{texts[l]:.2f}", "r, in a chunk": f"{chunk[l]:.2f}",
              "capacities (experts)": ", ".join(f"{level} ({of.capacity.count(level)})" for level in of.levels),
              "groups of 8": str(len(plan.groups[l]))} for l, of in enumerate(plan.tiers)]
 
 
-def executors(found: Mapping[str, ExpertTimes]) -> list[Row]:
+def executors(found: Mapping[str, ExpertTimes]) -> Rows:
     """The fastest executor here beside transformers' fastest, and beside the roofline."""
     return [{"phase": phase, "best of transformers, ms": f"{ms(of.stock[0])} ({of.stock[1].split()[1]})",
              "best here, ms": f"{ms(of.ours[0])} ({of.ours[1]})", "times as fast": f"{of.speedup:.2f}",
              "share of the roofline that it reaches": percent(of.reached, 0)} for phase, of in found.items()]
 
 
-def loading(raced: Mapping[int, Samples], ratios: Mapping[int, float], E: int, K: int) -> list[Row]:
+def loading(raced: Mapping[int, Samples], ratios: Mapping[int, float], E: int, K: int) -> Rows:
     """Selective loading beside all experts, batch by batch, with what the guide's rule would choose."""
     return [{"batch": str(b), f"unique of {E}, expected (even)": f"{expected_unique(b, [K / E] * E):.1f}",
              "guide's rule (α = 1)": "all experts" if b * K >= E else "selective"}
@@ -104,7 +104,7 @@ def loading(raced: Mapping[int, Samples], ratios: Mapping[int, float], E: int, K
             | {"all ÷ selective": f"{ratios[b]:.2f}"} for b, of in raced.items()]
 
 
-def formats(errors: Mapping[str, Mapping[str, float]], sources: Mapping[str, Quantized], own: int, L: int) -> list[Row]:
+def formats(errors: Mapping[str, Values], sources: Mapping[str, Quantized], own: int, L: int) -> Rows:
     """Bytes and errors of each format: `layer_errors` of `moelab.bench.quantization`, own bytes of an expert."""
     return [{"format": name, "bytes ÷ bf16 (exact)": f"{source.nbytes(0, 0) / own:.3f}"}
             | {f"layer {l}": f"{errors[f'{name}, layer {l}']['layer']:.2f} %" for l in range(L)}
@@ -112,7 +112,7 @@ def formats(errors: Mapping[str, Mapping[str, float]], sources: Mapping[str, Qua
                "of the weights": f"{errors[f'{name}, all']['weights']:.2f} %"} for name, source in sources.items()]
 
 
-def stored(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def stored(found: Mapping[str, Mapping[str, Any]]) -> Rows:
     """Bytes and language loss of each way of storing experts: what `compare_formats` returns."""
     return [{"format": name, "bits a weight (exact)": f"{of['bits a weight']:.2f}",
              "of raw (exact)": percent(of["of raw"]),
@@ -123,12 +123,12 @@ def stored(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
             for name, of in found.items()]
 
 
-def zipf(loads: Mapping[str, Mapping[str, float]]) -> list[Row]:
+def zipf(loads: Mapping[str, Values]) -> Rows:
     """Max/mean by skew of the popularity and way of placing."""
     return [{"load, max/mean": name} | {way: f"{value:.3f}" for way, value in of.items()} for name, of in loads.items()]
 
 
-def parallel_ways(advice: Mapping[str, Mapping[int, Advice]]) -> list[Row]:
+def parallel_ways(advice: Mapping[str, Mapping[int, Advice]]) -> Rows:
     """What is advised for each model, and why for the fewest devices."""
     return [{"model": name, "experts": str(load_model(name).E), "I": str(load_model(name).I)}
             | {f"{n} devices": f"{one.kind}: tp {one.tp}, ep {one.ep}" for n, one in of.items()}
@@ -139,6 +139,6 @@ def _loss(costs: DropCosts, way: str) -> str:
     return "{relative:+.2f} % ± {relative error:.2f}".format(**costs.scores["loss"][way])
 
 
-def _points(costs: DropCosts, way: str) -> Row:
+def _points(costs: DropCosts, way: str) -> Record:
     return {f"{task}, points (95 %)": costs.told(task, way).replace(" points (95 % ", " (")
             for task in costs.scores if task != "loss"}

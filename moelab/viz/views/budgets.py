@@ -22,6 +22,7 @@ from moelab.cache.residency import Residency
 from moelab.offloading.limits import kv_bytes
 from moelab.offloading.simulator import flat, machine_of, simulate
 from moelab.offloading.slots import Sizes, divide
+from moelab.records import Rows
 from moelab.registry import names, require
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
@@ -211,7 +212,7 @@ def draw(found: Budgets) -> Iterator[Figure]:
     yield memory_bar(found.parts, ON_DISK)
 
 
-def rows(found: Budgets) -> list[dict[str, Any]]:
+def rows(found: Budgets) -> Rows:
     """Every point of the picture."""
     of = [(policy, point) for policy, points in (found.curves | {BELADY: found.optimum}).items() for point in points]
     return [{"policy": policy, "memory_bytes": point.memory, "tpot_s": point.tpot, "hit_rate": point.hit_rate,

@@ -24,6 +24,8 @@ from moelab.bench import arena as contests
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.files import write_text
 from moelab.offloading.budget import memory
+from moelab.speculate.predictors import lacking
+from moelab.table import filled
 from moelab.viz import views
 from moelab.viz.views.recorded import TOKENS, Recorded
 
@@ -69,13 +71,14 @@ def read(value: Any, text: str) -> Any:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("view", choices=views.__all__)
-    parser.add_argument("what", nargs="*", help="a checkpoint folder, a store, a hub id or, for budget, a card's name "
-                                                "(default: the small model); of arena MODULE:CLASS; of runs two "
-                                                "folders or notebooks; of claims a source")
+    parser.add_argument("what", nargs="*", help="a checkpoint folder, a store, a hub id or, for budget and model_map, "
+                        "a card's name (default: the small model); of arena MODULE:CLASS; of runs two folders or "
+                        "notebooks; of claims a source")
     parser.add_argument("--memory", type=memory, default="50%",
                         help="for experts, where the run is recorded (default: %(default)s)")
     parser.add_argument("--cache", default=DEFAULT_POLICY, metavar="NAME", help="who is evicted (default: %(default)s)")
-    parser.add_argument("--prefetch", metavar="NAME", help="what predicts which experts to load ahead")
+    parser.add_argument("--prefetch", choices=[name for name in registry.names("predictor") if not lacking(name)],
+                        help="what predicts which experts to load ahead")
     parser.add_argument("--prompt", help="the text that is gone on from")
     parser.add_argument("--tokens", type=whole(3), default=TOKENS, metavar="N", help="generated (default: %(default)s)")
     parser.add_argument("--counts", type=Path, metavar="FILE",
@@ -130,8 +133,9 @@ def turned(view: Any, assignments: list[str]) -> Any:
     values = {}
     for assignment in assignments:
         name, given, text = assignment.partition("=")
-        if name not in view.values or not given:
-            raise ValueError(f"-p {assignment}: write -p name=value, with one of {', '.join(view.values)}")
+        registry.require("control", name, view.values)
+        if not given:
+            raise ValueError(f"-p {assignment}: write -p {name}=value")
         try:
             values[name] = read(view.values[name], text)
         except ValueError:
@@ -140,7 +144,7 @@ def turned(view: Any, assignments: list[str]) -> Any:
 
 
 def _write(view: Any, output: Path | None) -> int:
-    print(view.words[0])
+    print(filled(view.words[0]))
     if output is not None:
         print(f"written to {write_text(output, view.html() if output.suffix == '.html' else view.csv())}")
     return 0

@@ -9,12 +9,11 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from moelab import claims as ledger
 from moelab.comparison import saved_runs
 from moelab.files import read_json
-from moelab.records import FigureFile, MetricsFile
+from moelab.records import FigureFile, MetricsFile, Record
 from moelab.viz.figures import EDGE, finish, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
@@ -91,7 +90,7 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
     answered = ledger.rows(results=results)
     titles = {"all five": ""} | {claim.title: claim.source for claim in ledger.ledger()}
 
-    def rows(found: Sequence[ledger.Row]) -> list[dict[str, Any]]:
+    def rows(found: Sequence[ledger.Row]) -> list[Record]:
         return [{"id": name_of(row)} | dict(zip(ledger.HEAD, row.cells)) | {"ours ÷ source": row.distance}
                 for row in found]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from moelab.comparison import HEAD, Comparison, Metric, are_numbers, compare, find_run, saved_runs
 from moelab.files import read_json, results_root
-from moelab.records import MetricsFile
+from moelab.records import MetricsFile, Rows
 from moelab.viz.figures import EDGE, finish, interval, point_look
 from moelab.viz.plotly_json import Figure, merged
 from moelab.viz.theme import BLUE, VERMILLION
@@ -126,7 +126,7 @@ def runs(a: str | Path | None = None, b: str | Path | None = None, results: str 
         return (f"A: {found.names[0]}, B: {found.names[1]}; parameters that differ: {differ}.{kept}",
                 f"Runs {found.names[0]} and {found.names[1]}, {figure}")
 
-    def rows(data: tuple[Comparison, str]) -> list[dict[str, Any]]:
+    def rows(data: tuple[Comparison, str]) -> Rows:
         found, _ = data
         params = [{"metric": name, "kind": "parameter", "A": str(a), "B": str(b)}
                   for name, (a, b) in found.params.items()]

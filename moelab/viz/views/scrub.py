@@ -10,14 +10,14 @@ from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moelab.offloading.metrics import Forward
+from moelab.records import Rows
 from moelab.specs import Event, State
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, finish, hover, panels, pattern, whole_steps
@@ -36,8 +36,7 @@ STATES = {"absent": ("on disk", "#dddddd", ""), "resident": ("in memory, not rou
 ABSENT, RESIDENT, HIT, AHEAD, UNUSED, MISSED = range(6)
 
 
-@dataclass(frozen=True)
-class Scrub:
+class Scrub(NamedTuple):
     """states : uint8 [F, L, E], places in `STATES`, of F forward passes. words : the text of each pass, its prompt or
     one token.    seconds : [F].    kind : of the seconds."""
 
@@ -126,7 +125,7 @@ def draw(found: Scrub, token: int) -> list[Figure]:
             finish(bars, "forward pass (0: the prompt)", "experts", legend="exact", barmode="stack", height=260)]
 
 
-def rows(found: Scrub) -> list[dict[str, Any]]:
+def rows(found: Scrub) -> Rows:
     """A row a forward pass: the experts in each state."""
     return [{"pass": i, "text": found.words[i], "seconds": found.seconds[i],
              **dict(zip(STATES, map(int, counts)))} for i, counts in enumerate(found.counts())]

@@ -19,6 +19,7 @@ from typing import Any
 from moelab.offloading.metrics import Forward
 from moelab.offloading.simulator import Simulation, flat, machine_of, simulate
 from moelab.progress import progress
+from moelab.records import Rows
 from moelab.specs import Event
 from moelab.table import ms
 from moelab.viz import theme
@@ -192,7 +193,7 @@ def strip(found: Scene) -> Figure:
     return finish(figure, legend="", barmode="stack", height=330)
 
 
-def rows(found: Scene) -> list[dict[str, Any]]:
+def rows(found: Scene) -> Rows:
     """Every decode step of the way that is seen."""
     return [{"way": found.title, "bandwidth_bytes_per_s": found.bandwidth, "step": i, "seconds": took, "stall_s": stall,
              "kind": "simulated"} for i, (took, stall) in enumerate(zip(found.took, found.stalls))]

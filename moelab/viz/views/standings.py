@@ -12,6 +12,7 @@ from typing import Any
 from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
 from moelab.progress import progress
+from moelab.records import Rows
 from moelab.viz import theme
 from moelab.viz.figures import EDGE, bar_look, finish, hover
 from moelab.viz.plotly_json import Figure
@@ -87,7 +88,7 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
     def compute(share: int = percent) -> Contest:
         return every[share]
 
-    def rows(contest: Contest) -> list[dict[str, Any]]:
+    def rows(contest: Contest) -> Rows:
         return [{"place": place, "name": of.name} | {f"{trace}, {contest.unit}": of.scores.get(trace)
                                                      for trace in contest.ceiling}
                 for place, of in enumerate(contest.standings, 1)] + [

@@ -1,6 +1,7 @@
 """The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation would do, or by use.
 
     views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert popularity")
+    views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The checkpoint is read as it
 is, a sample of a tensor at a time (`moelab.store.survey`).
@@ -9,21 +10,23 @@ is, a sample of a tensor at a time (`moelab.store.survey`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from moelab.advice.model import Model, find_model
 from moelab.calibration import Calibration
 from moelab.files import absolute, atomic, cache_folder
 from moelab.models import find
 from moelab.progress import progress
-from moelab.registry import names
-from moelab.store import survey
+from moelab.records import Rows
+from moelab.registry import like, names, require
 from moelab.schema import naming
+from moelab.store import survey
+from moelab.store.headers import Stored
 from moelab.table import format_value
 from moelab.viz.figures import finish
 from moelab.viz.plotly_json import Figure
@@ -41,8 +44,7 @@ MOST = 8000
 SOON = 64 << 20
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey; part : of a tensor."""
 
     name: str
@@ -51,6 +53,17 @@ class Node:
     bytes: int
     value: float | None = None
     part: survey.Part | None = None
+
+
+Shown = tuple[list[Node], str]              # rectangles, and what colours them
+
+
+def parts_of(card: Model) -> list[survey.Part]:
+    """All other weights of a card, and its experts, as bytes that no file holds, so that they have no colour."""
+    others, expert = (Stored(Path(), "U8", (nbytes,), 0) for nbytes in (card.others, card.spec.expert_bytes))
+    return [survey.Part("other weights", "", None, others)] + [
+        survey.Part(f"layers.{layer}.experts.{e}.weights", f"layers.{layer}", e, expert)
+        for layer in card.spec.moe_layers for e in range(card.spec.E)]
 
 
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
@@ -144,23 +157,23 @@ def file_of(counts: Any) -> Path:
 def model_map(model: str | Path | None = None, counts: Any = None, colour: str = BOUND) -> Detailed:
     """The checkpoint of a model as a map.
 
-    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model.
+    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model; or a card's name, of
+        whose parts only the bytes are known, and with counts the popularity.
     counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or the file that
         `moelab calibrate` wrote: for "expert popularity".
     colour : at first: "entropy bound", "expert popularity" or "error of FORMAT".
 
     Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another geometry.
     """
-    path = find(model)
-    parts = survey.parts(path)
+    card = find_model(model) if like("model", model) and not Path(model).exists() else None
+    path = Path(card.spec.name) if card else find(model)
+    parts = parts_of(card) if card else survey.parts(path)
     most = survey.sample_size(parts)
     seen = counted(counts)
     measures = {BOUND: lambda part: survey.bound(part, most)} | {
         f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most) for name in names("format")}
     colours = [*measures, *([POPULARITY] if seen is not None else [])]
-    if colour not in colours:
-        raise ValueError(f"there is no colour {colour!r}; there are: {', '.join(colours)}"
-                         + ("; popularity needs counts=" if colour == POPULARITY else ""))
+    require("colour" + " without counts=" * (seen is None), colour, colours)
 
     @lru_cache(maxsize=None)
     def values(colour: str) -> list[float | None]:
@@ -172,20 +185,21 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
         for one in measures:
             values(one)
 
-    def compute(colour: str) -> tuple[list[Node], str]:
+    def compute(colour: str) -> Shown:
         return nodes(parts, values(colour), path.name), colour
 
-    def words(data: tuple[list[Node], str]) -> tuple[str, str]:
+    def words(data: Shown) -> tuple[str, str]:
         tree, colour = data
         root, sampled = tree[0], sum(part.stored.nbytes > most for part in parts)
-        kind = "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
+        kind = f"by its card: experts' bytes are exact, others the {card.how}" if card else \
+               "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
                f"{most / 1e6:.2g} MB"
         said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
-        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} tensors; {colour}: {said} on average "
+        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: {said} on average "
                 f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
                 f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
 
-    def rows(data: tuple[list[Node], str]) -> list[dict[str, Any]]:
+    def rows(data: Shown) -> Rows:
         return [{"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
                 for node in data[0]]
 
@@ -197,7 +211,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
         return " ".join(words), \
             f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, {given}colour={colour!r})"
 
-    def tell(data: tuple[list[Node], str], name: str) -> Detail:
+    def tell(data: Shown, name: str) -> Detail:
         node = next(node for node in data[0] if node.name == name)
         part = node.part
         if part is None or survey.bound(part) is None:
