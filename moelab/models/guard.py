@@ -40,7 +40,8 @@ def check(layer: Any, dtype: torch.dtype, stock: type, seam: Callable[[type], ty
     forward = BLOCKS[translated.stock.__name__] if translated else None
     routing = ROUTING.get(type(layer.router).__name__)
     own = stock.forward, translated and translated.stock.forward
-    key = stock, own, dtype, translated, forward, routing, _settings(layer.experts), tuple(shapes(layer.experts).items())
+    key = (stock, own, dtype, translated, forward, routing, _settings(layer.experts),
+           tuple(shapes(layer.experts).items()))
     if key in _PASSED:
         return
     with torch.no_grad():
