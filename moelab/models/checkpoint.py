@@ -21,15 +21,13 @@ from moelab.configs import QUANTISATION, quantisation
 from moelab.files import absolute, stamp
 from moelab.models import compat, deepseek
 from moelab.specs import DTYPE_BYTES
-from moelab.store.headers import WEIGHT_MAP, Stored, other_weights, read_folder, read_json
+from moelab.store.headers import Stored, other_weights, read_folder, read_json
 from moelab.store.layout import INDEX, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-#: fields of a config that are objects, if they are there
-OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters")
-#: those that must be regular files beside the weights; without others a model only has no tokenizer
-READ = ("config.json", "generation_config.json", "hf_quant_config.json", WEIGHT_MAP, INDEX)
+#: names of those without which there is no model; without others it only has no tokenizer
+NEEDED = re.compile(r"safetensors|^((generation|hf_quant)_config|index)\.json$")
 #: safetensors' names of the types of plain weights
 FLOATS = ("F64", "F32", "F16", "BF16")
 #: names of what a config counts, and constructing a model takes time for
@@ -70,7 +68,7 @@ class Checkpoint:
             raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers checkpoint"
                                     f"{other_weights(folder)}")
         for path in read_by_name(folder):
-            if path.is_file() or path.suffix == ".safetensors" or path.name in READ:
+            if path.is_file() or NEEDED.search(path.name):
                 _stays_inside(path, folder.resolve())
         stored = (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
         store = ExpertStore(folder) if stored else None
@@ -99,7 +97,8 @@ class Checkpoint:
             warnings.warn(f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
                           f"floating-point numbers: they are read as they are", stacklevel=2)
         if plain or not method:
-            vars(config).pop("quantization_config", None)
+            for name in QUANTISATION:
+                vars(config).pop(name, None)
         return compat.dequantising(config)
 
     def read(self, key: str, part: int | None = None) -> torch.Tensor:
@@ -157,20 +156,20 @@ def load_config(folder: Path) -> Any:
             raise ValueError(f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
                              f"of the kind is fetched. Remove that line")
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
-        quantised, *_ = [_object(file, part, name) for name in OBJECTS]
-        if (block := quantised.get("weight_block_size")) and not re.fullmatch(r"\[[1-9]\d*, [1-9]\d*\]", str(block)):
-            raise ValueError(f"{file} says weight_block_size = {str(block)[:80]!r}, where two whole numbers of 1 or "
-                             f"more are expected; correct it")
+        for name in ("quantization_config", "rope_scaling", "rope_parameters"):
+            block = str(_object(file, part, name).get("weight_block_size"))[:80]
+            if not re.fullmatch(r"None|\[[1-9]\d*, [1-9]\d*\]", block):
+                raise ValueError(f"{file} says weight_block_size = {block!r}, where two whole numbers of 1 or more are "
+                                 f"expected; correct it")
         for name, value in part.items():
             if COUNTS.search(name) and type(value) in (int, float) and not (
                     0 <= value < (2_000 if "layer" in name else 100_000)):
                 raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
     with blamed(file, f"it is no config of a {model_type} model"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        for part in filter(None, (config, *(getattr(config, name, None) for name in type(config).sub_configs))):
-            for name in QUANTISATION:
-                if (said := vars(part).pop(name, None)) and not quantisation(config):
-                    config.quantization_config = said
+        for inner in (getattr(config, name, None) for name in type(config).sub_configs):
+            if quantisation(inner) and not quantisation(config):
+                config.quantization_config = vars(inner).pop("quantization_config", None) or inner.quantization
     beside = folder / "hf_quant_config.json"
     if beside.is_file() and not quantisation(config):
         config.quantization_config = {"quant_method": "modelopt"} | _object(
@@ -204,8 +203,7 @@ def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iter
 
 def _told(error: BaseException, file: Path) -> str:
     """What a library's error says, in one line, and where the value that it does not know is in a JSON file."""
-    if type(error).__name__.startswith("StrictDataclass"):
-        error = error.__cause__ or error
+    error = error.__cause__ or error
     told = " ".join(str(error)[:1000].split())
     if type(error) is KeyError and file.is_file():
         for name in re.findall(rf'"(\w+)":\s*"{re.escape(told[1:-1])}"', file.read_text()):

@@ -30,6 +30,7 @@ from moelab.models.patches import Patches, put
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 from moelab.schema import checked
+from moelab.specs import MoESpec
 
 FORMAT = "moelab.default_vectors/2"
 
@@ -131,7 +132,7 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
             put(patches, engine, "executor", None)
         patches.enter_context(plugged(model, engine or eager))
         weighted = type(discover(model)[0].experts).weighted is not SeamExperts.weighted
-        sums = _Sums(spec.L, spec.E, streams(model), weighted)
+        sums = _Sums(spec, streams(model), weighted)
         sums.attach(patches)
         model.eval()
         for prompt in progress(ids, "default vectors", unit="prompt"):
@@ -144,10 +145,11 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
 class _Sums:
     """Sums and counts of experts' outputs, and of what else a layer adds to the stream, seen by hooks."""
 
-    def __init__(self, L: int, E: int, streams: list[Stream], weighted: bool) -> None:
+    def __init__(self, spec: MoESpec, streams: list[Stream], weighted: bool) -> None:
         self.streams, self.weighted = streams, weighted
-        self.counts, self.tokens = torch.zeros(L, E, dtype=torch.long), torch.zeros(L, dtype=torch.long)
-        self.sums = self.shared = None                  # float64 [L, E, H] and [L, H]
+        self.sums = torch.zeros(spec.L, spec.E, spec.H, dtype=torch.float64)
+        self.counts, self.shared = torch.zeros(spec.L, spec.E, dtype=torch.long), torch.zeros_like(self.sums[:, 0])
+        self.tokens = torch.zeros_like(self.counts[:, 0])
         self.routed: dict[int, Tensor] = {}
 
     def attach(self, patches: Patches) -> None:
@@ -169,9 +171,6 @@ class _Sums:
         return out
 
     def accumulate(self, experts: SeamExperts, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
-        if self.sums is None:
-            self.sums = torch.zeros(*self.counts.shape, x.shape[-1], dtype=torch.float64)
-            self.shared = torch.zeros(len(self.tokens), x.shape[-1], dtype=torch.float64)
         for expert, _, out in contributions:
             self.sums[experts.layer, expert] += out.unweighted.cpu().sum(0, dtype=torch.float64)
             self.counts[experts.layer, expert] += len(out)
