@@ -478,7 +478,7 @@ def test_kept_measurements_that_make_no_sense_count_as_not_made(tmp_path):
     assert not any(map(sensible, (None, [], {}, "x", 1)))
 
 
-@pytest.mark.parametrize("text", ["os:system", "subprocess:Popen", "os.path:join", "numpy:array", "", "mine", "mine:",
+@pytest.mark.parametrize("text", ["os:system", "subprocess:Popen", "os.path:join", "numpy:array", "mine", "mine:",
                                   "mine:Nothing", "mine:number", "mine:Empty", "broken:A", "json:A", "../mine:Policy"])
 def test_the_arena_imports_nothing_but_a_class_of_this_folder(text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("anywidget")

@@ -155,7 +155,8 @@ def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
 
 
 @pytest.mark.parametrize("spec", [PHI, QWEN], ids=lambda spec: spec.name)
-def test_cards_are_planned_without_weights_and_described(spec, tmp_path):
+def test_cards_are_planned_without_weights_and_described(spec, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
     counts, tokens = assumed_counts(spec)
     plan = make_plan(spec, counts, tokens, popularity="assumed: typical")
     text = plan.describe()

@@ -145,7 +145,7 @@ def test_bandwidth_is_a_ceiling_for_all_threads(store):
 
 
 def test_unsuitable_arguments(store):
-    with pytest.raises(ValueError, match="unknown mode 'mmap'"):
+    with pytest.raises(ValueError, match="no mode 'mmap'"):
         Reader(store, "mmap")
     with pytest.raises(ValueError, match="above 0"):
         Reader(store, "buffered", bandwidth=0)
