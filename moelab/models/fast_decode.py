@@ -59,6 +59,9 @@ class FastDecode(Patches):
             return found
         self.rows = find_linear.rows
         try:
+            for weight in [weight for weight in model.parameters() if weight.requires_grad]:    # kernels record nothing
+                self.callback(weight.requires_grad_, True)
+                weight.requires_grad_(False)
             for what, find in (KERNELS | {"linears": find_linear}).items():
                 for name, module in model.named_modules():      # probes of what is made of others use theirs
                     how = {"pack": noted} if pack and what in ("attentions", "linears") \

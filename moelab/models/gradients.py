@@ -1,7 +1,8 @@
 """Inference only: kernels, and experts that come and go, keep nothing of which a gradient could be made.
 
-So nothing in an opened model requires one. Whoever asks for one nevertheless (by a `backward()`, through an adapter
-that is trained or through embeddings as inputs) is told so, and not given another.
+So who asks for one that would pass them (by a `backward()`, through an adapter that is trained or through embeddings as
+inputs) is told so, and not given another. Parameters that the executor "exact" computes with stay as transformers has
+them: torch multiplies by one that requires no gradient in another order, which shows in the last bit.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError("moelab opens models for inference only: nothing in them requires a gradient, and none "
-                           "passes their experts. Compute under torch.no_grad(), or train with transformers; opened "
-                           'without memory= and with executor="exact", what requires_grad_(True) is set on can be '
-                           "trained")
+        raise RuntimeError("moelab opens models for inference only, and no gradient passes their experts. Compute "
+                           "under torch.no_grad(), or train with transformers; a model opened without memory= and with "
+                           'executor="exact" can be trained')
+
 
 
 def refuse(y: Tensor, *of: Tensor) -> Tensor:

@@ -53,8 +53,7 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
         slowly, until another source is plugged in (`moelab.models.plug`).
     dtype : of the weights; "auto" takes what config.json says, or else the checkpoint's.
 
-    Returns a transformers model in eval mode, whose parameters require no gradient, with `.tokenizer` (None if it has
-    none that can be read) and `.spec`.
+    Returns a transformers model in eval mode, with `.tokenizer` (None if it has none that can be read) and `.spec`.
 
     Raises FileNotFoundError: no such folder, or a hub id that can be had neither from the cache nor the network.
     Raises ValueError: a dense model, an unknown architecture, a damaged or hostile file, an unknown `experts`; a tensor
@@ -92,7 +91,6 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     vouch(model, checkpoint)
     model.spec = found.spec
     model.tokenizer = tokenizer
-    model.requires_grad_(False)
     return model.to(device).eval() if device is not None else model.eval()
 
 
