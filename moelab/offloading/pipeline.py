@@ -244,7 +244,8 @@ class Pipeline:
                 read.pieces.clear()
             if read.done:
                 self._reading.remove(read)
-                self.queue.read_done(read.load, read.kinds, read.nbytes, read.error, read.seconds)
+                error, read.error = read.error, None            # a thread that waits still has its last read
+                self.queue.read_done(read.load, read.kinds, read.nbytes, error, read.seconds)
             elif not read.load.ahead:
                 break
         return result

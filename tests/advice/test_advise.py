@@ -159,7 +159,7 @@ def test_a_calibration_says_how_popular_experts_are(tmp_path):
     counts[:, :, :spec.K] = 5                                       # the same few experts always
     Calibration(counts, (5, 5), spec, "x").save(tmp_path / "c.safetensors")
     found = advise("Qwen3-30B-A3B", "12GB", device="m2-max", calibration=tmp_path / "c.safetensors")
-    assert found.best.hit_rate > 0.999 and "as the calibration counted" in str(found)
+    assert found.best.hit_rate > 0.999 and "as the calibration counted" in " ".join(str(found).split())
     with pytest.raises(ValueError, match="another than"):
         advise("Mixtral-8x7B", "60GB", device="m2-max", calibration=tmp_path / "c.safetensors")
 

@@ -139,7 +139,7 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(in_this_process
     memory = model.others + 600_000_000
     first = advise(folder, memory, context=32)
     assert len(first.ways) > 1 and all(one.memory <= memory for one in first.ways)
-    assert "as in what ran here" in str(first)
+    assert "as in what ran here" in " ".join(str(first).split())
     verified = advise(folder, memory, context=32, verify=True)
     measured = [one for one in verified.ways if one.kind == "measured"]
     assert {one.form for one in measured} == {AS_IS, "bf12"} and all(one.predicted for one in measured)

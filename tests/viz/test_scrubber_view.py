@@ -126,7 +126,7 @@ def test_tables_and_bad_controls_on_the_command_line(folder, tmp_path, capsys):
     assert main(["view", "scrubber", str(folder), "--memory", "60%", "--output", str(out)]) == 0
     assert out.read_text().startswith("pass,text,seconds")
     assert main(["view", "scrubber", str(folder), "--memory", "60%", "-p", "took=40"]) == 2
-    assert "name=value, with one of token" in capsys.readouterr().err
+    assert "Did you mean 'token'? There are: token" in capsys.readouterr().err
     assert main(["view", "scrubber", str(folder), "--memory", "60%", "-p", "token=much"]) == 2
     assert "like token=1" in capsys.readouterr().err
     assert main(["view", "budget", "--output", "x.png"]) == 2 and "html or .csv" in capsys.readouterr().err
