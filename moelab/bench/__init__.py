@@ -20,7 +20,7 @@ from moelab.table import format_value, head_and_rows, text_table
 
 #: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured
 BENCHES = {name: f"moelab.bench.{name}" for name in (
-    "store", "conversion", "engine", "prefetch", "quantization", "ane", "ane_accuracy", "parallel", "experts",
+    "store", "engine", "prefetch", "quantization", "ane", "ane_accuracy", "parallel", "experts",
     "dataset_free", "recall_and_misses", "popularity", "plans", "cache_aware", "zipmoe", "scale",
     "end_to_end", "gpu")} | {"advise": "moelab.advice.accuracy"}
 
