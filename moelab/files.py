@@ -144,6 +144,11 @@ def stamp(path: str | Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+def nearest(path: Path) -> Path:
+    """The path, or the nearest above it that exists."""
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
 def writable(path: str | Path) -> Path:
     """The absolute path, behind links, of a file that is to be written; to be asked before the work that makes it.
 
@@ -159,7 +164,7 @@ def writable(path: str | Path) -> Path:
             raise ValueError(f"{path} is a {kind}, and a file is to be written there; give another name")
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is there and write-protected; give another name, or change its permissions")
-    folder = next(parent for parent in path.parents if parent.exists())
+    folder = nearest(path.parent)
     try:
         _probe(folder)
     except OSError as error:

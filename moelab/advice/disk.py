@@ -11,14 +11,8 @@ from pathlib import Path
 
 from moelab.advice.model import FORMS, Model
 from moelab.advice.ways import Way
-from moelab.files import cache_root
+from moelab.files import absolute, cache_root, nearest
 from moelab.table import size
-
-
-def nearest(path: Path) -> Path:
-    """The path, or the nearest above it that exists."""
-    path = path.absolute()
-    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def fitting(model: Model, ways: list[Way], loss: float) -> tuple[list[Way], list[str]]:
@@ -42,7 +36,7 @@ def lacking(model: Model, way: Way) -> str:
     try:
         for what, nbytes, place in wanted:
             if nbytes:
-                disks.setdefault((there := nearest(place)).stat().st_dev, []).append((what, nbytes, there))
+                disks.setdefault((there := nearest(absolute(place))).stat().st_dev, []).append((what, nbytes, there))
         for parts in disks.values():
             free, needed = shutil.disk_usage(parts[0][2]).free, sum(nbytes for _, nbytes, _ in parts)
             if needed > free:

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from moelab.advice.disk import nearest
 from moelab.advice.machine import disk_rate, memory_rate
 from moelab.bench.machine import read_ahead
-from moelab.files import cache_root, folder_bytes
+from moelab.files import cache_root, folder_bytes, nearest
 from moelab.offloading.budget import available
 from moelab.table import size
 

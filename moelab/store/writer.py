@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moelab.files import vacant
+from moelab.files import nearest, vacant
 from moelab.journal import Journal
 from moelab.progress import progress
 from moelab.records import Record
@@ -328,7 +328,7 @@ class StoreWriter:
         except OSError as error:
             if error.errno is None:
                 raise
-            folder = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+            folder = nearest(self.folder)
             raise OSError(error.errno, f"writing {self.folder} failed: {error.strerror} {error.filename or ''} "
                           f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
                           f"right and run the same command again, and it goes on from there") from error
