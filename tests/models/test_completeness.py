@@ -292,8 +292,11 @@ def test_small_files_are_read_in_the_folder_and_the_hub_cache_and_weights_anywhe
         (tmp_path / "own").write_bytes(b"a secret")
         for target in (tmp_path / "own", Path("nowhere"), Path(name), tmp_path):
             (folder / name).symlink_to(target)
-            with pytest.raises((ValueError, FileNotFoundError), match=name):
-                open_model(folder)
+            if name == "tokenizer.json" and target.name != "own":       # a model runs without one that is damaged
+                assert open_model(folder).tokenizer is None
+            else:
+                with pytest.raises((ValueError, FileNotFoundError), match=name):
+                    open_model(folder)
             (folder / name).unlink()
         if kept is not None:
             (folder / name).write_bytes(kept)

@@ -58,7 +58,8 @@ def test_the_experts_have_the_cards_geometry(name):
     assert len({n.partition(".experts.")[0] for n in experts}) == spec.L
 
 
-def test_checkpoint_and_store(card, tmp_path, capsys):
+def test_checkpoint_and_store(card, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     folder = synthesize(tmp_path / "m", "card", 0.25)
     model = open_model(folder)
     assert model.spec.num_layers == 2 and model.spec.E == 4 and model.spec.H == 64
