@@ -277,7 +277,7 @@ def test_forks(folders):
 
 # ------------------------------------------------------------------------------------------------------------ the end
 
-KEPT = [{}, {"executor": "fast", "dense": "bf12"}, {"executor": "int8"},
+KEPT = [{}, {"executor": "fast", "dense": "bf12"}, {"quantize": "int8"},
         {"memory": "50%"}, {"memory": "50%", "executor": "sorted"}, {"memory": "50%", "prefetch": "router"},
         {"memory": "50%", "executor": "fast", "cache_aware": 0.5}, {"memory": "100%", "executor": "fast"},
         {"executor": "fast"}, {"memory": "50%", "executor": "fast", "prefetch": "quasi"}]
