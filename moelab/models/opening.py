@@ -79,6 +79,11 @@ def open_checkpoint(name_or_path: str | Path | Examined | None = None, *, expert
     left_out = plan.ignored | (plan.expert_keys if outside else set())
     with blamed(checkpoint.folder / "config.json", f"no {config.model_type} model can be made of its checkpoint"):
         model = _load(checkpoint, config, dtype, left_out, leave_out if outside else lambda model: None)
+    from transformers import GenerationConfig
+    own = checkpoint.folder / "generation_config.json"
+    options = {} if own.is_file() else {"config_file_name": "config.json", "_from_model_config": True}
+    with blamed(own, "no generation config can be read of it"):
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder, local_files_only=True, **options)
     if plan.quantizer is not None:
         compat.cast_as_computed(model, plan.twin, dtype)
     if outside:
@@ -98,7 +103,6 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, left_out: set
           finish: Callable[[Any], object]) -> Any:
     """The model with the checkpoint's tensors but those left out; `finish` as of `compat.load`."""
     from safetensors import safe_open
-    from transformers import GenerationConfig
     from transformers.utils import logging
 
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
@@ -114,10 +118,6 @@ def _load(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, left_out: set
     if wrong := [f"{kind.replace('_', ' ')}: {sorted(map(str, found))[:3]}" for kind, found in report.items() if found]:
         raise ValueError(f"transformers reports {'; '.join(wrong)}")
     model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
-    own = checkpoint.folder / "generation_config.json"
-    options = {} if own.is_file() else {"config_file_name": "config.json", "_from_model_config": True}
-    with blamed(own, "no generation config can be read of it"):
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder, local_files_only=True, **options)
     return model
 
 
