@@ -135,8 +135,8 @@ def _stays_inside(path: Path, home: Path) -> None:
     real = path.resolve()
     cached = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
     if not (real.is_relative_to(home) or cached or path.suffix == ".safetensors"):
-        raise ValueError(f"{path} is a link to {real}. Weights may lie elsewhere; small files are read in the folder "
-                         f"itself or in the hub's cache: replace this link by a copy")
+        raise ValueError(f"{path} is a link to {real}. Weights may be in another folder; small files are read in this "
+                         f"folder or in the hub's cache: replace this link by a copy")
 
 
 def load_config(folder: Path) -> Any:

@@ -236,7 +236,7 @@ class GraphStretch(Stretch):
     def _computed(self, x: Tensor, token: tuple, rooms: list[Room], up: list, down: list,
                   multiply: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Computed]:
         in_turn(x.device)
-        if self.of[0] is not up or self.of[1] is not down:                      # matrices lie elsewhere now
+        if self.of[0] is not up or self.of[1] is not down:                      # other matrices now
             with torch.inference_mode(False), torch.no_grad():
                 self.graph = self._captured(up, down, multiply)
             self.of = up, down
