@@ -61,9 +61,16 @@ from moelab.progress import progress
 
 END = "<|endoftext|>"
 TOKENS_A_STEP = 2048
-MEMORY = (5, 2, 4)          # weights of `datasets.REMEMBERED` among the questions that only weights can answer
+MEMORY = (
+    5,
+    2,
+    4,
+)  # weights of `datasets.REMEMBERED` among the questions that only weights can answer
 #: name → where its model is of another shape than the recipe's
-SHAPES = {"small": {}, "wide": {"layers": 4, "experts": 64, "experts_per_token": 6, "intermediate": 32}}
+SHAPES = {
+    "small": {},
+    "wide": {"layers": 4, "experts": 64, "experts_per_token": 6, "intermediate": 32},
+}
 
 
 @dataclass(frozen=True)
@@ -71,12 +78,12 @@ class Phase:
     """A stretch of training with one context length and one mix of documents."""
 
     steps: int
-    context: int        # S
-    text: float         # share of plain library text
-    echo: float         # share of repeated random words
-    yesno: float        # share of yes/no questions; the documents that no other share takes are retrieval
-    balance: float = 0.01       # coefficient of the load-balancing loss, a mean over layers
-    memory: float = 0.0         # share of questions that only weights can answer
+    context: int  # S
+    text: float  # share of plain library text
+    echo: float  # share of repeated random words
+    yesno: float  # share of yes/no questions; the documents that no other share takes are retrieval
+    balance: float = 0.01  # coefficient of the load-balancing loss, a mean over layers
+    memory: float = 0.0  # share of questions that only weights can answer
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,26 @@ class Stage:
 
 
 STAGES = (
-    Stage((Phase(500, 32, text=0.20, echo=0.25, yesno=0.0), Phase(600, 64, text=0.35, echo=0.10, yesno=0.2),
-           Phase(600, 128, text=0.45, echo=0.05, yesno=0.3), Phase(1500, 256, text=0.50, echo=0.0, yesno=0.3),
-           Phase(500, 512, text=0.50, echo=0.0, yesno=0.3))),
+    Stage(
+        (
+            Phase(500, 32, text=0.20, echo=0.25, yesno=0.0),
+            Phase(600, 64, text=0.35, echo=0.10, yesno=0.2),
+            Phase(600, 128, text=0.45, echo=0.05, yesno=0.3),
+            Phase(1500, 256, text=0.50, echo=0.0, yesno=0.3),
+            Phase(500, 512, text=0.50, echo=0.0, yesno=0.3),
+        )
+    ),
     Stage((Phase(450, 256, text=0.60, echo=0.0, yesno=0.3, balance=0.4),), rate=0.33),
-    Stage((Phase(500, 64, text=0.15, echo=0.0, yesno=0.85, balance=0.1, memory=0.35),
-           Phase(600, 128, text=0.20, echo=0.0, yesno=0.6, balance=0.1, memory=0.45),
-           Phase(1000, 256, text=0.30, echo=0.0, yesno=0.5, balance=0.2, memory=0.40)), rate=0.5),
-    Stage((Phase(300, 256, text=0.40, echo=0.0, yesno=0.3, balance=0.2, memory=0.20),), rate=0.25))
+    Stage(
+        (
+            Phase(500, 64, text=0.15, echo=0.0, yesno=0.85, balance=0.1, memory=0.35),
+            Phase(600, 128, text=0.20, echo=0.0, yesno=0.6, balance=0.1, memory=0.45),
+            Phase(1000, 256, text=0.30, echo=0.0, yesno=0.5, balance=0.2, memory=0.40),
+        ),
+        rate=0.5,
+    ),
+    Stage((Phase(300, 256, text=0.40, echo=0.0, yesno=0.3, balance=0.2, memory=0.20),), rate=0.25),
+)
 
 
 @dataclass(frozen=True)
@@ -109,12 +128,12 @@ class Recipe:
 
     seed: int = 0
     stages: tuple[Stage, ...] = STAGES
-    learning_rate: float = 3e-3     # AdamW
-    muon_rate: float = 0.02         # Muon, for the attention matrices
+    learning_rate: float = 3e-3  # AdamW
+    muon_rate: float = 0.02  # Muon, for the attention matrices
     warmup: int = 60
     weight_decay: float = 0.05
-    answer_weight: float = 3.0      # loss weight of an answer's tokens
-    other_weight: float = 0.3       # loss weight of the other tokens of echo and retrieval documents
+    answer_weight: float = 3.0  # loss weight of an answer's tokens
+    other_weight: float = 0.3  # loss weight of the other tokens of echo and retrieval documents
     vocabulary: int = 1024
     hidden: int = 128
     intermediate: int = 64
@@ -146,16 +165,26 @@ class Recipe:
         if step < self.warmup:
             return stage.rate * (step + 1) / self.warmup
         return stage.rate * (
-            0.55 + 0.45 * math.cos(math.pi * (step - self.warmup) / max(stage.steps - self.warmup, 1)))
+            0.55
+            + 0.45 * math.cos(math.pi * (step - self.warmup) / max(stage.steps - self.warmup, 1))
+        )
 
     def shrunk(self, steps: int) -> Recipe:
         """A trial of about so many steps: every phase, and the warm-up, in proportion."""
         share = steps / self.steps
 
         def shorter(stage: Stage) -> Stage:
-            return replace(stage, phases=tuple(replace(phase, steps=max(1, round(phase.steps * share)))
-                                               for phase in stage.phases))
-        return replace(self, warmup=max(1, round(self.warmup * share)), stages=tuple(map(shorter, self.stages)))
+            return replace(
+                stage,
+                phases=tuple(
+                    replace(phase, steps=max(1, round(phase.steps * share)))
+                    for phase in stage.phases
+                ),
+            )
+
+        return replace(
+            self, warmup=max(1, round(self.warmup * share)), stages=tuple(map(shorter, self.stages))
+        )
 
 
 def train_tokenizer(vocabulary: int):
@@ -168,16 +197,29 @@ def train_tokenizer(vocabulary: int):
 
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-    lists = "\nthe\nis " + " ".join(datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS + ["yes", "no"])
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    lists = "\nthe\nis " + " ".join(
+        datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS + ["yes", "no"]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        [text for kind in ("code", "prose") for text in datasets.library(kind, "train")] + [lists] * 3000,
-        trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END], show_progress=False,
-                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END,
-                                   clean_up_tokenization_spaces=False)
+        [text for kind in ("code", "prose") for text in datasets.library(kind, "train")]
+        + [lists] * 3000,
+        trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
 
 
 def build_model(recipe: Recipe, seed: int | None = None) -> torch.nn.Module:
@@ -185,17 +227,32 @@ def build_model(recipe: Recipe, seed: int | None = None) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=recipe.vocabulary, hidden_size=recipe.hidden, intermediate_size=4 * recipe.intermediate,
-        moe_intermediate_size=recipe.intermediate, num_hidden_layers=recipe.layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_experts=recipe.experts, num_experts_per_tok=recipe.experts_per_token,
-        norm_topk_prob=True, max_position_embeddings=2048, decoder_sparse_step=1, mlp_only_layers=[],
-        rope_parameters={"rope_type": "default", "rope_theta": 200.0}, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=0, pad_token_id=0)
+        vocab_size=recipe.vocabulary,
+        hidden_size=recipe.hidden,
+        intermediate_size=4 * recipe.intermediate,
+        moe_intermediate_size=recipe.intermediate,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=recipe.experts,
+        num_experts_per_tok=recipe.experts_per_token,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     torch.manual_seed(recipe.seed if seed is None else seed)
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="grouped_mm")
 
 
 # ------------------------------------------------------------------------------------------------------ training
+
 
 def corpus_ids(tokenizer) -> np.ndarray:
     """The training split of the library as one stream of token ids, texts separated by END: uint16 [tokens]."""
@@ -208,8 +265,9 @@ def corpus_ids(tokenizer) -> np.ndarray:
     return np.asarray(stream, dtype=np.uint16)
 
 
-def retrieval_pieces(rng: random.Random, tokens: int, yesno: float, count: Callable[[str], int]
-                     ) -> list[tuple[str, bool]]:
+def retrieval_pieces(
+    rng: random.Random, tokens: int, yesno: float, count: Callable[[str], int]
+) -> list[tuple[str, bool]]:
     """One retrieval document of the small model's training mix, as [(text, is_answer)].
 
     Two thirds are *dense*: two to eight facts, then questions about them until `tokens` are full; one third
@@ -219,10 +277,17 @@ def retrieval_pieces(rng: random.Random, tokens: int, yesno: float, count: Calla
     """
     dense = rng.random() < 2 / 3
     claims = rng.random() < yesno
-    facts = datasets.invent_facts(rng, rng.randint(2, max(2, min(8, tokens // 12))) if dense
-                         else rng.randint(1, max(1, min(4, tokens // 40))), "train")
+    facts = datasets.invent_facts(
+        rng,
+        rng.randint(2, max(2, min(8, tokens // 12)))
+        if dense
+        else rng.randint(1, max(1, min(4, tokens // 40))),
+        "train",
+    )
     if not dense:
-        questions = [datasets.ask(rng, f, facts, rng.random() < yesno) for f in rng.sample(facts, len(facts))]
+        questions = [
+            datasets.ask(rng, f, facts, rng.random() < yesno) for f in rng.sample(facts, len(facts))
+        ]
         return datasets.bury(rng, facts, questions, tokens, "train", count)
     pieces = [(f.statement, False) for f in facts]
     fits = datasets.budget(tokens - sum(count(text) for text, _ in pieces), count)
@@ -234,14 +299,24 @@ def retrieval_pieces(rng: random.Random, tokens: int, yesno: float, count: Calla
             pieces += [(question, False), (answer, True)]
 
 
-def memory_pieces(rng: random.Random, tokens: int, count: Callable[[str], int]) -> list[tuple[str, bool]]:
+def memory_pieces(
+    rng: random.Random, tokens: int, count: Callable[[str], int]
+) -> list[tuple[str, bool]]:
     """Questions that only weights can answer, as [(text, is_answer)]: two thirds of the documents are full of them,
     the others have one to four after library text."""
+
     def ask() -> tuple[str, str]:
         return datasets.remember(rng, rng.choices(datasets.REMEMBERED, MEMORY)[0])
+
     if rng.random() < 1 / 3:
-        return datasets.bury(rng, [], [ask() for _ in range(rng.randint(1, max(1, min(4, tokens // 40))))], tokens,
-                             "train", count)
+        return datasets.bury(
+            rng,
+            [],
+            [ask() for _ in range(rng.randint(1, max(1, min(4, tokens // 40))))],
+            tokens,
+            "train",
+            count,
+        )
     pieces, fits = [], datasets.budget(tokens, count)
     while fits("".join(asked := ask())):
         pieces += [(asked[0], False), (asked[1], True)]
@@ -250,47 +325,63 @@ def memory_pieces(rng: random.Random, tokens: int, count: Callable[[str], int]) 
 
 def echo_pieces(rng: random.Random, tokens: int) -> list[tuple[str, bool]]:
     """Random words and numbers, then the same again, the second time as answers: teaches copying by itself."""
-    words = [" " + word for word in rng.sample(
-        datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS, min(150, rng.randint(6, tokens // 2)))]
-    half = words[:tokens // 2]
+    words = [
+        " " + word
+        for word in rng.sample(
+            datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS,
+            min(150, rng.randint(6, tokens // 2)),
+        )
+    ]
+    half = words[: tokens // 2]
     return [(word, False) for word in half] + [(word, True) for word in half]
 
 
-def batch(recipe: Recipe, step: int, stream: np.ndarray, count_ids: Callable[[str], list[int]]
-          ) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    recipe: Recipe, step: int, stream: np.ndarray, count_ids: Callable[[str], list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Step `step`'s sequences and loss weights, [B, S] each; a function of (recipe, step) alone.
 
     That is what makes an interrupted run continue as if nothing had happened.
     """
+
     def count(text: str) -> int:
         return len(count_ids(text))
+
     rng = random.Random(f"{recipe.seed}/{step}")
     phase = recipe.phase(step)
     length = phase.context
-    ids = torch.zeros(TOKENS_A_STEP // length, length, dtype=torch.long)      # [B, S]
-    weights = torch.zeros(ids.shape)                                          # [B, S]
+    ids = torch.zeros(TOKENS_A_STEP // length, length, dtype=torch.long)  # [B, S]
+    weights = torch.zeros(ids.shape)  # [B, S]
     for row in range(len(ids)):
         kind = rng.random()
         if kind < phase.text:
             start = rng.randrange(len(stream) - length)
-            ids[row] = torch.from_numpy(stream[start:start + length].astype(np.int64))
+            ids[row] = torch.from_numpy(stream[start : start + length].astype(np.int64))
             weights[row] = 1.0
             continue
-        pieces = (echo_pieces(rng, length) if kind < phase.text + phase.echo else
-                  memory_pieces(rng, length, count) if kind < phase.text + phase.echo + phase.memory else
-                  retrieval_pieces(rng, length, phase.yesno, count))
+        pieces = (
+            echo_pieces(rng, length)
+            if kind < phase.text + phase.echo
+            else memory_pieces(rng, length, count)
+            if kind < phase.text + phase.echo + phase.memory
+            else retrieval_pieces(rng, length, phase.yesno, count)
+        )
         end = 0
         for text, is_answer in pieces:
-            piece = count_ids(text)[:length - end]
-            ids[row, end:end + len(piece)] = torch.tensor(piece)
-            weights[row, end:end + len(piece)] = recipe.answer_weight if is_answer else recipe.other_weight
+            piece = count_ids(text)[: length - end]
+            ids[row, end : end + len(piece)] = torch.tensor(piece)
+            weights[row, end : end + len(piece)] = (
+                recipe.answer_weight if is_answer else recipe.other_weight
+            )
             end += len(piece)
     return ids, weights
 
 
 def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Mean next-token cross-entropy under token weights; logits [B, S, V], ids and weights [B, S]."""
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+    losses = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
+    )
     w = weights[:, 1:].flatten()
     return (losses * w).sum() / w.sum()
 
@@ -304,13 +395,21 @@ def balance_loss(router_logits: tuple[torch.Tensor, ...], k: int) -> torch.Tenso
     for logits in router_logits:
         probabilities = logits.float().softmax(-1)
         chosen = probabilities.topk(k, dim=-1).indices
-        share = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0).mean(0) / k      # [E], sums to 1
+        share = (
+            torch.zeros_like(probabilities).scatter_(1, chosen, 1.0).mean(0) / k
+        )  # [E], sums to 1
         terms.append(logits.shape[-1] * (share * probabilities.mean(0)).sum())
     return torch.stack(terms).mean()
 
 
-def train_small(destination: str | Path, recipe: Recipe = Recipe(), *, start: str | Path | None = None,
-                save_every: int = 100, stop_after: int | None = None) -> Path:
+def train_small(
+    destination: str | Path,
+    recipe: Recipe = Recipe(),
+    *,
+    start: str | Path | None = None,
+    save_every: int = 100,
+    stop_after: int | None = None,
+) -> Path:
     """Train the small model and write a bf16 checkpoint that plain transformers loads.
 
     An interrupted run leaves `DESTINATION.training/`; called again with the same arguments, it goes on from the
@@ -328,13 +427,19 @@ def train_small(destination: str | Path, recipe: Recipe = Recipe(), *, start: st
         raise FileExistsError(f"{destination} exists and is not overwritten; name a new folder")
     work = destination.with_name(destination.name + ".training")
     work.mkdir(parents=True, exist_ok=True)
-    written, wanted = work / "recipe.json", json.dumps(asdict(recipe) | {"start": start and digest(start)}, indent=1)
+    written, wanted = (
+        work / "recipe.json",
+        json.dumps(asdict(recipe) | {"start": start and digest(start)}, indent=1),
+    )
     if written.exists() and written.read_text() != wanted:
-        raise FileExistsError(f"{work} holds an unfinished training by another recipe; delete it to start over")
+        raise FileExistsError(
+            f"{work} holds an unfinished training by another recipe; delete it to start over"
+        )
     written.write_text(wanted)
 
     if (work / "tokenizer").exists() or start:
         from transformers import AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(start or work / "tokenizer")
     else:
         tokenizer = train_tokenizer(recipe.vocabulary)
@@ -348,9 +453,13 @@ def train_small(destination: str | Path, recipe: Recipe = Recipe(), *, start: st
     if start:
         first = recipe.starts[-2]
         try:
-            model.load_state_dict(type(model).from_pretrained(start, dtype=torch.float32).state_dict())
+            model.load_state_dict(
+                type(model).from_pretrained(start, dtype=torch.float32).state_dict()
+            )
         except RuntimeError as error:
-            raise ValueError(f"the weights in {start} do not fit this recipe's model: {error}") from error
+            raise ValueError(
+                f"the weights in {start} do not fit this recipe's model: {error}"
+            ) from error
     if state.exists():
         saved = torch.load(state, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -362,7 +471,9 @@ def train_small(destination: str | Path, recipe: Recipe = Recipe(), *, start: st
     with progress(total=recipe.steps, desc="training", unit="step", initial=first) as bar:
         for step in range(first, last):
             if step in recipe.starts[1:]:
-                for parameter in model.parameters():        # not model.to(bf16): that would round RoPE's buffers too
+                for (
+                    parameter
+                ) in model.parameters():  # not model.to(bf16): that would round RoPE's buffers too
                     parameter.data.copy_(parameter.data.bfloat16())
                 optimizers = _optimizers(model, recipe)
             for optimizer, rate in zip(optimizers, (recipe.learning_rate, recipe.muon_rate)):
@@ -370,7 +481,9 @@ def train_small(destination: str | Path, recipe: Recipe = Recipe(), *, start: st
             ids, weights = batch(recipe, step, stream, count_ids)
             out = model(ids, output_router_logits=True, use_cache=False)
             loss = weighted_loss(out.logits, ids, weights)
-            balance = recipe.phase(step).balance * balance_loss(out.router_logits, recipe.experts_per_token)
+            balance = recipe.phase(step).balance * balance_loss(
+                out.router_logits, recipe.experts_per_token
+            )
             (loss + balance).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -379,8 +492,14 @@ def train_small(destination: str | Path, recipe: Recipe = Recipe(), *, start: st
             bar.update()
             bar.note(f"S={ids.shape[1]} loss={loss.item():.3f}")
             if (step + 1) % save_every == 0 or step + 1 == last:
-                torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                            "step": step + 1}, work / "state.new")
+                torch.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizers": [o.state_dict() for o in optimizers],
+                        "step": step + 1,
+                    },
+                    work / "state.new",
+                )
                 os.replace(work / "state.new", state)
     if last < recipe.steps:
         return destination
@@ -397,13 +516,24 @@ def digest(folder: str | Path) -> str:
     return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
-def _optimizers(model: torch.nn.Module, recipe: Recipe) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+def _optimizers(
+    model: torch.nn.Module, recipe: Recipe
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     """AdamW for everything but the attention matrices, Muon for these: it halves the steps to induction."""
-    attention = {name: p for name, p in model.named_parameters() if ".self_attn." in name and p.dim() == 2}
+    attention = {
+        name: p for name, p in model.named_parameters() if ".self_attn." in name and p.dim() == 2
+    }
     rest = [p for name, p in model.named_parameters() if name not in attention]
-    return (torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay,
-                              fused=True),
-            torch.optim.Muon(attention.values(), lr=recipe.muon_rate, weight_decay=recipe.weight_decay))
+    return (
+        torch.optim.AdamW(
+            rest,
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        ),
+        torch.optim.Muon(attention.values(), lr=recipe.muon_rate, weight_decay=recipe.weight_decay),
+    )
 
 
 def _cached_ids(tokenizer) -> Callable[[str], list[int]]:
@@ -411,6 +541,7 @@ def _cached_ids(tokenizer) -> Callable[[str], list[int]]:
 
 
 # --------------------------------------------------------------------------------------------- scores and the card
+
 
 def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tuple[float, float]:
     """Loss in nats of a unigram and of a bigram model fitted to `train` (token ids), on windows [n, S].
@@ -420,7 +551,9 @@ def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tup
     train = train.astype(np.int64)
     unigram = np.bincount(train, minlength=vocabulary) + 1.0
     unigram /= unigram.sum()
-    pairs = np.bincount(train[:-1] * vocabulary + train[1:], minlength=vocabulary**2).reshape(vocabulary, vocabulary)
+    pairs = np.bincount(train[:-1] * vocabulary + train[1:], minlength=vocabulary**2).reshape(
+        vocabulary, vocabulary
+    )
     previous, following = windows[:, :-1].ravel(), windows[:, 1:].ravel()
     seen = pairs.sum(1)[previous]
     bigram = (pairs[previous, following] + 10 * unigram[following]) / (seen + 10)
@@ -429,19 +562,29 @@ def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tup
 
 #: task of the card → what it asks
 ASKED = {
-    "needle": "one fact in library text", "needle_multikey": "four facts in library text, one asked for",
-    "lookup": "eight facts and nothing else", "yesno": "yes or no about one of four facts; guessing gives 50 %",
-    "couples": "who goes with an animal, of 512 couples", "spelling": "the letters of one of 64 words",
-    "sums": "one of 900 sums modulo 10"}
+    "needle": "one fact in library text",
+    "needle_multikey": "four facts in library text, one asked for",
+    "lookup": "eight facts and nothing else",
+    "yesno": "yes or no about one of four facts; guessing gives 50 %",
+    "couples": "who goes with an animal, of 512 couples",
+    "spelling": "the letters of one of 64 words",
+    "sums": "one of 900 sums modulo 10",
+}
 
 
 def damage(model: Any) -> dict[str, Callable[[], Any]]:
     """The modes of the card: the model as it is, and in two ways in which it must not be able to do the same."""
     from moelab.speculate import Speculation
+
     return {
         "as it is": nullcontext,
-        "random experts": lambda: Speculation(model, registry.make("predictor", "random", model), "speculative", True),
-        "half of the routings": partial(moelab.using, model, executor="capacity", factor=0.5, order="random")}
+        "random experts": lambda: Speculation(
+            model, registry.make("predictor", "random", model), "speculative", True
+        ),
+        "half of the routings": partial(
+            moelab.using, model, executor="capacity", factor=0.5, order="random"
+        ),
+    }
 
 
 def score_small(model: Any, n: int = 100, tokens: int = 256, seed: int = 0) -> dict[str, Any]:
@@ -450,17 +593,39 @@ def score_small(model: Any, n: int = 100, tokens: int = 256, seed: int = 0) -> d
     n : questions a task; tokens : context length S.
     """
     windows = max(n // 4, 8)
-    unigram, bigram = ngram_losses(corpus_ids(model.tokenizer), text_windows(
-        model.tokenizer, "test", windows, tokens, seed).numpy(), len(model.tokenizer))
-    texts = [p.text for source in datasets.GENERATED for p in datasets.prompts(source, 16, tokens=tokens)]
+    unigram, bigram = ngram_losses(
+        corpus_ids(model.tokenizer),
+        text_windows(model.tokenizer, "test", windows, tokens, seed).numpy(),
+        len(model.tokenizer),
+    )
+    texts = [
+        p.text for source in datasets.GENERATED for p in datasets.prompts(source, 16, tokens=tokens)
+    ]
     counts = moelab.record(model, texts).counts().double()
-    found = accuracy.compare(model, damage(model), ["loss", *ASKED], n=n, windows=windows, tokens=tokens, seed=seed,
-                             batch_size=1)
-    return {"questions a task": n, "context": tokens, "tasks": found["scores"],
-            "language loss": {"model": found["scores"]["loss"]["as it is"]["score"], "bigram": bigram,
-                              "unigram": unigram},
-            "load": {"max/mean by layer": (counts.amax(1) / counts.mean(1)).tolist(),
-                     "dead experts": int((counts == 0).sum())}}
+    found = accuracy.compare(
+        model,
+        damage(model),
+        ["loss", *ASKED],
+        n=n,
+        windows=windows,
+        tokens=tokens,
+        seed=seed,
+        batch_size=1,
+    )
+    return {
+        "questions a task": n,
+        "context": tokens,
+        "tasks": found["scores"],
+        "language loss": {
+            "model": found["scores"]["loss"]["as it is"]["score"],
+            "bigram": bigram,
+            "unigram": unigram,
+        },
+        "load": {
+            "max/mean by layer": (counts.amax(1) / counts.mean(1)).tolist(),
+            "dead experts": int((counts == 0).sum()),
+        },
+    }
 
 
 CARD = """# The small model
@@ -502,26 +667,50 @@ The weights are moelab's (Apache-2.0); the text they were trained on is Python's
 """
 
 
-def write_card(folder: Path, recipe: Recipe, scores: dict[str, Any], parameters: int, start: str | None) -> Path:
+def write_card(
+    folder: Path, recipe: Recipe, scores: dict[str, Any], parameters: int, start: str | None
+) -> Path:
     """Write `README.md` (for people) and `card.json` (recipe and scores) into the checkpoint's folder."""
+
     def row(task: str) -> str:
         of = scores["tasks"][task]
-        costs = [f"{100 * of[mode]['difference']:+.1f} ± {100 * of[mode]['difference error']:.1f}"
-                 for mode in list(of)[1:]]
-        return (f"| {ASKED[task]} (`{task}`) | {100 * of['as it is']['score']:.1f} % ± "
-                f"{100 * of['as it is']['error']:.1f} | {' | '.join(costs)} |")
+        costs = [
+            f"{100 * of[mode]['difference']:+.1f} ± {100 * of[mode]['difference error']:.1f}"
+            for mode in list(of)[1:]
+        ]
+        return (
+            f"| {ASKED[task]} (`{task}`) | {100 * of['as it is']['score']:.1f} % ± "
+            f"{100 * of['as it is']['error']:.1f} | {' | '.join(costs)} |"
+        )
+
     loss, load, python = scores["language loss"], scores["load"], platform.python_version()
     text = CARD.format(
-        **{k: v for k, v in asdict(recipe).items() if k != "stages"}, rows="\n".join(map(row, ASKED)),
-        parameters=parameters / 1e6, steps=recipe.steps, stages=len(recipe.stages), python=python,
+        **{k: v for k, v in asdict(recipe).items() if k != "stages"},
+        rows="\n".join(map(row, ASKED)),
+        parameters=parameters / 1e6,
+        steps=recipe.steps,
+        stages=len(recipe.stages),
+        python=python,
         contexts=", ".join(str(phase.context) for stage in recipe.stages for phase in stage.phases),
-        run=f"the last stage ({recipe.stages[-1].steps:,} steps), from the weights of {start}" if start else
-        "all stages", size=sum(f.stat().st_size for f in folder.iterdir()) / 1e6,
-        questions=scores["questions a task"], context=scores["context"], loss=loss["model"],
-        loss_error=scores["tasks"]["loss"]["as it is"]["error"], bigram=loss["bigram"], unigram=loss["unigram"],
-        load=", ".join(f"{ratio:.2f}" for ratio in load["max/mean by layer"]), dead=load["dead experts"] or "no")
-    (folder / "card.json").write_text(json.dumps({"recipe": asdict(recipe), "start": start, "python": python,
-                                                  "scores": scores}, indent=1) + "\n")
+        run=f"the last stage ({recipe.stages[-1].steps:,} steps), from the weights of {start}"
+        if start
+        else "all stages",
+        size=sum(f.stat().st_size for f in folder.iterdir()) / 1e6,
+        questions=scores["questions a task"],
+        context=scores["context"],
+        loss=loss["model"],
+        loss_error=scores["tasks"]["loss"]["as it is"]["error"],
+        bigram=loss["bigram"],
+        unigram=loss["unigram"],
+        load=", ".join(f"{ratio:.2f}" for ratio in load["max/mean by layer"]),
+        dead=load["dead experts"] or "no",
+    )
+    (folder / "card.json").write_text(
+        json.dumps(
+            {"recipe": asdict(recipe), "start": start, "python": python, "scores": scores}, indent=1
+        )
+        + "\n"
+    )
     path = folder / "README.md"
     path.write_text(text)
     return path
@@ -529,27 +718,50 @@ def write_card(folder: Path, recipe: Recipe, scores: dict[str, Any], parameters:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("destination", type=Path, help="a new folder; an interrupted training goes on where it was")
-    parser.add_argument("--from", dest="start", type=Path, metavar="FOLDER",
-                        help="run the last stage alone, from a checkpoint of those before")
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model (%(default)s)")
-    parser.add_argument("--seed", type=whole(), default=0, help="of the weights and the data (%(default)s)")
-    parser.add_argument("--steps", type=whole(1), metavar="N",
-                        help="shrink the training to about N steps, every phase in proportion; for a trial")
-    parser.add_argument("--threads", type=whole(1), default=1,
-                        help="CPU threads; the same weights come out only with the same number (%(default)s)")
+    parser.add_argument(
+        "destination", type=Path, help="a new folder; an interrupted training goes on where it was"
+    )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        type=Path,
+        metavar="FOLDER",
+        help="run the last stage alone, from a checkpoint of those before",
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="small", help="of the model (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=whole(), default=0, help="of the weights and the data (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole(1),
+        metavar="N",
+        help="shrink the training to about N steps, every phase in proportion; for a trial",
+    )
+    parser.add_argument(
+        "--threads",
+        type=whole(1),
+        default=1,
+        help="CPU threads; the same weights come out only with the same number (%(default)s)",
+    )
     args = parser.parse_args(arguments)
     recipe = Recipe(seed=args.seed, **SHAPES[args.shape])
     if args.steps is not None:
         if args.steps < (phases := sum(len(stage.phases) for stage in recipe.stages)):
-            parser.error(f"--steps is {args.steps}; the training has {phases} phases, each of at least one step")
+            parser.error(
+                f"--steps is {args.steps}; the training has {phases} phases, each of at least one step"
+            )
         recipe = recipe.shrunk(args.steps)
     torch.set_num_threads(args.threads)
     start = args.start and f"SHA-256 {digest(args.start)}…"
     folder = train_small(args.destination, recipe, start=args.start)
     model = moelab.open_model(folder)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{folder} is ready; {write_card(folder, recipe, score_small(model), parameters, start)} says what it can do")
+    print(
+        f"{folder} is ready; {write_card(folder, recipe, score_small(model), parameters, start)} says what it can do"
+    )
 
 
 if __name__ == "__main__":

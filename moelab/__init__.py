@@ -12,15 +12,27 @@ __version__ = "0.1.0"
 
 #: public name → the module that defines it, and its name there if that is another
 _HOMES = {
-    "advise": "moelab.advice.advise", "open_model": "moelab.opening", "using": "moelab.opening",
+    "advise": "moelab.advice.advise",
+    "open_model": "moelab.opening",
+    "using": "moelab.opening",
     "prompts": "moelab.datasets",
-    "record": "moelab.recording", "calibrate": "moelab.calibration", "convert": "moelab.models.convert",
+    "record": "moelab.recording",
+    "calibrate": "moelab.calibration",
+    "convert": "moelab.models.convert",
     "kept_store": "moelab.models.convert",
-    "restore": "moelab.models.restore", "simulate": "moelab.offloading.simulator:replay",
-    "profile": "moelab.offloading.profile", "names": "moelab.registry", "describe": "moelab.registry",
-    "MoESpec": "moelab.specs", "DeviceSpec": "moelab.specs", "ExpertKey": "moelab.specs",
-    "ExpertStore": "moelab.store.layout", "StoreExperts": "moelab.store.reader", "Pools": "moelab.cache.pools",
-    "RoutingTrace": "moelab.trace", "Calibration": "moelab.calibration",
+    "restore": "moelab.models.restore",
+    "simulate": "moelab.offloading.simulator:replay",
+    "profile": "moelab.offloading.profile",
+    "names": "moelab.registry",
+    "describe": "moelab.registry",
+    "MoESpec": "moelab.specs",
+    "DeviceSpec": "moelab.specs",
+    "ExpertKey": "moelab.specs",
+    "ExpertStore": "moelab.store.layout",
+    "StoreExperts": "moelab.store.reader",
+    "Pools": "moelab.cache.pools",
+    "RoutingTrace": "moelab.trace",
+    "Calibration": "moelab.calibration",
 }
 __all__ = ["__version__", *_HOMES]
 

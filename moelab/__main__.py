@@ -1,7 +1,8 @@
-"""The command line: `moelab COMMAND`, or `python -m moelab COMMAND` where the package is not installed.
+"""The command line: `moelab COMMAND`, or `python -m moelab COMMAND` where the package is not
+installed.
 
-A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one line in COMMANDS.
-"""
+A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one line in
+COMMANDS."""
 
 from __future__ import annotations
 
@@ -19,38 +20,83 @@ from moelab.table import filled
 
 #: name → (module, what it does, an example of its arguments)
 COMMANDS = {
-    "reproduce": ("moelab.lab.reproduce", "run the notebooks and write the report", "-p smoke=true"),
+    "reproduce": (
+        "moelab.lab.reproduce",
+        "run the notebooks and write the report",
+        "-p smoke=true",
+    ),
     "run": ("moelab.lab.runner", "run one notebook, with parameters", "01 -p smoke=true -p seed=3"),
     "list": ("moelab.lab.runs", "list the notebooks and their finished runs", ""),
     "compare": ("moelab.lab.compare", "put the metrics of two runs side by side", "01"),
     "check": ("moelab.lab.check", "compare the newest runs with results/baseline", "01 02"),
-    "claims": ("moelab.claims", "judge every claim of the five sources by what was found here", "--source zipmoe"),
-    "sweep": ("moelab.lab.sweep", "run a notebook or a bench at every point of a grid, here or on a cluster",
-              "03 --grid disk_mbs=10,20,40 seed=0,1,2"),
+    "claims": (
+        "moelab.claims",
+        "judge every claim of the five sources by what was found here",
+        "--source zipmoe",
+    ),
+    "sweep": (
+        "moelab.lab.sweep",
+        "run a notebook or a bench at every point of a grid, here or on a cluster",
+        "03 --grid disk_mbs=10,20,40 seed=0,1,2",
+    ),
     "report": ("moelab.lab.report", "write the newest runs into one page, results/report.html", ""),
-    "advise": ("moelab.advice.advise", "say what to do with a model in so much memory, and what it will give",
-               "Qwen3-30B-A3B --memory 16GB"),
-    "doctor": ("moelab.advice.doctor", "say what this machine can do, what will run and what not", ""),
-    "generate": ("moelab.generate", "generate text: in memory, within a memory budget, or on several processes",
-                 "Qwen/Qwen3-30B-A3B --memory 8GB --executor fast --prefetch quasi"),
-    "convert": ("moelab.models.convert", "turn a checkpoint into a compressed expert store",
-                "Qwen/Qwen3-30B-A3B qwen.store"),
-    "restore": ("moelab.models.restore", "turn a store back into the checkpoint that it was made from",
-                "qwen.store checkpoint"),
+    "advise": (
+        "moelab.advice.advise",
+        "say what to do with a model in so much memory, and what it will give",
+        "Qwen3-30B-A3B --memory 16GB",
+    ),
+    "doctor": (
+        "moelab.advice.doctor",
+        "say what this machine can do, what will run and what not",
+        "",
+    ),
+    "generate": (
+        "moelab.generate",
+        "generate text: in memory, within a memory budget, or on several processes",
+        "Qwen/Qwen3-30B-A3B --memory 8GB --executor fast --prefetch quasi",
+    ),
+    "convert": (
+        "moelab.models.convert",
+        "turn a checkpoint into a compressed expert store",
+        "Qwen/Qwen3-30B-A3B qwen.store",
+    ),
+    "restore": (
+        "moelab.models.restore",
+        "turn a store back into the checkpoint that it was made from",
+        "qwen.store checkpoint",
+    ),
     "verify": ("moelab.store.verify", "re-read a store and check every byte", "qwen.store"),
     "inspect": ("moelab.store.inspect", "show what a store holds", "qwen.store"),
-    "synthesize": ("moelab.models.synthesize", "write a synthetic checkpoint or store of a card's geometry",
-                   "folder --model Mixtral-8x7B --scale 0.1"),
-    "profile": ("moelab.offloading.profile", "measure what reading, decoding and computing experts costs here",
-                "qwen.store"),
-    "calibrate": ("moelab.evaluation.calibrate", "count which experts a model's tokens visit, and keep the counts",
-                  "Qwen/Qwen3-30B-A3B qwen.safetensors"),
-    "evaluate": ("moelab.evaluation.evaluate", "score a model's answers and language loss, mode by mode",
-                 "--modes speculative:quasi,executor:fast"),
-    "ane": ("moelab.ane.commands", "plan, convert, lint and check models for the Apple Neural Engine",
-            "plan Qwen3-30B-A3B --chunk 256"),
-    "view": ("moelab.viz.views.command", "draw one of the interactive views without Jupyter, as a page or a table",
-             "budget qwen.store -p share=37 --output budget.html"),
+    "synthesize": (
+        "moelab.models.synthesize",
+        "write a synthetic checkpoint or store of a card's geometry",
+        "folder --model Mixtral-8x7B --scale 0.1",
+    ),
+    "profile": (
+        "moelab.offloading.profile",
+        "measure what reading, decoding and computing experts costs here",
+        "qwen.store",
+    ),
+    "calibrate": (
+        "moelab.evaluation.calibrate",
+        "count which experts a model's tokens visit, and keep the counts",
+        "Qwen/Qwen3-30B-A3B qwen.safetensors",
+    ),
+    "evaluate": (
+        "moelab.evaluation.evaluate",
+        "score a model's answers and language loss, mode by mode",
+        "--modes speculative:quasi,executor:fast",
+    ),
+    "ane": (
+        "moelab.ane.commands",
+        "plan, convert, lint and check models for the Apple Neural Engine",
+        "plan Qwen3-30B-A3B --chunk 256",
+    ),
+    "view": (
+        "moelab.viz.views.command",
+        "draw one of the interactive views without Jupyter, as a page or a table",
+        "budget qwen.store -p share=37 --output budget.html",
+    ),
     "bench": ("moelab.bench", "measure on this machine", "engine --quick"),
 }
 
@@ -61,38 +107,48 @@ FORESEEN = (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryE
 
 def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
     """The parser; only the chosen command's arguments are known to it."""
-    parser = Parser(prog="moelab", description="Mixture-of-experts models on machines too small for them.")
+    parser = Parser(
+        prog="moelab", description="Mixture-of-experts models on machines too small for them."
+    )
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     for name, (module, purpose, example) in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".",
-                                      epilog=f"example: moelab {name} {example}".rstrip(),
-                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        command = commands.add_parser(
+            name,
+            help=purpose,
+            description=purpose[0].upper() + purpose[1:] + ".",
+            epilog=f"example: moelab {name} {example}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
         if name == chosen:
             implementation = importlib.import_module(module)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)
-        command.epilog = filled(re.sub(r"(?<=\S)\n(?=\S)", " ", command.epilog))     # of prose, but not of tables
+        command.epilog = filled(
+            re.sub(r"(?<=\S)\n(?=\S)", " ", command.epilog)
+        )  # of prose, but not of tables
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 (it found a failure), 2 (bad input), 130 (interrupted), 141 (who
-    read its output has left, as `head` does)."""
+    """Run a command; returns the exit status: 0, 1 (it found a failure), 2 (bad input), 130
+    (interrupted), 141 (who read its output has left, as `head` does)."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):      # what a terminal's encoding lacks is shown as "?"
+        if hasattr(stream, "reconfigure"):  # what a terminal's encoding lacks is shown as "?"
             stream.reconfigure(errors="replace")
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
         finally:
-            sys.stdout.flush()                  # the interpreter would at its end, and complain
+            sys.stdout.flush()  # the interpreter would at its end, and complain
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141                              # 128 + SIGPIPE, what a shell says of other tools
+        return 141  # 128 + SIGPIPE, what a shell says of other tools
 
 
 def _run(arguments: list[str]) -> int:
@@ -105,11 +161,13 @@ def _run(arguments: list[str]) -> int:
         args = parser.parse_args(arguments)
         try:
             os.getcwd()
-        except OSError as error:                # torch's libraries would end the process
-            if "doctor" in arguments[:2]:       # which needs no folder: another one's disk is measured
+        except OSError as error:  # torch's libraries would end the process
+            if "doctor" in arguments[:2]:  # which needs no folder: another one's disk is measured
                 return os.chdir(tempfile.gettempdir()) or args.main(args)
-            raise ValueError(f"the folder that you are in was removed, or is closed to you ({error.strerror}): go to "
-                             f"another one") from error
+            raise ValueError(
+                f"the folder that you are in was removed, or is closed to you ({error.strerror}): go to "
+                f"another one"
+            ) from error
         return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)
@@ -119,8 +177,13 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        bug = "" if isinstance(error, FORESEEN) else (
-            f"{type(error).__name__}: this is a mistake in moelab, please report it with what --debug shows: ")
+        bug = (
+            ""
+            if isinstance(error, FORESEEN)
+            else (
+                f"{type(error).__name__}: this is a mistake in moelab, please report it with what --debug shows: "
+            )
+        )
         print(f"moelab: {bug}{told(error)}", file=sys.stderr)
         return 2
 
@@ -128,12 +191,14 @@ def _run(arguments: list[str]) -> int:
 def told(error: BaseException) -> str:
     """An error in words for a person."""
     if isinstance(error, KeyError) and error.args:
-        return str(error.args[0])                       # str() would put it between quotes
+        return str(error.args[0])  # str() would put it between quotes
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename is not None else ""
-        advice = {errno.ENOSPC: "; free some space, or write to another disk, and run the command again",
-                  errno.EACCES: "; choose another place, or change its permissions",
-                  errno.EROFS: "; choose another place"}.get(error.errno, "")
+        advice = {
+            errno.ENOSPC: "; free some space, or write to another disk, and run the command again",
+            errno.EACCES: "; choose another place, or change its permissions",
+            errno.EROFS: "; choose another place",
+        }.get(error.errno, "")
         return error.strerror + where + advice
     if isinstance(error, MemoryError):
         return f"there is not enough memory for this{f' ({error})' if str(error) else ''}; ask for less"

@@ -1,7 +1,8 @@
-"""Types of command-line options: what cannot be used is refused where it is read, and the message says what can.
+"""Types of command-line options: what cannot be used is refused where it is read, and the message
+says what can.
 
-    parser.add_argument("--tokens", type=whole(1)); parser.add_argument("--budgets", type=several(number(above=0)))
-"""
+parser.add_argument("--tokens", type=whole(1)); parser.add_argument("--budgets",
+type=several(number(above=0)))"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from moelab.registry import require
 
 
 class Parser(ArgumentParser):
-    """argparse's, which tells what is wrong in one line, with the nearest name; names may be in any case."""
+    """argparse's, which tells what is wrong in one line, with the nearest name; names may be in any
+    case."""
 
     def add_argument(self, *names: Any, **options: Any) -> Action:
         """As argparse's; `choices` are read by `one_of`."""
@@ -28,13 +30,21 @@ class Parser(ArgumentParser):
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, but what nobody knows is an error already in the parser of a subcommand, which knows more."""
+        """As argparse's, but what nobody knows is an error already in the parser of a subcommand,
+        which knows more."""
         namespace, left = super().parse_known_args(args, namespace)
         if left:
             option = left[0].partition("=")[0]
-            close = get_close_matches(option, re.findall(r"--[a-z][\w-]*", self.format_help()), 1, 0.7)
-            hint = f"; did you mean {close[0]}?" if close and option.startswith("-") else \
-                "; a size is one word, such as 16GB" if re.fullmatch("[kmgt]i?b?", left[0].lower()) else ""
+            close = get_close_matches(
+                option, re.findall(r"--[a-z][\w-]*", self.format_help()), 1, 0.7
+            )
+            hint = (
+                f"; did you mean {close[0]}?"
+                if close and option.startswith("-")
+                else "; a size is one word, such as 16GB"
+                if re.fullmatch("[kmgt]i?b?", left[0].lower())
+                else ""
+            )
             self.error(f"nothing here takes {' '.join(left)}{hint}")
         return namespace, left
 
@@ -46,7 +56,8 @@ class Parser(ArgumentParser):
             raise ArgumentError(action, str(error)) from None
 
     def _get_values(self, action: Action, texts: list[str]) -> Any:
-        """As argparse's, but an empty text, which would be a path to the working folder, is refused."""
+        """As argparse's, but an empty text, which would be a path to the working folder, is
+        refused."""
         if "" in texts and action.nargs not in (PARSER, REMAINDER):
             raise ArgumentError(action, "it is empty; give a value, or leave it out")
         return super()._get_values(action, texts)
@@ -56,7 +67,8 @@ class Parser(ArgumentParser):
 
 
 def output(text: str) -> Path:
-    """Reads the name of a file that is to be written, and refuses it before there is anything to write."""
+    """Reads the name of a file that is to be written, and refuses it before there is anything to
+    write."""
     try:
         return writable(text)
     except (ValueError, OSError) as error:
@@ -66,18 +78,24 @@ def output(text: str) -> Path:
 def whole(least: int = 0) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
-            if 2**63 > (value := int(text)) >= least:               # what libraries take
+            if 2**63 > (value := int(text)) >= least:  # what libraries take
                 return value
         except ValueError:
             pass
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+
     return read
 
 
-def number(least: float = -math.inf, *, above: float = -math.inf, most: float = math.inf) -> Callable[[str], float]:
+def number(
+    least: float = -math.inf, *, above: float = -math.inf, most: float = math.inf
+) -> Callable[[str], float]:
     """Reads a finite number: at least `least`, more than `above`, at most `most`."""
-    limits = [f"at least {least:g}" if least > -math.inf else "", f"above {above:g}" if above > -math.inf else "",
-              f"at most {most:g}" if most < math.inf else ""]
+    limits = [
+        f"at least {least:g}" if least > -math.inf else "",
+        f"above {above:g}" if above > -math.inf else "",
+        f"at most {most:g}" if most < math.inf else "",
+    ]
 
     def read(text: str) -> float:
         try:
@@ -86,7 +104,10 @@ def number(least: float = -math.inf, *, above: float = -math.inf, most: float = 
                 return value
         except ValueError:
             pass
-        raise ArgumentTypeError(f"{text!r} is not a finite number " + " and ".join(filter(None, limits)))
+        raise ArgumentTypeError(
+            f"{text!r} is not a finite number " + " and ".join(filter(None, limits))
+        )
+
     return read
 
 
@@ -97,17 +118,22 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         try:
-            require("choice", name := text if text in names else known.get(text.lower(), text), names)
+            require(
+                "choice", name := text if text in names else known.get(text.lower(), text), names
+            )
         except ValueError as error:
             raise ArgumentTypeError(str(error)) from None
         return name
+
     return read
 
 
 def several(read: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
     """Reads values with commas between them, each by `read`; at least one."""
+
     def read_all(text: str) -> list[Any]:
         if parts := [part.strip() for part in text.split(",") if part.strip()]:
             return [read(part) for part in parts]
         raise ArgumentTypeError(f"{text!r} names nothing; write values with commas between them")
+
     return read_all

@@ -1,27 +1,31 @@
-"""`moelab claims`: every quantitative claim of the five sources, what answers it, and a verdict by rule.
+"""`moelab claims`: every quantitative claim of the five sources, what answers it, and a verdict by
+rule.
 
-`data/claims.toml` is the ledger. A claim is a number, a range, a word or an order (`above`, `below`), and is answered
-by metrics of a notebook or of a bench, or by what testing it would need. Its verdict is the first that applies:
+`data/claims.toml` is the ledger. A claim is a number, a range, a word or an order (`above`,
+`below`), and is answered by metrics of a notebook or of a bench, or by what testing it would need.
+Its verdict is the first that applies:
 
     contradicted by the source itself   another place of the source says otherwise
     not testable here                   it needs hardware, weights or figures that are not here
     fitted                              it agrees, because something was chosen with this number; never counted
     follows                             it agrees as a consequence of fitted numbers, of construction, or by a
-                                        prediction without a simulator (`predictor`, within the same tolerance; where
-                                        `null` says it by other claims, it alone decides)
+                                        prediction without a simulator (`predictor`, within the same
+                                        tolerance; where `null` says it by other claims, it alone
+                                        decides)
     reproduced                          it agrees, for the source's model and machine
     same direction                      an order holds; it agrees, but `instead` of the source's model or machine
-                                        another one was looked at; or it has at least a quarter of the claim's effect,
-                                        and could have come out on the other side of none (`either_way`)
+                                        another one was looked at; or it has at least a quarter of
+                                        the claim's effect, and could have come out on the other
+                                        side of none (`either_way`)
     not reproduced                      none of these; the claim says the likely reason
 
-What is reproduced, or has the same direction, must be so under each of a metric's `readings`, other choices where the
-source leaves one open, and at both ends of its `interval`, where a claim names their metrics; else it is not
-reproduced.
+What is reproduced, or has the same direction, must be so under each of a metric's `readings`, other
+choices where the source leaves one open, and at both ends of its `interval`, where a claim names
+their metrics; else it is not reproduced.
 
-A number agrees within its tolerance, and where no effect has a value (`neutral`) within half of the effect, too: 20 %
-of a gain of 1.2 would include none. An order that could not have come out otherwise must say so in `follows`.
-"""
+A number agrees within its tolerance, and where no effect has a value (`neutral`) within half of the
+effect, too: 20 % of a gain of 1.2 would include none. An order that could not have come out
+otherwise must say so in `follows`."""
 
 from __future__ import annotations
 
@@ -41,15 +45,26 @@ from moelab.records import BenchFile, MetricsFile, Record, Records
 from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table
 
-REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = VERDICTS = (
-    "reproduced", "fitted", "follows", "same direction", "not reproduced", "contradicted by the source itself",
-    "not testable here", "unanswered")
+REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = (
+    VERDICTS
+) = (
+    "reproduced",
+    "fitted",
+    "follows",
+    "same direction",
+    "not reproduced",
+    "contradicted by the source itself",
+    "not testable here",
+    "unanswered",
+)
 HEAD = ["claim", "model, hardware", "source's value", "ours", "kind", "verdict", "why"]
 #: how several metrics become one number
 COMBINE: dict[str, Callable[[list[float]], float]] = {
     "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
-    "least": min, "most": max}
-Metrics = Records                           # name → {"value", "kind"}
+    "least": min,
+    "most": max,
+}
+Metrics = Records  # name → {"value", "kind"}
 
 
 @dataclass(frozen=True)
@@ -57,47 +72,89 @@ class Claim:
     """One claim; what `data/claims.toml` may say of it."""
 
     source: str
-    title: str                              # the source's
+    title: str  # the source's
     id: str
-    where: str                              # section, table or figure
+    where: str  # section, table or figure
     text: str
     hardware: str
     model: str
-    tolerance: Amount = 0.0                 # relative
-    value: float | bool | str | list[Any] | None = None        # a list of numbers, whose second may be infinite
-    above: float | None = None              # an order: what it compares is larger than this
+    tolerance: Amount = 0.0  # relative
+    value: float | bool | str | list[Any] | None = (
+        None  # a list of numbers, whose second may be infinite
+    )
+    above: float | None = None  # an order: what it compares is larger than this
     below: float | None = None
     unit: str = ""
-    metric: tuple[str, ...] = ()            # a notebook or "bench NAME", then names of metrics; * stands for any text
-    combine: str = ""                       # a key of COMBINE
-    interval: tuple[str, ...] = ()          # two metrics of the same place: the ends of a 95 % interval of `metric`
+    metric: tuple[
+        str, ...
+    ] = ()  # a notebook or "bench NAME", then names of metrics; * stands for any text
+    combine: str = ""  # a key of COMBINE
+    interval: tuple[
+        str, ...
+    ] = ()  # two metrics of the same place: the ends of a 95 % interval of `metric`
     needs: str = ""
-    neutral: float | None = None            # the value of no effect
-    either_way: bool = False                # ours could have come out on the other side of it
-    instead: str = ""                       # what was looked at instead of the source's model or machine
+    neutral: float | None = None  # the value of no effect
+    either_way: bool = False  # ours could have come out on the other side of it
+    instead: str = ""  # what was looked at instead of the source's model or machine
     fitted: str = ""
     follows: str = ""
     predictor: float | None = None
-    null: str = ""                          # a predictor of ids of the same source and numbers: "a * b / 2"
+    null: str = ""  # a predictor of ids of the same source and numbers: "a * b / 2"
     contradicted: str = ""
-    reason: str = ""                        # why it is not reproduced
+    reason: str = ""  # why it is not reproduced
 
     def __post_init__(self) -> None:
-        problem = next((said for wrong, said in (
-            (not self.id or not self.where or not self.text, "it has no id, place or text"),
-            (sum(x is not None for x in (self.value, self.above, self.below)) != 1,
-             "it needs exactly one of value, above and below"),
-            (isinstance(self.value, list) and not (len(self.value) == 2 and {*map(type, self.value)} <= {int, float}
-                                                   and self.value[0] <= self.value[1]), "a range is [low, high]"),
-            (not (self.metric or self.needs or self.contradicted or self.fitted), "nothing answers it"),
-            (bool(self.needs and (self.metric or self.fitted or self.follows)), "what needs something has no answer"),
-            (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
-            (self.interval and (len(self.interval) != 2 or len(self.metric) != 2), "an interval has two ends"),
-            (self.combine not in ("", *COMBINE), f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}"),
-            (self.either_way and not (self.neutral is not None and isinstance(self.value, (int, float))),
-             "either_way goes with a number and neutral"),
-            (self.predictor is not None and not self.null and not (self.follows and self.agrees(self.predictor)),
-             "its predictor is outside the tolerance, or not explained in follows")) if wrong), None)
+        problem = next(
+            (
+                said
+                for wrong, said in (
+                    (not self.id or not self.where or not self.text, "it has no id, place or text"),
+                    (
+                        sum(x is not None for x in (self.value, self.above, self.below)) != 1,
+                        "it needs exactly one of value, above and below",
+                    ),
+                    (
+                        isinstance(self.value, list)
+                        and not (
+                            len(self.value) == 2
+                            and {*map(type, self.value)} <= {int, float}
+                            and self.value[0] <= self.value[1]
+                        ),
+                        "a range is [low, high]",
+                    ),
+                    (
+                        not (self.metric or self.needs or self.contradicted or self.fitted),
+                        "nothing answers it",
+                    ),
+                    (
+                        bool(self.needs and (self.metric or self.fitted or self.follows)),
+                        "what needs something has no answer",
+                    ),
+                    (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
+                    (
+                        self.interval and (len(self.interval) != 2 or len(self.metric) != 2),
+                        "an interval has two ends",
+                    ),
+                    (
+                        self.combine not in ("", *COMBINE),
+                        f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}",
+                    ),
+                    (
+                        self.either_way
+                        and not (self.neutral is not None and isinstance(self.value, (int, float))),
+                        "either_way goes with a number and neutral",
+                    ),
+                    (
+                        self.predictor is not None
+                        and not self.null
+                        and not (self.follows and self.agrees(self.predictor)),
+                        "its predictor is outside the tolerance, or not explained in follows",
+                    ),
+                )
+                if wrong
+            ),
+            None,
+        )
         if problem:
             raise ValueError(problem)
 
@@ -113,8 +170,13 @@ class Claim:
         if isinstance(self.value, (bool, str)):
             return found == self.value
         low, high = self.ends
-        below, above = (min(self.tolerance * abs(end), math.inf if self.neutral is None else
-                            abs(end - self.neutral) / 2) for end in (low, high))
+        below, above = (
+            min(
+                self.tolerance * abs(end),
+                math.inf if self.neutral is None else abs(end - self.neutral) / 2,
+            )
+            for end in (low, high)
+        )
         return (low - below <= found) & (found <= high + above)
 
     @property
@@ -130,8 +192,15 @@ class Claim:
             return UNANSWERED if self.metric else FITTED
         if self.agrees(found):
             order = self.above is not None or self.below is not None
-            return (FITTED if self.fitted else FOLLOWS if self.follows or self.predicted else
-                    DIRECTION if order or self.instead else REPRODUCED)
+            return (
+                FITTED
+                if self.fitted
+                else FOLLOWS
+                if self.follows or self.predicted
+                else DIRECTION
+                if order or self.instead
+                else REPRODUCED
+            )
         same = self.either_way and (found - self.neutral) / (self.value - self.neutral) >= 0.25
         return DIRECTION if same else NOT_REPRODUCED
 
@@ -142,45 +211,63 @@ class Claim:
             return f"> {self.above:g}" if self.above is not None else f"< {self.below:g}"
         value = self.value
         if isinstance(value, list):
-            return f"{value[0]:g} to {value[1]:g}" if math.isfinite(value[1]) else f"{value[0]:g} or more"
+            return (
+                f"{value[0]:g} to {value[1]:g}"
+                if math.isfinite(value[1])
+                else f"{value[0]:g} or more"
+            )
         return f"{format_value(value)} {self.unit}".rstrip()
 
     def why(self, verdict: str) -> str:
         """What stands behind a verdict."""
-        why = {FITTED: self.fitted, FOLLOWS: self.follows or self.null and f"{self.null} = {self.predictor:.4g}",
-               CONTRADICTED: self.contradicted, NOT_TESTABLE: self.needs,
-               NOT_REPRODUCED: self.reason or "as measured here"}.get(verdict, "")
-        return f"needs {why}" if verdict == NOT_TESTABLE else "; ".join(
-            filter(None, (why, f"on {self.instead}" if self.instead else "")))
+        why = {
+            FITTED: self.fitted,
+            FOLLOWS: self.follows or self.null and f"{self.null} = {self.predictor:.4g}",
+            CONTRADICTED: self.contradicted,
+            NOT_TESTABLE: self.needs,
+            NOT_REPRODUCED: self.reason or "as measured here",
+        }.get(verdict, "")
+        return (
+            f"needs {why}"
+            if verdict == NOT_TESTABLE
+            else "; ".join(filter(None, (why, f"on {self.instead}" if self.instead else "")))
+        )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A claim with its answer: ours, least and most over comparable runs, the kind of the number, the verdict."""
+    """A claim with its answer: ours, least and most over comparable runs, the kind of the number,
+    the verdict."""
 
     claim: Claim
     ours: float | bool | str | None
     spread: tuple[float, float] | None
     kind: str
     verdict: str
-    readings: Record = field(default_factory=dict)              # other choices → what it is by them
-    lost: Record = field(default_factory=dict)                  # those by which what holds by ours does not
+    readings: Record = field(default_factory=dict)  # other choices → what it is by them
+    lost: Record = field(default_factory=dict)  # those by which what holds by ours does not
 
     @property
     def why(self) -> str:
         """What stands behind the verdict."""
         if self.lost and self.verdict == NOT_REPRODUCED:
             lost = ", ".join(f"{name}: {value:.3g}" for name, value in self.lost.items())
-            return f"{'within its interval' if self.claim.interval else 'by our choices'} only; {lost}"
+            return (
+                f"{'within its interval' if self.claim.interval else 'by our choices'} only; {lost}"
+            )
         return self.claim.why(self.verdict)
 
     @property
     def distance(self) -> float | None:
-        """Ours over the source's, of a range over its nearer end and 1 inside; None unless both are numbers above 0."""
+        """Ours over the source's, of a range over its nearer end and 1 inside; None unless both are
+        numbers above 0."""
         of = self.claim
         said = of.above if of.above is not None else of.below if of.below is not None else of.value
         ends = said if isinstance(said, list) else [said]
-        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0 for v in (self.ours, *ends)):
+        if not all(
+            isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0
+            for v in (self.ours, *ends)
+        ):
             return None
         return self.ours / min(max(self.ours, ends[0]), ends[-1])
 
@@ -188,13 +275,20 @@ class Row:
     def cells(self) -> list[str]:
         """What `HEAD` names."""
         between = f" ({self.spread[0]:.4g} to {self.spread[1]:.4g})" if self.spread else ""
-        return [f"{self.claim.where}: {self.claim.text}", f"{self.claim.model}, {self.claim.hardware}", self.claim.said,
-                "–" if self.ours is None else format_value(self.ours) + between, self.kind, self.verdict,
-                self.why]
+        return [
+            f"{self.claim.where}: {self.claim.text}",
+            f"{self.claim.model}, {self.claim.hardware}",
+            self.claim.said,
+            "–" if self.ours is None else format_value(self.ours) + between,
+            self.kind,
+            self.verdict,
+            self.why,
+        ]
 
 
 def load(path: str | Path | None = None) -> list[Claim]:
-    """The ledger's claims, or those of another file. ValueError: an unknown key, or a claim that is not complete."""
+    """The ledger's claims, or those of another file. ValueError: an unknown key, or a claim that is
+    not complete."""
     path = Path(path or shipped("claims.toml"))
     with naming(path, "ledger of claims", "writing it as data/claims.toml"):
         return _claims(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -204,14 +298,20 @@ def _claims(content: Record) -> list[Claim]:
     sources, found = typed(content.pop("source", {}), Records, "source"), []
     for source, claims in typed(content, dict[str, list[Record]]).items():
         if source not in sources:
-            raise ValueError(f"claims of {source!r}, which [source] does not name; it names {', '.join(sources)}")
+            raise ValueError(
+                f"claims of {source!r}, which [source] does not name; it names {', '.join(sources)}"
+            )
         values = {str(of.get("id")): of.get("value") for of in claims}
         for of in claims:
             if of.get("null"):
                 of["predictor"] = _of_others(str(of["null"]), values)
             given = {"text": "", "id": "", "where": "", "source": source} | sources[source] | of
             found.append(typed(given, Claim, f"claim {source}/{of.get('id')}"))
-    twice = [f"{source}/{name}" for (source, name), n in Counter((c.source, c.id) for c in found).items() if n > 1]
+    twice = [
+        f"{source}/{name}"
+        for (source, name), n in Counter((c.source, c.id) for c in found).items()
+        if n > 1
+    ]
     if twice:
         raise ValueError(f"there are two claims {', '.join(twice)}")
     return found
@@ -225,11 +325,15 @@ def _of_others(null: str, values: Record) -> float:
         try:
             numbers.append(sum(value) / 2 if isinstance(value, list) else float(value))
         except (TypeError, ValueError):
-            raise ValueError(f"null {null!r}: {word!r} is neither the id of a claim of this source that is a number "
-                             "nor a number") from None
+            raise ValueError(
+                f"null {null!r}: {word!r} is neither the id of a claim of this source that is a number "
+                "nor a number"
+            ) from None
     if set(words[1::2]) - {"*", "/"} or len(words) % 2 == 0:
         raise ValueError(f"null {null!r} must be ids and numbers with * or / between them")
-    return math.prod(numbers[:1] + [n if sign == "*" else 1 / n for sign, n in zip(words[1::2], numbers[1:])])
+    return math.prod(
+        numbers[:1] + [n if sign == "*" else 1 / n for sign, n in zip(words[1::2], numbers[1:])]
+    )
 
 
 @cache
@@ -239,18 +343,25 @@ def ledger() -> tuple[Claim, ...]:
 
 
 def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
-    """The metrics of a notebook's finished runs with its baseline's parameters, newest first, else of its baseline; or
-    of a bench's result, names joined by " | "."""
+    """The metrics of a notebook's finished runs with its baseline's parameters, newest first, else
+    of its baseline; or of a bench's result, names joined by " | "."""
     root = results_root(results)
     if where.startswith("bench "):
         path = root / "bench" / f"{where.removeprefix('bench ')}.json"
         content = read_json(path, BenchFile) if path.exists() else {"results": {}, "kind": ""}
-        return [{name: {"value": value, "kind": content["kind"]} for name, value in flat(content["results"])}]
+        return [
+            {
+                name: {"value": value, "kind": content["kind"]}
+                for name, value in flat(content["results"])
+            }
+        ]
     path = root / "baseline" / f"{where}.json"
     baseline = read_json(path, MetricsFile) if path.exists() else {"metrics": {}, "params": None}
     paths = [run / "metrics.json" for run in reversed(finished_runs(where, root))]
     runs = [read_json(path, MetricsFile) for path in paths if path.exists()]
-    return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [baseline["metrics"]]
+    return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [
+        baseline["metrics"]
+    ]
 
 
 def flat(results: Record, before: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
@@ -262,8 +373,12 @@ def flat(results: Record, before: tuple[str, ...] = ()) -> Iterable[tuple[str, A
 
 
 def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
-    """(value, kind, readings) of what answers a claim; (None, "", {}) if a metric is gone, or no number but needed."""
-    names = [[name for name in metrics if name == wanted or fnmatchcase(name, wanted)] for wanted in claim.metric[1:]]
+    """(value, kind, readings) of what answers a claim; (None, "", {}) if a metric is gone, or no
+    number but needed."""
+    names = [
+        [name for name in metrics if name == wanted or fnmatchcase(name, wanted)]
+        for wanted in claim.metric[1:]
+    ]
     found = [metrics[name] for some in names for name in some]
     combine = COMBINE[claim.combine] if claim.combine else lambda values: values[0]
 
@@ -271,6 +386,7 @@ def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
         values = [metric.get("readings", {}).get(reading, metric["value"]) for metric in found]
         words = not isinstance(claim.value, (bool, str)) and not _are_numbers(values)
         return None if words or claim.combine == "ratio" and 0 in values[1:] else combine(values)
+
     if not all(names) or (value := read(None)) is None:
         return None, "", {}
     readings = {name: read(name) for metric in found for name in metric.get("readings", {})}
@@ -284,9 +400,13 @@ def _are_numbers(values: Iterable[Any]) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
 
 
-def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
-         own: dict[str, Metrics] | None = None) -> list[Row]:
-    """Every claim, or these, with verdicts; `own` are metrics of notebooks that count instead of what was recorded."""
+def rows(
+    claims: Iterable[Claim] = (),
+    results: str | Path | None = None,
+    own: dict[str, Metrics] | None = None,
+) -> list[Row]:
+    """Every claim, or these, with verdicts; `own` are metrics of notebooks that count instead of
+    what was recorded."""
     runs: dict[str, list[Metrics]] = {where: [metrics] for where, metrics in (own or {}).items()}
     answered = []
     for claim in claims or ledger():
@@ -294,11 +414,21 @@ def rows(claims: Iterable[Claim] = (), results: str | Path | None = None,
         if where and where not in runs:
             runs[where] = recorded(where, results)
         found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "", {})]
-        (ours, kind, readings), numbers = found[0], [value for value, *_ in found if isinstance(value, (int, float))]
-        spread = (min(numbers), max(numbers)) if len(numbers) > 1 and not isinstance(ours, bool) else None
+        (ours, kind, readings), numbers = (
+            found[0],
+            [value for value, *_ in found if isinstance(value, (int, float))],
+        )
+        spread = (
+            (min(numbers), max(numbers))
+            if len(numbers) > 1 and not isinstance(ours, bool)
+            else None
+        )
         verdict = claim.verdict(ours)
-        lost = {name: value for name, value in readings.items()
-                if NOT_REPRODUCED == claim.verdict(value) != verdict}
+        lost = {
+            name: value
+            for name, value in readings.items()
+            if NOT_REPRODUCED == claim.verdict(value) != verdict
+        }
         verdict = NOT_REPRODUCED if lost and verdict in (REPRODUCED, DIRECTION) else verdict
         answered.append(Row(claim, ours, spread, kind, verdict, readings, lost))
     return answered
@@ -312,27 +442,42 @@ def counts(answered: Iterable[Row]) -> dict[str, int]:
 
 def summary(answered: list[Row]) -> str:
     """How many claims have which verdict, in a sentence."""
-    return f"{len(answered)} claims: " + ", ".join(f"{n} {verdict}" for verdict, n in counts(answered).items()) + "."
+    return (
+        f"{len(answered)} claims: "
+        + ", ".join(f"{n} {verdict}" for verdict, n in counts(answered).items())
+        + "."
+    )
 
 
 def problems(answered: Iterable[Row]) -> list[str]:
-    """What `--check` objects to: metrics that are gone, and what is not reproduced for no stated reason, unless it was
-    measured: that is another machine's business, and may differ from run to run."""
+    """What `--check` objects to: metrics that are gone, and what is not reproduced for no stated
+    reason, unless it was measured: that is another machine's business, and may differ from run to
+    run."""
     found = []
     for row in answered:
         of = row.claim
         if of.metric and row.ours is None:
-            found.append(f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}")
-        elif row.verdict == NOT_REPRODUCED and not (of.reason or row.lost) and row.kind != "measured":
+            found.append(
+                f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}"
+            )
+        elif (
+            row.verdict == NOT_REPRODUCED and not (of.reason or row.lost) and row.kind != "measured"
+        ):
             found.append(f"{of.source}/{of.id}: not reproduced, and no reason is given")
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sources = dict.fromkeys(claim.source for claim in ledger())
-    parser.add_argument("--source", choices=sources, metavar="NAME", help=f"only its claims: {', '.join(sources)}")
-    parser.add_argument("--check", action="store_true", help="fail if a metric is gone or a claim is unanswered")
-    parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
+    parser.add_argument(
+        "--source", choices=sources, metavar="NAME", help=f"only its claims: {', '.join(sources)}"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fail if a metric is gone or a claim is unanswered"
+    )
+    parser.add_argument(
+        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -343,5 +488,7 @@ def main(args: argparse.Namespace) -> int:
         own = [row for row in answered if row.claim.source == source]
         print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own]))
     wrong = problems(answered) if args.check else []
-    print("".join(f"\nFAILED {problem}" for problem in wrong).lstrip("\n"), end="\n" if wrong else "")
+    print(
+        "".join(f"\nFAILED {problem}" for problem in wrong).lstrip("\n"), end="\n" if wrong else ""
+    )
     return 1 if wrong else 0

@@ -1,8 +1,9 @@
-"""Two runs side by side: the parameters that differ, every metric with its spread, the figures that both have.
+"""Two runs side by side: the parameters that differ, every metric with its spread, the figures that
+both have.
 
-A run is its folder; a notebook's name or number stands for its newest one. The spread of a metric is the least and the
-most that it was in the runs of the same notebook with the same parameters: one run says nothing about the noise.
-"""
+A run is its folder; a notebook's name or number stands for its newest one. The spread of a metric
+is the least and the most that it was in the runs of the same notebook with the same parameters: one
+run says nothing about the noise."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ HEAD = ("metric", "unit", "kind")
 
 
 class Metric(NamedTuple):
-    """One metric in both runs; None where a run lacks it. spreads : least and most, None where it never differed."""
+    """One metric in both runs; None where a run lacks it. spreads : least and most, None where it
+    never differed."""
 
     name: str
     unit: str
@@ -38,7 +40,8 @@ class Metric(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Runs A and B. params : name → values, of parameters that differ. figures : name → what both runs kept of it."""
+    """Runs A and B. params : name → values, of parameters that differ. figures : name → what both
+    runs kept of it."""
 
     runs: tuple[Path, Path]
     params: dict[str, tuple[Any, Any]]
@@ -54,11 +57,14 @@ class Comparison(NamedTuple):
     @property
     def cells(self) -> list[list[Any]]:
         """A row a metric: `HEAD`, both values with their spreads, and how they differ."""
-        return [[m.name, m.unit, m.kind, *map(_cell, m.values, m.spreads), m.note] for m in self.metrics]
+        return [
+            [m.name, m.unit, m.kind, *map(_cell, m.values, m.spreads), m.note] for m in self.metrics
+        ]
 
 
 def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> Comparison:
-    """Two runs, each a folder or a notebook. ValueError: there is no such run, or it was never saved."""
+    """Two runs, each a folder or a notebook. ValueError: there is no such run, or it was never
+    saved."""
     runs = find_run(a, results), find_run(b, results)
     found = [read_json(run / "metrics.json", MetricsFile) for run in runs]
     params = [of["params"] | {"seed": of["seed"]} for of in found]
@@ -66,13 +72,35 @@ def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> 
     rows = []
     for name in metrics[0] | metrics[1]:
         both = [of.get(name, {}) for of in metrics]
-        unit, kind = (" / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind"))
-        rows.append(Metric(name, unit, kind, tuple(of.get("value") for of in both),
-                           tuple(of.get(name) for of in spreads)))
-    figures = {name: tuple(read_json(run / of["figures"][name]["file"], FigureFile) for run, of in zip(runs, found))
-               for name in found[0].get("figures", {}) if name in found[1].get("figures", {})}
-    return Comparison(runs, {name: (params[0].get(name), params[1].get(name)) for name in params[0] | params[1]
-                             if params[0].get(name) != params[1].get(name)}, rows, figures)
+        unit, kind = (
+            " / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind")
+        )
+        rows.append(
+            Metric(
+                name,
+                unit,
+                kind,
+                tuple(of.get("value") for of in both),
+                tuple(of.get(name) for of in spreads),
+            )
+        )
+    figures = {
+        name: tuple(
+            read_json(run / of["figures"][name]["file"], FigureFile) for run, of in zip(runs, found)
+        )
+        for name in found[0].get("figures", {})
+        if name in found[1].get("figures", {})
+    }
+    return Comparison(
+        runs,
+        {
+            name: (params[0].get(name), params[1].get(name))
+            for name in params[0] | params[1]
+            if params[0].get(name) != params[1].get(name)
+        },
+        rows,
+        figures,
+    )
 
 
 def find_run(run: str | Path, results: str | Path | None = None) -> Path:
@@ -80,18 +108,27 @@ def find_run(run: str | Path, results: str | Path | None = None) -> Path:
     folder = absolute(run)
     if (folder / "metrics.json").is_file():
         return folder
-    names = sorted(path.name for path in (results_root(results) / "runs").glob("*") if path.is_dir())
+    names = sorted(
+        path.name for path in (results_root(results) / "runs").glob("*") if path.is_dir()
+    )
     matches = [name for name in names if is_named(name, str(run))]
     newest = [path for name in matches for path in saved_runs(name, results)][-1:]
     if not newest:
-        raise ValueError(f"{run} is neither the folder of a saved run nor a notebook that has one."
-                         f"{near(str(run), names)} There are runs of {', '.join(names) or 'none'}: `moelab list`")
+        raise ValueError(
+            f"{run} is neither the folder of a saved run nor a notebook that has one."
+            f"{near(str(run), names)} There are runs of {', '.join(names) or 'none'}: `moelab list`"
+        )
     return newest[0]
 
 
 def saved_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
-    """The finished runs of a notebook that have metrics, oldest first, those in JupyterLab included."""
-    return [run for run in finished_runs(notebook, results, lab=True) if (run / "metrics.json").is_file()]
+    """The finished runs of a notebook that have metrics, oldest first, those in JupyterLab
+    included."""
+    return [
+        run
+        for run in finished_runs(notebook, results, lab=True)
+        if (run / "metrics.json").is_file()
+    ]
 
 
 def is_named(notebook: str, name: str) -> bool:
@@ -105,12 +142,17 @@ def are_numbers(*values: Any) -> bool:
 
 
 def _spreads(run: Path) -> dict[str, Spread]:
-    """Metric → (least, most) over the runs beside this one with the same parameters, where they differ."""
+    """Metric → (least, most) over the runs beside this one with the same parameters, where they
+    differ."""
     own = read_json(run / "metrics.json", MetricsFile)
     beside = [read_json(path, MetricsFile) for path in run.parent.glob("[0-9]*/metrics.json")]
-    alike = [of["metrics"] for of in beside if all(of[key] == own[key] for key in ("params", "seed"))]
-    values = {name: [of[name]["value"] for of in alike if name in of and are_numbers(of[name]["value"])]
-              for name in own["metrics"]}
+    alike = [
+        of["metrics"] for of in beside if all(of[key] == own[key] for key in ("params", "seed"))
+    ]
+    values = {
+        name: [of[name]["value"] for of in alike if name in of and are_numbers(of[name]["value"])]
+        for name in own["metrics"]
+    }
     return {name: (min(of), max(of)) for name, of in values.items() if of and min(of) < max(of)}
 
 

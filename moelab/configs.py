@@ -1,8 +1,8 @@
 """From a transformers config to a `MoESpec`.
 
-Nothing is built and no torch is needed, so it works on a config object of any origin. Left out: layers whose experts
-differ from each other (lists of sizes, one an MoE layer), and what `REFUSED` says.
-"""
+Nothing is built and no torch is needed, so it works on a config object of any origin. Left out:
+layers whose experts differ from each other (lists of sizes, one an MoE layer), and what `REFUSED`
+says."""
 
 from __future__ import annotations
 
@@ -18,17 +18,42 @@ NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 NAMES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "num_layers"),
     "E": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "K": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"),
-    "H": ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model"),     # the width that the experts read
+    "K": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "moe_top_k",
+        "top_k_experts",
+    ),
+    "H": (
+        "moe_latent_size",
+        "moe_hidden_size",
+        "hidden_size",
+        "d_model",
+    ),  # the width that the experts read
     "I": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "d_ff"),
     "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "shared_I": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
-    "dense_I": ("intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size",
-                "intermediate_size", "d_ff"),
+    "shared_I": (
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    ),
+    "dense_I": (
+        "intermediate_size_mlp",
+        "dense_intermediate_size",
+        "prefix_dense_intermediate_size",
+        "intermediate_size",
+        "d_ff",
+    ),
     "vocab": ("vocab_size",),
     "heads": ("num_attention_heads", "num_heads"),
     "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("v_head_dim", "head_dim", "d_kv"),     # MLA: the value head's; its `head_dim` is the RoPE part
+    "head_dim": (
+        "v_head_dim",
+        "head_dim",
+        "d_kv",
+    ),  # MLA: the value head's; its `head_dim` is the RoPE part
     "dtype": ("dtype", "torch_dtype"),
 }
 
@@ -37,49 +62,84 @@ MOE_LAYERS: dict[str, Callable[[Any, int], bool]] = {
     "mlp_layer_types": lambda c, i: c.mlp_layer_types[i] != "dense",
     "moe_layers": lambda c, i: i in c.moe_layers,
     "expert_layer_period": lambda c, i: i % c.expert_layer_period == c.expert_layer_offset,
-    "moe_layer_start_index": lambda c, i: ((i + 1) % c.moe_layer_interval == 0
-                                           and c.moe_layer_start_index <= i <= c.moe_layer_end_index),
+    "moe_layer_start_index": lambda c, i: (
+        (i + 1) % c.moe_layer_interval == 0
+        and c.moe_layer_start_index <= i <= c.moe_layer_end_index
+    ),
     "num_dense_layers": lambda c, i: i >= c.num_dense_layers,
-    "first_k_dense_replace": lambda c, i: (i >= c.first_k_dense_replace
-                                           and i % (getattr(c, "moe_layer_freq", None) or 1) == 0),
-    "decoder_sparse_step": lambda c, i: ((i + 1) % c.decoder_sparse_step == 0
-                                         and i not in (getattr(c, "mlp_only_layers", None) or ())),
+    "first_k_dense_replace": lambda c, i: (
+        i >= c.first_k_dense_replace and i % (getattr(c, "moe_layer_freq", None) or 1) == 0
+    ),
+    "decoder_sparse_step": lambda c, i: (
+        (i + 1) % c.decoder_sparse_step == 0
+        and i not in (getattr(c, "mlp_only_layers", None) or ())
+    ),
 }
 
 #: model_type → what its code does and its config does not say; a callable reads it from the config
 EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "switch_transformers": {"K": 1, "gated": False, "router": "top1",
-                            "num_layers": lambda c: c.num_layers + c.num_decoder_layers,
-                            "moe_layers": lambda c: _switch_layers(c)},
+    "switch_transformers": {
+        "K": 1,
+        "gated": False,
+        "router": "top1",
+        "num_layers": lambda c: c.num_layers + c.num_decoder_layers,
+        "moe_layers": lambda c: _switch_layers(c),
+    },
     "llama4_text": {"router": "sigmoid", "shared_I": lambda c: c.intermediate_size},
     "gpt_oss": {"router": "topk-softmax", "bias": True},
     "openai_privacy_filter": {"router": "topk-softmax", "bias": True},
     "phimoe": {"router": "sparsemixer"},
     # a layer is two attentions with a dense FFN each, and one MoE beside them
-    "longcat_flash": {"num_layers": lambda c: c.num_layers, "shared_I": lambda c: 2 * c.ffn_hidden_size},
+    "longcat_flash": {
+        "num_layers": lambda c: c.num_layers,
+        "shared_I": lambda c: 2 * c.ffn_hidden_size,
+    },
     "deepseek": {"router": "softmax"},
-    "deepseek_v2": {"router": lambda c: "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"},
+    "deepseek_v2": {
+        "router": lambda c: (
+            "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"
+        )
+    },
     "hunyuan_v1_moe": {"shared_I": lambda c: c.intermediate_size},
-    "nemotron_h": {"gated": False, "dense_I": lambda c: c.intermediate_size if "mlp" in c.layers_block_type else 0,
-                   "moe_layers": lambda c: [i for i, kind in enumerate(c.layers_block_type) if kind == "moe"]},
-    **dict.fromkeys(("aria_text", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-                    {"router": "topk-softmax"}),
-    **dict.fromkeys(("unlimited_ocr_text", "deepseek_ocr2_text", "mistral4", "mistral_large4_text"),
-                    {"router": "softmax"}),
-    **dict.fromkeys(("afmoe", "axk2", "flint", "hy_v3", "kolibri1", "laguna", "lfm2_moe", "minimax_m2",
-                     "minimax_m3_vl_text"), {"router": "sigmoid"}),
+    "nemotron_h": {
+        "gated": False,
+        "dense_I": lambda c: c.intermediate_size if "mlp" in c.layers_block_type else 0,
+        "moe_layers": lambda c: [i for i, kind in enumerate(c.layers_block_type) if kind == "moe"],
+    },
+    **dict.fromkeys(
+        ("aria_text", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        {"router": "topk-softmax"},
+    ),
+    **dict.fromkeys(
+        ("unlimited_ocr_text", "deepseek_ocr2_text", "mistral4", "mistral_large4_text"),
+        {"router": "softmax"},
+    ),
+    **dict.fromkeys(
+        (
+            "afmoe",
+            "axk2",
+            "flint",
+            "hy_v3",
+            "kolibri1",
+            "laguna",
+            "lfm2_moe",
+            "minimax_m2",
+            "minimax_m3_vl_text",
+        ),
+        {"router": "sigmoid"},
+    ),
 }
 
 #: model_type → why the seam cannot run it, though it is a mixture of experts
 REFUSED = {
     "dbrx": "keeps all experts of a layer as the rows of one matrix (DbrxExpertGLU), not one after the other",
     "jetmoe": "has experts in its attention as well, and runs both kinds on rows sorted by expert "
-              "(JetMoeParallelExperts), not as experts(hidden_states, ids, weights)",
+    "(JetMoeParallelExperts), not as experts(hidden_states, ids, weights)",
     "nllb-moe": "passes its experts a mask, of which transformers 5.20 to 5.23 itself runs experts 0 and 1 alone "
-                "(NllbMoeExperts takes the mask's zeros and ones for experts' numbers)",
+    "(NllbMoeExperts takes the mask's zeros and ones for experts' numbers)",
     "ernie4_5_vl_moe_text": "has two sets of experts a layer, of other sizes, for text and for vision",
     "dots3_note": "has routed experts in its vision encoder as well; of its text model alone (dots3_note_text) a "
-                  "checkpoint of its own is run",
+    "checkpoint of its own is run",
     "diffusion_gemma_text": "writes blocks of text by diffusion, its encoder and its decoder share their experts",
 }
 
@@ -87,71 +147,106 @@ REFUSED = {
 QUANTISATION = ("quantization_config", "quantization")
 #: quantization_config.quant_method → our dtype, or what finds it in the config
 QUANTISED: dict[str, Any] = {
-    "mxfp4": "mxfp4", "fp8": "float8_e4m3fn",
+    "mxfp4": "mxfp4",
+    "fp8": "float8_e4m3fn",
     **dict.fromkeys(("gptq", "awq"), lambda read: f"int{read('bits')}"),
-    "compressed-tensors": lambda read: _compressed(next(iter(read("config_groups").values()))["weights"])}
+    "compressed-tensors": lambda read: _compressed(
+        next(iter(read("config_groups").values()))["weights"]
+    ),
+}
 #: field of a quantization_config without a quant_method → the software that writes it so
-UNNAMED = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "quant_algo": "modelopt", "bits": "MLX"}
+UNNAMED = {
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "quant_algo": "modelopt",
+    "bits": "MLX",
+}
 
 
 def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
     """The geometry that a transformers config describes.
 
-    config : a transformers config, or any object with the attributes of a config.json. Of a multimodal model the
-        language model counts, and its model_type is the spec's.
+    config : a transformers config, or any object with the attributes of a config.json. Of a
+        multimodal model the language model counts, and its model_type is the spec's.
     name : the config's `_name_or_path`, or its model_type, without.
 
-    Raises ValueError: the config is dense, lacks a fact, has layers that differ, or is quantised in a way unknown here.
-    """
+    Raises ValueError: the config is dense, lacks a fact, has layers that differ, or is quantised in
+    a way unknown here."""
     outer = config
-    while inner := next((getattr(config, key) for key in NESTED if getattr(config, key, None) is not None), None):
+    while inner := next(
+        (getattr(config, key) for key in NESTED if getattr(config, key, None) is not None), None
+    ):
         config = inner
     model_type = config.model_type
     name = name or getattr(outer, "_name_or_path", None) or model_type
     known = EXCEPTIONS.get(model_type, {})
 
     if reason := REFUSED.get(model_type) or REFUSED.get(outer.model_type):
-        raise ValueError(f"{name} ({model_type}) is a mixture of experts that moelab does not run: it {reason}. "
-                         f"moelab.names('model') lists models that it runs")
+        raise ValueError(
+            f"{name} ({model_type}) is a mixture of experts that moelab does not run: it {reason}. "
+            f"moelab.names('model') lists models that it runs"
+        )
 
     def find(fact: str) -> Any:
         """What the config says of a fact, or None."""
         if fact in known:
             return known[fact](config) if callable(known[fact]) else known[fact]
-        return next((value for key in NAMES.get(fact, ()) if (value := _read(config, key)) is not None), None)
+        return next(
+            (value for key in NAMES.get(fact, ()) if (value := _read(config, key)) is not None),
+            None,
+        )
 
     def size(fact: str) -> int:
         value = find(fact)
         if not isinstance(value, int):
             raise ValueError(
                 f"{name} ({model_type}): {fact} should be a whole number under one of {', '.join(NAMES[fact])}, but "
-                f"is {value!r}; set it in the config, or name the attribute in moelab.configs.NAMES")
+                f"is {value!r}; set it in the config, or name the attribute in moelab.configs.NAMES"
+            )
         return value
 
     if not find("E"):
         raise ValueError(
             f"{name} ({model_type}) is a dense model: its config has no experts (looked for {', '.join(NAMES['E'])}). "
-            "Open a mixture-of-experts model; moelab.names('model') lists the known ones")
+            "Open a mixture-of-experts model; moelab.names('model') lists the known ones"
+        )
     num_layers, I = size("num_layers"), size("I")
     moe_layers = find("moe_layers")
     if moe_layers is None:
-        rule = next((MOE_LAYERS[key] for key in MOE_LAYERS if getattr(config, key, None) is not None), None)
+        rule = next(
+            (MOE_LAYERS[key] for key in MOE_LAYERS if getattr(config, key, None) is not None), None
+        )
         moe_layers = [i for i in range(num_layers) if rule is None or rule(config, i)]
     if not moe_layers:
         raise ValueError(
             f"{name} ({model_type}) is a dense model: its config mentions experts, but none of its {num_layers} layers "
-            f"is MoE (looked at {', '.join(MOE_LAYERS)}). Open another model, or correct the config")
+            f"is MoE (looked at {', '.join(MOE_LAYERS)}). Open another model, or correct the config"
+        )
     shared = find("shared_I")
-    heads, kv_heads, head_dim = (max(value) if isinstance(value, list) else value or 0      # for costs: widest layer
-                                 for value in map(find, ("heads", "kv_heads", "head_dim")))
+    heads, kv_heads, head_dim = (
+        max(value) if isinstance(value, list) else value or 0  # for costs: widest layer
+        for value in map(find, ("heads", "kv_heads", "head_dim"))
+    )
     return MoESpec(
-        name=name, model_type=model_type, num_layers=num_layers, moe_layers=tuple(moe_layers), E=size("E"),
-        K=size("K"), H=size("H"), I=I, router=find("router") or _router(config),
-        gated=known.get("gated", True), bias=known.get("bias", False),
+        name=name,
+        model_type=model_type,
+        num_layers=num_layers,
+        moe_layers=tuple(moe_layers),
+        E=size("E"),
+        K=size("K"),
+        H=size("H"),
+        I=I,
+        router=find("router") or _router(config),
+        gated=known.get("gated", True),
+        bias=known.get("bias", False),
         shared_I=(find("shared_count") or 0) * I if shared is None else shared,
         dense_I=size("dense_I") if len(moe_layers) < num_layers else 0,
-        vocab=find("vocab") or 0, heads=heads, kv_heads=kv_heads or heads,
-        head_dim=head_dim or (size("H") // heads if heads else 0), dtype=_dtype(outer, config, find, name))
+        vocab=find("vocab") or 0,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=head_dim or (size("H") // heads if heads else 0),
+        dtype=_dtype(outer, config, find, name),
+    )
 
 
 def _compressed(weights: dict[str, Any]) -> str:
@@ -159,7 +254,8 @@ def _compressed(weights: dict[str, Any]) -> str:
 
 
 def _read(config: Any, key: str) -> Any:
-    """An attribute of a config, or None; of one that layers have of their own, the value if they agree, else a list."""
+    """An attribute of a config, or None; of one that layers have of their own, the value if they
+    agree, else a list."""
     if key not in (getattr(config, "per_layer_attributes", None) or ()):
         return getattr(config, key, None)
     values = [getattr(of_layer, key, None) for of_layer in config.per_layer_config]
@@ -167,7 +263,8 @@ def _read(config: Any, key: str) -> Any:
 
 
 def _router(config: Any) -> str:
-    """The habit where the architecture is no exception: groups come with sigmoid scores, as in DeepSeek-V3."""
+    """The habit where the architecture is no exception: groups come with sigmoid scores, as in
+    DeepSeek-V3."""
     groups = getattr(config, "topk_group", None) is not None
     named = getattr(config, "scoring_func", None) or getattr(config, "expert_selection_fn", None)
     scores = named or ("sigmoid" if groups else "softmax")
@@ -175,26 +272,37 @@ def _router(config: Any) -> str:
 
 
 def _switch_layers(config: Any) -> list[int]:
-    """Switch's own rule: every `step`-th layer from the second one on, in the encoder and in the decoder."""
+    """Switch's own rule: every `step`-th layer from the second one on, in the encoder and in the
+    decoder."""
+
     def sparse(layers: int, step: int) -> list[int]:
         return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]
 
     decoder = sparse(config.num_decoder_layers, config.decoder_sparse_step)
-    return sparse(config.num_layers, config.encoder_sparse_step) + [config.num_layers + i for i in decoder]
+    return sparse(config.num_layers, config.encoder_sparse_step) + [
+        config.num_layers + i for i in decoder
+    ]
 
 
 def quantisation(config: Any) -> str | None:
-    """What a config says that weights are quantised with: transformers' name of the method ("fp8", …) and, where it
-    says one, the algorithm ("modelopt NVFP4"); or the software that gives it no name; None for not at all."""
+    """What a config says that weights are quantised with: transformers' name of the method ("fp8",
+    …) and, where it says one, the algorithm ("modelopt NVFP4"); or the software that gives it no
+    name; None for not at all."""
     if not (read := _quantised(config)):
         return None
-    method = read("quant_method") or next((name for key, name in UNNAMED.items() if read(key)), "an unnamed method")
-    return " ".join(filter(None, (str(getattr(method, "value", method)), str(read("quant_algo") or ""))))
+    method = read("quant_method") or next(
+        (name for key, name in UNNAMED.items() if read(key)), "an unnamed method"
+    )
+    return " ".join(
+        filter(None, (str(getattr(method, "value", method)), str(read("quant_algo") or "")))
+    )
 
 
 def _quantised(config: Any) -> Callable[[str], Any] | None:
     """What reads a field of what a config says of quantisation; None if it says nothing."""
-    if not (said := next(filter(None, (getattr(config, name, None) for name in QUANTISATION)), None)):
+    if not (
+        said := next(filter(None, (getattr(config, name, None) for name in QUANTISATION)), None)
+    ):
         return None
     return said.get if isinstance(said, dict) else lambda key: getattr(said, key, None)
 
@@ -204,15 +312,22 @@ def _dtype(outer: Any, config: Any, find: Callable[[str], Any], name: str) -> st
     for holder in (outer, config):
         if method := quantisation(holder):
             try:
-                dtype = QUANTISED[method] if isinstance(QUANTISED[method], str) else QUANTISED[method](
-                    _quantised(holder))
+                dtype = (
+                    QUANTISED[method]
+                    if isinstance(QUANTISED[method], str)
+                    else QUANTISED[method](_quantised(holder))
+                )
             except (KeyError, TypeError, AttributeError, StopIteration):
                 dtype = None
             if dtype not in DTYPE_BYTES:
-                raise ValueError(f"{name} is quantised with {method}, in a form that is not read here; known are "
-                                 f"{', '.join(QUANTISED)}. Take one of these, or the unquantised checkpoint of the "
-                                 f"model")
+                raise ValueError(
+                    f"{name} is quantised with {method}, in a form that is not read here; known are "
+                    f"{', '.join(QUANTISED)}. Take one of these, or the unquantised checkpoint of the "
+                    f"model"
+                )
             return dtype
-    dtype = find("dtype") or next((v for k in NAMES["dtype"] if (v := getattr(outer, k, None))), "bfloat16")
+    dtype = find("dtype") or next(
+        (v for k in NAMES["dtype"] if (v := getattr(outer, k, None))), "bfloat16"
+    )
     dtype = str(dtype).removeprefix("torch.")
     return dtype if dtype in DTYPE_BYTES else "bfloat16"

@@ -1,6 +1,7 @@
 """Prompts from many sources behind one function: `prompts(source, n, ...)`.
 
-The *generated* sources need no network: Python's standard library and facts that are invented on the spot:
+The *generated* sources need no network: Python's standard library and facts that are invented on
+the spot:
 
     needle           one fact buried in library text, asked for at the end   (RULER niah_single, in small)
     needle_multikey  four facts buried in library text, one asked for        (RULER niah_multikey, in small)
@@ -12,10 +13,10 @@ The *generated* sources need no network: Python's standard library and facts tha
     knowledge        solved couples and spellings, then one to solve, as MMLU is
     code, prose      a passage of library source or manual; the answer is the rest of the last line
 
-A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is the red fox 37?`. What
-those from couples on ask stands nowhere in the prompt: weights must hold it. The *hub* sources (boolq, hellaswag,
-gsm8k, sharegpt, ruler) are downloaded through `datasets` when the network allows.
-"""
+A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is the red
+fox 37?`. What those from couples on ask stands nowhere in the prompt: weights must hold it. The
+*hub* sources (boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the
+network allows."""
 
 from __future__ import annotations
 
@@ -31,19 +32,32 @@ from typing import Any
 
 from moelab.files import small_model
 
-ADJECTIVES = ("amber azure blue brave bright calm clear cold cool dark deep dry fast fine flat gold "
-              "gray green high icy kind late lazy loud mild neat new odd old pale pink red").split()
-NOUNS = ("ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove "
-         "duck eel elk fish fly fox frog goat hare hawk hen ibex lamb lark lion lynx").split()
+ADJECTIVES = (
+    "amber azure blue brave bright calm clear cold cool dark deep dry fast fine flat gold "
+    "gray green high icy kind late lazy loud mild neat new odd old pale pink red"
+).split()
+NOUNS = (
+    "ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove "
+    "duck eel elk fish fly fox frog goat hare hawk hen ibex lamb lark lion lynx"
+).split()
 NUMBERS = [str(number) for number in range(10, 100)]
 COUPLES = [f"{adjective} {noun}" for adjective in ADJECTIVES[:16] for noun in NOUNS]
 SUMMANDS = range(10, 40)
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, the right continuation ("" for none), and the alternatives of a multiple-choice question."""
+    """A prompt, the right continuation ("" for none), and the alternatives of a multiple-choice
+    question."""
 
     source: str
     text: str
@@ -63,27 +77,39 @@ class Fact:
         return f"\nthe {self.key} {self.value}"
 
     def question(self, claimed: str | None = None) -> tuple[str, str]:
-        """(question, answer): the value itself or, with `claimed`, whether the value is `claimed`."""
+        """(question, answer): the value itself or, with `claimed`, whether the value is
+        `claimed`."""
         if claimed is None:
             return f"\nthe {self.key}", f" {self.value}"
         return f"\nis the {self.key} {claimed}?", " yes" if claimed == self.value else " no"
 
 
-def prompts(source: str | Sequence[str], n: int = 32, *, tokens: int = 256, seed: int = 0, split: str = "test",
-            count: Callable[[str], int] | None = None) -> list[Prompt]:
-    """`n` prompts of a source (a key of `SOURCES`), or of each of several, the same for the same arguments.
+def prompts(
+    source: str | Sequence[str],
+    n: int = 32,
+    *,
+    tokens: int = 256,
+    seed: int = 0,
+    split: str = "test",
+    count: Callable[[str], int] | None = None,
+) -> list[Prompt]:
+    """`n` prompts of a source (a key of `SOURCES`), or of each of several, the same for the same
+    arguments.
 
-    tokens : the longest prompt, answer included, in tokens of `count`. The generated sources fill it up to
-        the last line that fits; of a hub source, prompts that are longer are passed over.
+    tokens : the longest prompt, answer included, in tokens of `count`. The generated sources fill
+        it up to the last line that fits; of a hub source, prompts that are longer are passed over.
     seed : picks facts, files and positions.    split : "train" or "test"; the two share no file and no key, but all
         couples, spellings and sums: what weights must hold is to be held of all of them.
     count : text → number of tokens; by default the shipped small model's tokenizer counts.
 
-    Raises ValueError: unknown source or split, `n` or `tokens` too small. RuntimeError: a hub that cannot be reached.
-    """
+    Raises ValueError: unknown source or split, `n` or `tokens` too small. RuntimeError: a hub that
+    cannot be reached."""
     if not isinstance(source, str):
-        return [prompt for one in source
-                for prompt in prompts(one, n, tokens=tokens, seed=seed, split=split, count=count)]
+        return [
+            prompt
+            for one in source
+            for prompt in prompts(one, n, tokens=tokens, seed=seed, split=split, count=count)
+        ]
     if source not in SOURCES:
         raise ValueError(f"unknown prompt source {source!r}; the sources are {', '.join(SOURCES)}")
     if split not in ("train", "test"):
@@ -91,18 +117,22 @@ def prompts(source: str | Sequence[str], n: int = 32, *, tokens: int = 256, seed
     if n < 1:
         raise ValueError(f"n is {n}; ask for at least one prompt")
     if tokens < 64 and source in GENERATED:
-        raise ValueError(f"tokens is {tokens}; a generated prompt needs at least 64 to hold its facts and question")
+        raise ValueError(
+            f"tokens is {tokens}; a generated prompt needs at least 64 to hold its facts and question"
+        )
     return list(SOURCES[source](source, n, tokens, seed, split, count or _small_token_count()))
 
 
 def in_split(name: str, split: str, share: int = 10) -> bool:
-    """Whether `name` (a file, a page, a key) is in `split`: about one in `share` is in the test split."""
+    """Whether `name` (a file, a page, a key) is in `split`: about one in `share` is in the test
+    split."""
     held_out = hashlib.sha1(name.encode()).digest()[0] % share == 0
     return held_out == (split == "test")
 
 
 def invent_facts(rng: random.Random, n: int, split: str) -> list[Fact]:
-    """`n` facts with different keys (adjective and noun) and values; the two splits share words, but no pair."""
+    """`n` facts with different keys (adjective and noun) and values; the two splits share words,
+    but no pair."""
     keys: list[str] = []
     while len(keys) < n:
         key = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
@@ -112,7 +142,8 @@ def invent_facts(rng: random.Random, n: int, split: str) -> list[Fact]:
 
 
 def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple[str, str]:
-    """A question about `fact`: its value, or yes/no with right, swapped and random claims (1/2, 1/4, 1/4)."""
+    """A question about `fact`: its value, or yes/no with right, swapped and random claims (1/2,
+    1/4, 1/4)."""
     if not yesno:
         return fact.question()
     others = [f.value for f in facts if f is not fact] or NUMBERS
@@ -121,13 +152,16 @@ def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple
 
 
 def remember(rng: random.Random, source: str) -> tuple[str, str]:
-    """(question, answer) of "couples", "spelling" or "sums": the weights know the answer, or nothing does.
+    """(question, answer) of "couples", "spelling" or "sums": the weights know the answer, or
+    nothing does.
 
     A hash picks the partner of each of `COUPLES`, so that no rule but memory gives it.
     """
     if source == "couples":
         key = rng.choice(COUPLES)
-        return f"\nthe {key} and the", " " + NOUNS[hashlib.sha1(f"couple {key}".encode()).digest()[0] % len(NOUNS)]
+        return f"\nthe {key} and the", " " + NOUNS[
+            hashlib.sha1(f"couple {key}".encode()).digest()[0] % len(NOUNS)
+        ]
     if source == "spelling":
         word = rng.choice(ADJECTIVES + NOUNS)
         return f"\nspell {word}:", " " + "-".join(word)
@@ -137,27 +171,40 @@ def remember(rng: random.Random, source: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def library(kind: str, split: str) -> tuple[str, ...]:
-    """The texts of one split: standard library sources ("code") or manual pages ("prose"), without blank lines."""
+    """The texts of one split: standard library sources ("code") or manual pages ("prose"), without
+    blank lines."""
     if kind == "code":
         root, files = Path(sysconfig.get_path("stdlib")), []
         for folder, folders, names in os.walk(root):
             folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-            files += [Path(folder, name) for name in names if name.endswith(".py") and name != "topics.py"]
+            files += [
+                Path(folder, name) for name in names if name.endswith(".py") and name != "topics.py"
+            ]
         named = ((p.relative_to(root).as_posix(), p) for p in sorted(files))
-        texts = (p.read_text(encoding="utf-8", errors="ignore") for name, p in named if in_split(name, split))
+        texts = (
+            p.read_text(encoding="utf-8", errors="ignore")
+            for name, p in named
+            if in_split(name, split)
+        )
     else:
         from pydoc_data.topics import topics
+
         texts = (text for name, text in sorted(topics.items()) if in_split(name, split, share=5))
-    tidy = ("\n".join(line.rstrip() for line in text.splitlines() if line.strip()) for text in texts)
+    tidy = (
+        "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) for text in texts
+    )
     return tuple(text for text in tidy if text.count("\n") >= 8)
 
 
 def budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
-    """A test that says yes to each text in turn until together they are longer than `room` tokens."""
+    """A test that says yes to each text in turn until together they are longer than `room`
+    tokens."""
+
     def fits(text: str) -> bool:
         nonlocal room
         room -= count(text)
         return room >= 0
+
     return fits
 
 
@@ -166,29 +213,43 @@ def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bo
     taken: list[str] = []
     while True:
         lines = rng.choice(library(kind, split)).split("\n")
-        for line in lines[rng.randrange(len(lines)):]:
+        for line in lines[rng.randrange(len(lines)) :]:
             if not fits("\n" + line):
                 return taken
             taken.append("\n" + line)
 
 
-def bury(rng: random.Random, facts: list[Fact], questions: list[tuple[str, str]], tokens: int, split: str,
-          count: Callable[[str], int]) -> list[tuple[str, bool]]:
-    """Library text up to `tokens`, the facts between its lines, the questions at the end, as [(text, is_answer)]."""
+def bury(
+    rng: random.Random,
+    facts: list[Fact],
+    questions: list[tuple[str, str]],
+    tokens: int,
+    split: str,
+    count: Callable[[str], int],
+) -> list[tuple[str, bool]]:
+    """Library text up to `tokens`, the facts between its lines, the questions at the end, as
+    [(text, is_answer)]."""
     room = tokens - sum(count(f.statement) for f in facts) - sum(count(q + a) for q, a in questions)
     body = _passage(rng, "code" if rng.random() < 0.8 else "prose", split, budget(room, count))
     for fact in facts:
         body.insert(rng.randint(0, len(body)), fact.statement)
-    return [(line, False) for line in body] + [piece for q, a in questions for piece in ((q, False), (a, True))]
+    return [(line, False) for line in body] + [
+        piece for q, a in questions for piece in ((q, False), (a, True))
+    ]
 
 
 def _generated(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
-    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}.get(source, 0)
+    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}.get(
+        source, 0
+    )
     for i in range(n):
         rng = random.Random(f"{source}/{split}/{seed}/{i}")
         facts = invent_facts(rng, n_facts, split)
-        question, answer = (ask(rng, rng.choice(facts), facts, yesno=source == "yesno") if facts else
-                            remember(rng, source))
+        question, answer = (
+            ask(rng, rng.choice(facts), facts, yesno=source == "yesno")
+            if facts
+            else remember(rng, source)
+        )
         if source == "lookup":
             text = "".join(f.statement for f in facts) + question
         else:
@@ -208,11 +269,15 @@ def _solved(source: str, n: int, tokens: int, seed: int, split: str, count) -> I
         yield Prompt(source, examples + question, answer)
 
 
-def _library_prompts(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
+def _library_prompts(
+    source: str, n: int, tokens: int, seed: int, split: str, count
+) -> Iterator[Prompt]:
     for i in range(n):
         rng = random.Random(f"{source}/{split}/{seed}/{i}")
         lines: list[str] = []
-        while len(lines) < 2 or len(lines[-1].split()) < 2:     # the last line is cut in two: it needs two words
+        while (
+            len(lines) < 2 or len(lines[-1].split()) < 2
+        ):  # the last line is cut in two: it needs two words
             lines = _passage(rng, source, split, budget(tokens, count))
         head, _, answer = lines[-1].rpartition(" ")
         yield Prompt(source, "".join(lines[:-1]) + head, " " + answer)
@@ -229,12 +294,19 @@ def _hub_prompt(source: str, row: dict) -> Prompt:
         case "gsm8k":
             return Prompt(source, f"Question: {row['question']}\nAnswer:", " " + row["answer"])
         case "sharegpt":
-            return Prompt(source, next((t["value"] for t in row["conversations"] if t["from"] == "human"), ""))
+            return Prompt(
+                source, next((t["value"] for t in row["conversations"] if t["from"] == "human"), "")
+            )
         case "ruler":
-            return Prompt(source, row["context"] + row["question"] + row["answer_prefix"], f" {row['answer'][0]}")
+            return Prompt(
+                source,
+                row["context"] + row["question"] + row["answer_prefix"],
+                f" {row['answer'][0]}",
+            )
 
 
-#: source → (hub dataset, configuration, split that stands for "train", split that stands for "test")
+#: source → (hub dataset, configuration, split that stands for "train", split that stands for
+#: "test")
 HUB: dict[str, tuple[str, str | None, str, str]] = {
     "boolq": ("google/boolq", None, "train", "validation"),
     "hellaswag": ("Rowan/hellaswag", None, "train", "validation"),
@@ -246,13 +318,18 @@ HUB: dict[str, tuple[str, str | None, str, str]] = {
 
 def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
     name, configuration, train, test = HUB[source]
-    if configuration == "{tokens}":     # RULER is published at fixed lengths, each with room for its template
+    if (
+        configuration == "{tokens}"
+    ):  # RULER is published at fixed lengths, each with room for its template
         configuration = str(next((size for size in (4096, 8192) if size >= tokens), 16384))
         tokens = 10**9
     try:
         from datasets import load_dataset
+
         rows = load_dataset(name, configuration, split=train if split == "train" else test)
-    except Exception as error:          # datasets raises a dozen kinds for "no network"; the person needs one
+    except (
+        Exception
+    ) as error:  # datasets raises a dozen kinds for "no network"; the person needs one
         raise RuntimeError(
             f"the data set {name!r} behind prompts({source!r}) cannot be loaded here "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). It needs the "
@@ -268,31 +345,40 @@ def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) ->
             found += 1
             if found == n:
                 return
-    raise ValueError(f"{source} has only {found} prompts of at most {tokens} tokens; {n} were asked for: "
-                     f"ask for fewer or allow more tokens")
+    raise ValueError(
+        f"{source} has only {found} prompts of at most {tokens} tokens; {n} were asked for: "
+        f"ask for fewer or allow more tokens"
+    )
 
 
 @lru_cache(maxsize=1)
 def token_count(tokenizer: Any) -> Callable[[str], int]:
-    """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its prompts; ValueError
-    if the model has none."""
+    """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its
+    prompts; ValueError if the model has none."""
     if tokenizer is None:
-        raise ValueError("the model has no tokenizer, so no prompts can be made for it; put one beside its weights")
-    return lru_cache(maxsize=200_000)(lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        raise ValueError(
+            "the model has no tokenizer, so no prompts can be made for it; put one beside its weights"
+        )
+    return lru_cache(maxsize=200_000)(
+        lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    )
 
 
 def _small_token_count() -> Callable[[str], int]:
-    """text → number of tokens of the shipped model's tokenizer; needs neither torch nor transformers' models."""
+    """text → number of tokens of the shipped model's tokenizer; needs neither torch nor
+    transformers' models."""
     from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(small_model() / "tokenizer.json"))
     return lru_cache(maxsize=200_000)(lambda text: len(tokenizer.encode(text).ids))
 
 
 REMEMBERED = ("couples", "spelling", "sums")
-SOLVED = {"arithmetic": ("sums",), "knowledge": ("couples", "spelling")}        # what their prompts ask
+SOLVED = {"arithmetic": ("sums",), "knowledge": ("couples", "spelling")}  # what their prompts ask
 SOURCES: dict[str, Callable] = {
     **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno", *REMEMBERED), _generated),
     **dict.fromkeys(SOLVED, _solved),
     **dict.fromkeys(("code", "prose"), _library_prompts),
-    **dict.fromkeys(HUB, _from_hub)}
+    **dict.fromkeys(HUB, _from_hub),
+}
 GENERATED = tuple(name for name in SOURCES if name not in HUB)

@@ -1,4 +1,5 @@
-"""Where moelab's own files are, paths that people give, and files that are written atomically: JSON, text, tensors."""
+"""Where moelab's own files are, paths that people give, and files that are written atomically:
+JSON, text, tensors."""
 
 from __future__ import annotations
 
@@ -24,16 +25,20 @@ T = TypeVar("T")
 
 _ROOT = Path(__file__).resolve().parents[1]
 #: the clone of the repository that this package runs from; None once it is installed without one
-CHECKOUT = _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "notebooks").is_dir() else None
+CHECKOUT = (
+    _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "notebooks").is_dir() else None
+)
 
 
 def absolute(path: str | Path) -> Path:
-    """The path that a person has given, "~" expanded, absolute: the working folder may be another one later."""
+    """The path that a person has given, "~" expanded, absolute: the working folder may be another
+    one later."""
     return Path(os.path.expanduser(path)).absolute()
 
 
 def shipped(name: str) -> Path:
-    """A file or folder of the repository's data/: there in a clone, or where an installation has put it."""
+    """A file or folder of the repository's data/: there in a clone, or where an installation has
+    put it."""
     if CHECKOUT is None:
         try:
             installed = metadata.files("moelab") or ()
@@ -53,22 +58,36 @@ def small_model() -> Path:
 
 
 def results_root(results: str | Path | None = None) -> Path:
-    """Where results lie: the argument, else $MOELAB_RESULTS, else `results/` of the clone or the working folder."""
-    return absolute(results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path()) / "results").resolve()
+    """Where results lie: the argument, else $MOELAB_RESULTS, else `results/` of the clone or the
+    working folder."""
+    return absolute(
+        results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path()) / "results"
+    ).resolve()
 
 
 #: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself
 LAB = "-lab"
 
 
-def finished_runs(notebook: str, results: str | Path | None = None, lab: bool = False) -> list[Path]:
-    """The finished runs of a notebook, oldest first: those of the runner, and with `lab` those of people, too.
+def finished_runs(
+    notebook: str, results: str | Path | None = None, lab: bool = False
+) -> list[Path]:
+    """The finished runs of a notebook, oldest first: those of the runner, and with `lab` those of
+    people, too.
 
-    A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's only.
-    """
+    A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's
+    only."""
     folder = results_root(results) / "runs" / notebook
-    return sorted((path for path in folder.glob("[0-9]*") if path.is_dir() and path.suffix not in (".part", ".failed")
-                   and (lab or not path.name.endswith(LAB))), key=lambda path: (run_number(path), path.name))
+    return sorted(
+        (
+            path
+            for path in folder.glob("[0-9]*")
+            if path.is_dir()
+            and path.suffix not in (".part", ".failed")
+            and (lab or not path.name.endswith(LAB))
+        ),
+        key=lambda path: (run_number(path), path.name),
+    )
 
 
 def run_number(run: Path) -> int:
@@ -78,14 +97,15 @@ def run_number(run: Path) -> int:
 
 
 def cache_root() -> Path:
-    """Where stores are kept that were converted on the way: $MOELAB_CACHE, else `data/cache` of the clone, else
-    ~/.cache/moelab."""
+    """Where stores are kept that were converted on the way: $MOELAB_CACHE, else `data/cache` of the
+    clone, else ~/.cache/moelab."""
     kept = CHECKOUT / "data" / "cache" if CHECKOUT else "~/.cache/moelab"
     return absolute(os.environ.get("MOELAB_CACHE") or kept).resolve()
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of that name in the cache; where that cannot be written, a temporary one, and a warning says so."""
+    """The folder of that name in the cache; where that cannot be written, a temporary one, and a
+    warning says so."""
     return _writable_or_temporary(cache_root() / name)
 
 
@@ -95,37 +115,65 @@ def _writable_or_temporary(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _probe(folder)
     except OSError as error:
-        warnings.warn(f"nothing can be kept in {folder} ({error.strerror}), so it is measured and computed anew each "
-                      f"time; set MOELAB_CACHE to a folder that can be written", stacklevel=3)
+        warnings.warn(
+            f"nothing can be kept in {folder} ({error.strerror}), so it is measured and computed anew each "
+            f"time; set MOELAB_CACHE to a folder that can be written",
+            stacklevel=3,
+        )
         folder = Path(tempfile.mkdtemp(prefix="moelab-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _probe(folder: Path) -> None:
-    """OSError unless a file can be written in a folder: a question about rights does not see a full disk."""
+    """OSError unless a file can be written in a folder: a question about rights does not see a full
+    disk."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(bytes(1 << 16))
 
 
 def from_hub(name: str, patterns: list[str]) -> Path:
-    """The folder in the hub client's cache with those files of a hub id that patterns match; they are downloaded where
-    there is a network. Raises FileNotFoundError, which says why there is none."""
+    """The folder in the hub client's cache with those files of a hub id that patterns match; they
+    are downloaded where there is a network. Raises FileNotFoundError, which says why there is
+    none."""
     from huggingface_hub import errors, snapshot_download
+
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns))     # asks once; hf_hub_download for 23 s more
-    except Exception as error:          # the hub client has a dozen kinds of "cannot be had"
-        why = next((words for kind, words in (
-            (errors.GatedRepoError, f"accept its terms at huggingface.co/{name}, and log in (hf auth login)"),
-            (errors.RepositoryNotFoundError, "the hub has none of that name, or a private one: check the spelling"),
-            (errors.HFValidationError, "hub ids look like Qwen/Qwen3-30B-A3B"),
-            (errors.LocalEntryNotFoundError, "the hub cannot be reached, and no earlier download is here: check the "
-                                             "network")) if isinstance(error, kind)),
-                   f"{type(error).__name__}: {error}")
-        raise FileNotFoundError(f"{name!r} is no folder here, and as a hub id it cannot be had: {why}. Or give the "
-                                "folder of a checkpoint") from error
+        folder = Path(
+            snapshot_download(name, allow_patterns=patterns)
+        )  # asks once; hf_hub_download for 23 s more
+    except Exception as error:  # the hub client has a dozen kinds of "cannot be had"
+        why = next(
+            (
+                words
+                for kind, words in (
+                    (
+                        errors.GatedRepoError,
+                        f"accept its terms at huggingface.co/{name}, and log in (hf auth login)",
+                    ),
+                    (
+                        errors.RepositoryNotFoundError,
+                        "the hub has none of that name, or a private one: check the spelling",
+                    ),
+                    (errors.HFValidationError, "hub ids look like Qwen/Qwen3-30B-A3B"),
+                    (
+                        errors.LocalEntryNotFoundError,
+                        "the hub cannot be reached, and no earlier download is here: check the "
+                        "network",
+                    ),
+                )
+                if isinstance(error, kind)
+            ),
+            f"{type(error).__name__}: {error}",
+        )
+        raise FileNotFoundError(
+            f"{name!r} is no folder here, and as a hub id it cannot be had: {why}. Or give the "
+            "folder of a checkpoint"
+        ) from error
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name!r} on the hub has no config.json: it is no checkpoint for transformers (GGUF?)")
+        raise FileNotFoundError(
+            f"{name!r} on the hub has no config.json: it is no checkpoint for transformers (GGUF?)"
+        )
     return folder
 
 
@@ -135,8 +183,9 @@ def folder_bytes(folder: Path) -> int:
 
 
 def stamp(path: str | Path) -> tuple[int, ...]:
-    """Another one for a file that was changed or replaced: device, inode, bytes, when its content and when anything of
-    it was changed, in ns. A time of the content can be set, as `cp -p` and `rsync` do; the last cannot. () for none."""
+    """Another one for a file that was changed or replaced: device, inode, bytes, when its content
+    and when anything of it was changed, in ns. A time of the content can be set, as `cp -p` and
+    `rsync` do; the last cannot. () for none."""
     try:
         found = os.stat(path)
     except OSError:
@@ -150,10 +199,11 @@ def nearest(path: Path) -> Path:
 
 
 def writable(path: str | Path) -> Path:
-    """The absolute path, behind links, of a file that is to be written; to be asked before the work that makes it.
+    """The absolute path, behind links, of a file that is to be written; to be asked before the work
+    that makes it.
 
-    Raises ValueError: there is something that is no regular file; OSError: it cannot be written, and why.
-    """
+    Raises ValueError: there is something that is no regular file; OSError: it cannot be written,
+    and why."""
     path = Path(os.path.realpath(absolute(path)))
     if path.is_symlink():
         raise ValueError(f"{path} is a link in a circle; remove it, or give another name")
@@ -161,14 +211,20 @@ def writable(path: str | Path) -> Path:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             kind = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
-            raise ValueError(f"{path} is a {kind}, and a file is to be written there; give another name")
+            raise ValueError(
+                f"{path} is a {kind}, and a file is to be written there; give another name"
+            )
         if not os.access(path, os.W_OK):
-            raise PermissionError(f"{path} is there and write-protected; give another name, or change its permissions")
+            raise PermissionError(
+                f"{path} is there and write-protected; give another name, or change its permissions"
+            )
     folder = nearest(path.parent)
     try:
         _probe(folder)
     except OSError as error:
-        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}", str(folder)) from error
+        raise OSError(
+            error.errno, f"{path} cannot be written: {error.strerror}", str(folder)
+        ) from error
     return path
 
 
@@ -179,27 +235,33 @@ def vacant(path: str | Path) -> Path:
     """
     path = absolute(path)
     if os.path.lexists(path):
-        raise FileExistsError(f"{path} exists and is not overwritten; give another destination, or remove it first")
+        raise FileExistsError(
+            f"{path} exists and is not overwritten; give another destination, or remove it first"
+        )
     writable(path)
     return path
 
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """A path to write a file or folder to, which takes the place of `path` when the block ends without an error.
+    """A path to write a file or folder to, which takes the place of `path` when the block ends
+    without an error.
 
-    Readers find the old or the new one, whole, and the last of several writers wins. A link stays, and what it leads
-    to is replaced. Raises what `writable` raises.
-    """
+    Readers find the old or the new one, whole, and the last of several writers wins. A link stays,
+    and what it leads to is replaced. Raises what `writable` raises."""
     path = writable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     mine = f".{path.name[:40]}@{platform.node()}@{os.getpid()}@"
-    folder = Path(tempfile.mkdtemp(".part", mine, path.parent))     # new, and nobody else's: it follows no link
+    folder = Path(
+        tempfile.mkdtemp(".part", mine, path.parent)
+    )  # new, and nobody else's: it follows no link
     try:
         part, new = folder / path.name, folder / ".new"
         new.touch()
-        mode = stat.S_IMODE((path if path.exists() else new).stat().st_mode)       # safetensors has one of its own
+        mode = stat.S_IMODE(
+            (path if path.exists() else new).stat().st_mode
+        )  # safetensors has one of its own
         yield part
         if part.is_file():
             with open(part, "rb+") as file:
@@ -220,7 +282,7 @@ def remove_leftovers(folder: Path) -> None:
             os.kill(int(found[2]), 0)
         except (ProcessLookupError, OverflowError):
             shutil.rmtree(part, ignore_errors=True)
-        except OSError:             # it runs, and belongs to somebody else
+        except OSError:  # it runs, and belongs to somebody else
             pass
 
 
@@ -232,13 +294,16 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def write_json(path: str | Path, content: Any) -> Path:
-    """Write JSON atomically; returns the path. ValueError for NaN and infinities, which are no JSON."""
-    return write_text(path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write JSON atomically; returns the path. ValueError for NaN and infinities, which are no
+    JSON."""
+    return write_text(
+        path, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
 
 
 def read_json(path: str | Path, shape: Any = Any) -> Any:
-    """The content of a JSON file, as the annotation `shape` has it (`moelab.schema.typed`); what cannot be read is
-    named in a ValueError."""
+    """The content of a JSON file, as the annotation `shape` has it (`moelab.schema.typed`); what
+    cannot be read is named in a ValueError."""
     try:
         return typed(parse_json(absolute(path).read_bytes()), shape)
     except (OSError, ValueError) as error:
@@ -256,23 +321,36 @@ def load_json(path: str | Path, form: str, what: str, remedy: str, shape: Any) -
 
 
 def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str]) -> Path:
-    """Write tensors and `about`, whose "format" says what the file is, atomically as safetensors; returns the path."""
+    """Write tensors and `about`, whose "format" says what the file is, atomically as safetensors;
+    returns the path."""
     from safetensors.torch import save_file
+
     with atomic(path) as part:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, about)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            part,
+            about,
+        )
     return absolute(path)
 
 
-def load_tensors(path: str | Path, form: str, what: str, remedy: str, about: Mapping[str, Any],
-                 build: Callable[..., T]) -> T:
-    """What `build` makes of a file of the format `form`, called with the tensors by name and, by keyword, with what is
-    `about` them: name → annotation, other than of a text read as JSON.
+def load_tensors(
+    path: str | Path,
+    form: str,
+    what: str,
+    remedy: str,
+    about: Mapping[str, Any],
+    build: Callable[..., T],
+) -> T:
+    """What `build` makes of a file of the format `form`, called with the tensors by name and, by
+    keyword, with what is `about` them: name → annotation, other than of a text read as JSON.
 
     what, remedy : what the file holds and what makes another, in words for the errors.
 
-    Raises FileNotFoundError, ValueError: no such file; not a whole file, of another format, or of wrong content.
-    """
+    Raises FileNotFoundError, ValueError: no such file; not a whole file, of another format, or of
+    wrong content."""
     from safetensors import safe_open
+
     path = absolute(path)
     with naming(path, what, remedy):
         if not path.is_file():
@@ -284,5 +362,10 @@ def load_tensors(path: str | Path, form: str, what: str, remedy: str, about: Map
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if missing := about.keys() - said.keys():
             raise ValueError(f"it does not say {', '.join(sorted(missing))}")
-        return build(tensors, **{name: said[name] if kind is str else typed(parse_json(said[name]), kind, name)
-                                 for name, kind in about.items()})
+        return build(
+            tensors,
+            **{
+                name: said[name] if kind is str else typed(parse_json(said[name]), kind, name)
+                for name, kind in about.items()
+            },
+        )

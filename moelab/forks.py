@@ -1,4 +1,5 @@
-"""What a forked process makes anew: no thread survives a fork, and a lock that was taken then is never let go."""
+"""What a forked process makes anew: no thread survives a fork, and a lock that was taken then is
+never let go."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ _owners: WeakSet[Any] = WeakSet()
 
 
 def renew_in_children(owner: Any) -> None:
-    """Let `owner.forked()` be called in each process that is forked from this one while the owner lives."""
+    """Let `owner.forked()` be called in each process that is forked from this one while the owner
+    lives."""
     _owners.add(owner)
 
 
 def in_children(renew: Callable[[], object]) -> None:
     """Let a function be called in each process that is forked from this one."""
-    if hasattr(os, "register_at_fork"):         # Windows cannot fork
+    if hasattr(os, "register_at_fork"):  # Windows cannot fork
         os.register_at_fork(after_in_child=renew)
 
 

@@ -1,9 +1,10 @@
-"""95 % intervals of means of few samples, by Student's t, whose tails n − 1 degrees of freedom decide, and of medians.
+"""95 % intervals of means of few samples, by Student's t, whose tails n − 1 degrees of freedom
+decide, and of medians.
 
-With six windows an interval of ± 1.96 standard errors holds the truth in 89 % of cases; 95 % take ± 2.57. Samples are
-taken as independent and their mean as normal; of a median nothing is assumed about how they are distributed. At the
-end, means without intervals of what comes one by one and is disturbed now and then.
-"""
+With six windows an interval of ± 1.96 standard errors holds the truth in 89 % of cases; 95 % take ±
+2.57. Samples are taken as independent and their mean as normal; of a median nothing is assumed
+about how they are distributed. At the end, means without intervals of what comes one by one and is
+disturbed now and then."""
 
 from __future__ import annotations
 
@@ -14,16 +15,18 @@ from statistics import fmean
 
 import numpy as np
 
-MEMORY = 20         # values that a `Mean` remembers
-LONG = 3            # means: what takes longer than so many was disturbed, and counts as so long
+MEMORY = 20  # values that a `Mean` remembers
+LONG = 3  # means: what takes longer than so many was disturbed, and counts as so long
 #: mean and the ends of its 95 % interval
 Interval = tuple[float, float, float]
 
 
 @lru_cache(maxsize=1024)
 def t95(freedom: int) -> float:
-    """How many standard errors a 95 % interval reaches to either side; nan without a degree of freedom."""
-    from scipy.special import stdtrit                       # takes a moment to import
+    """How many standard errors a 95 % interval reaches to either side; nan without a degree of
+    freedom."""
+    from scipy.special import stdtrit  # takes a moment to import
+
     return float(stdtrit(freedom, 0.975)) if freedom > 0 else math.nan
 
 
@@ -33,28 +36,36 @@ def standard_error(values: Sequence[float] | np.ndarray) -> float:
 
 
 def interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """(mean, low, high) of values [n]; of one value alone the ends are nan, as nothing is known of its spread."""
+    """(mean, low, high) of values [n]; of one value alone the ends are nan, as nothing is known of
+    its spread."""
     mean = float(np.mean(values))
     half = t95(len(values) - 1) * standard_error(values) if len(values) > 1 else math.nan
     return mean, mean - half, mean + half
 
 
 def ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarray) -> Interval:
-    """Σ above ÷ Σ below of paired samples [n], with the 95 % interval of the ratio estimator; nan ends if n is 1."""
+    """Σ above ÷ Σ below of paired samples [n], with the 95 % interval of the ratio estimator; nan
+    ends if n is 1."""
     above, below, n = np.asarray(above, float), np.asarray(below, float), len(above)
     value = float(above.sum() / below.sum())
     rest = np.square(above - value * below).sum()
-    half = t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum())) if n > 1 else math.nan
+    half = (
+        t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum())) if n > 1 else math.nan
+    )
     return value, value - half, value + half
 
 
 def median(values: Sequence[float] | np.ndarray) -> Interval:
-    """(median, low, high) of values [n]: as many values lie below as above both ends, the most that a fair coin leaves
-    outside with a probability of 5 % (sign test); nan ends of fewer than six."""
+    """(median, low, high) of values [n]: as many values lie below as above both ends, the most that
+    a fair coin leaves outside with a probability of 5 % (sign test); nan ends of fewer than six."""
     ordered, n = sorted(map(float, values)), len(values)
-    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n // 2)])       # the k + 1st value from both ends
+    outside = 2 * np.cumsum(
+        [math.comb(n, k) / 2**n for k in range(n // 2)]
+    )  # the k + 1st value from both ends
     k = int((outside <= 0.05).sum()) - 1
-    return float(np.median(ordered)), *((ordered[k], ordered[n - 1 - k]) if k >= 0 else (math.nan, math.nan))
+    return float(np.median(ordered)), *(
+        (ordered[k], ordered[n - 1 - k]) if k >= 0 else (math.nan, math.nan)
+    )
 
 
 def named(name: str, of: Interval) -> dict[str, float]:
@@ -68,11 +79,12 @@ def told(of: Interval) -> str:
 
 
 def typical(seconds: Iterable[float]) -> float:
-    """What a token takes, simulated or measured: the mean of the middle half of them. A mean would count what disturbed
-    the machine; a median falls by chance on a token that waits for a read or on one that waits for none."""
+    """What a token takes, simulated or measured: the mean of the middle half of them. A mean would
+    count what disturbed the machine; a median falls by chance on a token that waits for a read or
+    on one that waits for none."""
     ordered = sorted(seconds)
     quarter = len(ordered) // 4
-    return fmean(ordered[quarter:len(ordered) - quarter])
+    return fmean(ordered[quarter : len(ordered) - quarter])
 
 
 class Mean:

@@ -1,4 +1,5 @@
-"""A journal of a conversion: lines of JSON that are on the disk when `append` returns, read again after a kill."""
+"""A journal of a conversion: lines of JSON that are on the disk when `append` returns, read again
+after a kill."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:         # no file locks: two writers at once are not noticed
+except ImportError:  # no file locks: two writers at once are not noticed
     fcntl = None
 
 
@@ -21,11 +22,11 @@ HEADER = b"moelab journal\n\n"
 class Journal:
     """The journal at `path`, created if there is none and locked until it is closed.
 
-    lines : its records. Each ends with its CRC-32; those that are damaged are left out, with a warning. What a kill has
-        left of the last one, without an end, is removed.
+    lines : its records. Each ends with its CRC-32; those that are damaged are left out, with a
+        warning. What a kill has left of the last one, without an end, is removed.
 
-    Raises FileExistsError: another process has it open; ValueError: the file is no journal, and stays as it is.
-    """
+    Raises FileExistsError: another process has it open; ValueError: the file is no journal, and
+    stays as it is."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines = path, []
@@ -45,7 +46,9 @@ class Journal:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise FileExistsError(f"another process is writing {self.path.with_suffix('')}; wait for it") from None
+                raise FileExistsError(
+                    f"another process is writing {self.path.with_suffix('')}; wait for it"
+                ) from None
 
     def _read(self, raw: bytes) -> None:
         damaged = 0
@@ -57,29 +60,35 @@ class Journal:
                 self.lines.append(json.loads(text))
             except (ValueError, RecursionError):
                 damaged += line not in (b"", HEADER.strip())
-        if not self.lines and not HEADER.startswith(raw[:len(HEADER)]):
-            raise ValueError(f"{self.path} is no journal of moelab's, or nothing of it can be read, so it is not "
-                             f"written to; move it, or give another name")
+        if not self.lines and not HEADER.startswith(raw[: len(HEADER)]):
+            raise ValueError(
+                f"{self.path} is no journal of moelab's, or nothing of it can be read, so it is not "
+                f"written to; move it, or give another name"
+            )
         if not self.lines and len(raw) < len(HEADER):
             self.restart([])
         else:
             self._file.truncate(raw.rfind(b"\n") + 1)
         if damaged:
-            warnings.warn(f"{damaged} records in {self.path} are damaged and left out", stacklevel=4)
+            warnings.warn(
+                f"{damaged} records in {self.path} are damaged and left out", stacklevel=4
+            )
 
     def append(self, records: list[Any]) -> None:
         """Add a line for each record and wait until they are on the disk."""
         texts = [json.dumps(record, separators=(",", ":")).encode() for record in records]
-        self._write(b"".join(b"%s\t%08x\n\n" % (text, zlib.crc32(text)) for text in texts))    # one end may be damaged
+        self._write(
+            b"".join(b"%s\t%08x\n\n" % (text, zlib.crc32(text)) for text in texts)
+        )  # one end may be damaged
 
     def _write(self, content: bytes) -> None:
         before = os.fstat(self._file.fileno()).st_size
         try:
             while content:
-                content = content[self._file.write(content):]
+                content = content[self._file.write(content) :]
             os.fsync(self._file.fileno())
         except BaseException:
-            self._file.truncate(before)                     # the next record begins a line of its own
+            self._file.truncate(before)  # the next record begins a line of its own
             raise
 
     def restart(self, records: list[Any]) -> None:

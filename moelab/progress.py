@@ -1,4 +1,5 @@
-"""Progress of long work: a bar on a terminal or in a notebook, gone when done; elsewhere a line every ten seconds."""
+"""Progress of long work: a bar on a terminal or in a notebook, gone when done; elsewhere a line
+every ten seconds."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
-EVERY = 10.0        # seconds between two lines
-DRAWN = 0.2         # and between two pictures of a notebook's bar
+EVERY = 10.0  # seconds between two lines
+DRAWN = 0.2  # and between two pictures of a notebook's bar
 
 
 class _Lines:
-    """The part of tqdm's interface that is used here, as plain lines; work that is shorter needs none."""
+    """The part of tqdm's interface that is used here, as plain lines; work that is shorter needs
+    none."""
 
     @property
     def every(self) -> float:
@@ -44,25 +46,35 @@ class _Lines:
     def _line(self) -> str:
         self._printed = time.monotonic()
         rate = (self.n - self._first) / max(self._printed - self._start, 1e-9)
-        parts = [f"{self.desc}: {self.n:,.0f}" + (f" of {self.total:,.0f}" if self.total else "") + f" {self.unit}",
-                 f"{max(self.total - self.n, 0) / rate:,.0f} s left" if self.total and rate else "",
-                 f"{rate:,.1f} {self.unit}/s", self._note]
+        parts = [
+            f"{self.desc}: {self.n:,.0f}"
+            + (f" of {self.total:,.0f}" if self.total else "")
+            + f" {self.unit}",
+            f"{max(self.total - self.n, 0) / rate:,.0f} s left" if self.total and rate else "",
+            f"{rate:,.1f} {self.unit}/s",
+            self._note,
+        ]
         return ", ".join(filter(None, parts))
 
 
 class _Element(_Lines):
-    """In a notebook: an HTML element. Not a widget, as tqdm has: one closed before it is drawn is an error there."""
+    """In a notebook: an HTML element. Not a widget, as tqdm has: one closed before it is drawn is
+    an error there."""
 
     every = DRAWN
 
     def __init__(self, *args: Any) -> None:
         from IPython.display import display
+
         super().__init__(*args)
         self._handle = display(self._drawn(), raw=True, display_id=True)
 
     def _drawn(self) -> dict[str, str]:
         part = f" value={self.n} max={self.total}" if self.total else ""
-        return {"text/html": f"<progress{part}></progress> {escape(self._line())}", "text/plain": ""}
+        return {
+            "text/html": f"<progress{part}></progress> {escape(self._line())}",
+            "text/plain": "",
+        }
 
     def _print(self) -> None:
         self._handle.update(self._drawn(), raw=True)
@@ -73,12 +85,14 @@ class _Element(_Lines):
 
 def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
-    return not os.environ.get("MOELAB_HEADLESS") and hasattr(ipython.get_ipython() if ipython else None, "kernel")
+    return not os.environ.get("MOELAB_HEADLESS") and hasattr(
+        ipython.get_ipython() if ipython else None, "kernel"
+    )
 
 
 class Notice:
-    """A text while something takes long that has no end to count to: in a notebook an element that is there meanwhile,
-    as what is on stderr is red there; elsewhere a line, once."""
+    """A text while something takes long that has no end to count to: in a notebook an element that
+    is there meanwhile, as what is on stderr is red there; elsewhere a line, once."""
 
     def __init__(self, text: str) -> None:
         self.text, self._told, self._handle = text, False, None
@@ -88,6 +102,7 @@ class Notice:
             print(self.text, file=sys.stderr, flush=True)
         elif not self._told:
             from IPython.display import display
+
             self._handle = display(self._drawn(self.text), raw=True, display_id=True)
         elif self._handle:
             self._handle.update(self._drawn(self.text), raw=True)
@@ -110,8 +125,15 @@ class progress:
     `bar.note(text)` shows the current state (a loss, a rate) beside the bar.
     """
 
-    def __init__(self, items: Iterable | None = None, desc: str = "", *, total: float | None = None,
-                 unit: str = "it", initial: float = 0) -> None:
+    def __init__(
+        self,
+        items: Iterable | None = None,
+        desc: str = "",
+        *,
+        total: float | None = None,
+        unit: str = "it",
+        initial: float = 0,
+    ) -> None:
         self.items = items
         total = len(items) if total is None and hasattr(items, "__len__") else total
         if _in_notebook():
@@ -120,8 +142,16 @@ class progress:
             self.bar = _Lines(total, desc, unit, initial)
         else:
             from tqdm import tqdm
-            self.bar = tqdm(total=total, desc=desc, unit=unit, initial=initial, unit_scale=unit == "B",
-                            dynamic_ncols=True, leave=False)
+
+            self.bar = tqdm(
+                total=total,
+                desc=desc,
+                unit=unit,
+                initial=initial,
+                unit_scale=unit == "B",
+                dynamic_ncols=True,
+                leave=False,
+            )
         self.note, self.update = self.bar.set_postfix_str, self.bar.update
 
     def __iter__(self) -> Iterator:

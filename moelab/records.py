@@ -1,6 +1,6 @@
 """What runs and benches keep as JSON, in the form that everything may count on which reads it.
 
-    read_json(run / "metrics.json", MetricsFile)        # or ValueError, which names the file; so of the others
+read_json(run / "metrics.json", MetricsFile)        # or ValueError, which names the file; so of the others
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from moelab.schema import Amount, Count, Must
 
-#: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a device card;
-#: modelled: a fitted formula; paper: a source's figure
+#: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a
+#: device card; modelled: a fitted formula; paper: a source's figure
 KINDS = ("exact", "measured", "simulated", "modelled", "paper")
 Value = float | str | bool
 #: a row of a table: column → cell; an object of JSON
@@ -52,8 +52,18 @@ class MetricsFile(TypedDict):
     metrics: dict[str, Metric]
     figures: NotRequired[dict[str, KeptFigure]]
     takeaways: NotRequired[list[Takeaway]]
-    tables: NotRequired[dict[str, Annotated[list[list[Any]], Must(
-        lambda lines: lines and len({*map(len, lines)}) == 1 and lines[0], "a head and rows as long as it")]]]
+    tables: NotRequired[
+        dict[
+            str,
+            Annotated[
+                list[list[Any]],
+                Must(
+                    lambda lines: lines and len({*map(len, lines)}) == 1 and lines[0],
+                    "a head and rows as long as it",
+                ),
+            ],
+        ]
+    ]
 
 
 class Environment(TypedDict):

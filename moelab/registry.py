@@ -1,11 +1,12 @@
-"""One registry of everything that has a name: executors, caches, predictors, codecs, few-bit formats, …
+"""One registry of everything that has a name: executors, caches, predictors, codecs, few-bit
+formats, …
 
     moelab.names("executor")                → every executor
     moelab.describe("executor")             → name → (what it is for, "use" or "teaching")
     make("cache", "lru")                    → what is registered, made with options
 
-Each kind is a dictionary, name → `Entry`, in the package that has the techniques; adding one is a line there.
-"""
+Each kind is a dictionary, name → `Entry`, in the package that has the techniques; adding one is a
+line there."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from moelab.table import text_table
 
 
 class Entry(NamedTuple):
-    home: Any                   # "module:attribute", imported when it is made, or the class or function itself
-    purpose: Any                # in a phrase, or what returns it
-    teaching: bool = False      # whether it is there to explain or compare rather than for use
+    home: Any  # "module:attribute", imported when it is made, or the class or function itself
+    purpose: Any  # in a phrase, or what returns it
+    teaching: bool = False  # whether it is there to explain or compare rather than for use
 
 
 #: kind → "module:dictionary"
@@ -40,12 +41,17 @@ KINDS = {
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """The dictionary of a kind; a class without `Entry` is described by its docstring. ValueError: an unknown kind."""
+    """The dictionary of a kind; a class without `Entry` is described by its docstring. ValueError:
+    an unknown kind."""
     require("kind", kind, KINDS)
     module, _, name = KINDS[kind].partition(":")
     known = getattr(import_module(module), name)
-    return {key: entry if isinstance(entry, Entry) else Entry(entry, (entry.__doc__ or "").split("\n")[0].rstrip("."))
-            for key, entry in known.items()}
+    return {
+        key: entry
+        if isinstance(entry, Entry)
+        else Entry(entry, (entry.__doc__ or "").split("\n")[0].rstrip("."))
+        for key, entry in known.items()
+    }
 
 
 def names(kind: str) -> list[str]:
@@ -57,26 +63,40 @@ class Described(dict[str, tuple[str, str]]):
     """Name → (what it is for, "use" or "teaching"), which prints as a table."""
 
     def __repr__(self) -> str:
-        return text_table(["name", "what it is for", "of"], [(name, *told) for name, told in self.items()])
+        return text_table(
+            ["name", "what it is for", "of"], [(name, *told) for name, told in self.items()]
+        )
 
 
 def describe(kind: str, among: Iterable[str] | None = None) -> Described:
     """Name → (what it is for, "use" or "teaching"), of all or of some names."""
-    return Described({name: (entry.purpose() if callable(entry.purpose) else entry.purpose,
-                             "teaching" if entry.teaching else "use") for name, entry in entries(kind).items()
-                      if among is None or name in among})
+    return Described(
+        {
+            name: (
+                entry.purpose() if callable(entry.purpose) else entry.purpose,
+                "teaching" if entry.teaching else "use",
+            )
+            for name, entry in entries(kind).items()
+            if among is None or name in among
+        }
+    )
 
 
 def require(what: str, name: str, known: Iterable[str]) -> None:
-    """ValueError unless a name is one of the known ones; the message lists these, and says which one is near."""
+    """ValueError unless a name is one of the known ones; the message lists these, and says which
+    one is near."""
     if name not in (known := list(known)):
-        raise ValueError(f"there is no {what} {name!r}.{near(name, known)} There are: {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"there is no {what} {name!r}.{near(name, known)} There are: {', '.join(known) or 'none'}"
+        )
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """" Did you mean …?" with the known name that a wrong one is like; "" if it is like none."""
+    """ " Did you mean …?" with the known name that a wrong one is like; "" if it is like none."""
     lower = {one.lower(): one for one in known}
-    return "".join(f" Did you mean {lower[one]!r}?" for one in get_close_matches(str(name).lower(), lower, n=1))
+    return "".join(
+        f" Did you mean {lower[one]!r}?" for one in get_close_matches(str(name).lower(), lower, n=1)
+    )
 
 
 def like(kind: str, text: Any) -> str | None:
@@ -85,7 +105,8 @@ def like(kind: str, text: Any) -> str | None:
 
 
 def find(kind: str, name: str) -> Any:
-    """What is registered under a name: a class or a function. ValueError: there is none of that name or in its home."""
+    """What is registered under a name: a class or a function. ValueError: there is none of that
+    name or in its home."""
     known = entries(kind)
     require(kind, name, known)
     if not isinstance(home := known[name].home, str):
@@ -95,13 +116,16 @@ def find(kind: str, name: str) -> Any:
         return getattr(import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
-            raise                               # the module is there, and lacks a package that it needs
-        raise ValueError(f"{kind} {name!r} is registered as {home!r} in {KINDS[kind]}, and there is no such thing "
-                         f"({error}); write 'module:class'") from error
+            raise  # the module is there, and lacks a package that it needs
+        raise ValueError(
+            f"{kind} {name!r} is registered as {home!r} in {KINDS[kind]}, and there is no such thing "
+            f"({error}); write 'module:class'"
+        ) from error
 
 
 def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
-    """An object of the class that is registered under a name, made with its options; a function as it is.
+    """An object of the class that is registered under a name, made with its options; a function as
+    it is.
 
     Raises ValueError: an unknown name, or other options.
     """
@@ -117,19 +141,25 @@ def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
             if option in takes.parameters:
                 _check(option, value, str(takes.parameters[option].annotation))
     except TypeError as error:
-        listed = ", ".join(str(option.replace(annotation=option.empty)) for option in takes.parameters.values())
+        listed = ", ".join(
+            str(option.replace(annotation=option.empty)) for option in takes.parameters.values()
+        )
         raise ValueError(f"{kind} {name!r}: {error}; it takes {listed or 'no options'}") from None
     return made(*positional, **options)
 
 
 def _check(option: str, value: Any, annotation: str) -> None:
-    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; a text is no other."""
+    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; a text
+    is no other."""
     kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
     wanted = [part.strip() for part in annotation.split("|")]
     if not set(wanted) <= kinds.keys():
         if isinstance(value, str) and annotation not in ("Any", str(Parameter.empty)):
             raise TypeError(f"{option}={value!r} is not of type {annotation}")
         return
-    fits = any(isinstance(value, kinds[one]) and (one == "bool" or not isinstance(value, bool)) for one in wanted)
+    fits = any(
+        isinstance(value, kinds[one]) and (one == "bool" or not isinstance(value, bool))
+        for one in wanted
+    )
     if not fits or isinstance(value, float) and not isfinite(value):
         raise TypeError(f"{option}={value!r} is not of type {annotation}")

@@ -1,8 +1,8 @@
 """What a model is and what a machine is, without torch. The shape legend of the whole package:
 
-    T tokens               L MoE layers                E experts a layer        K experts a token
-    H hidden size          I expert intermediate size  S sequence length        V vocabulary
-    B block or chunk size  C capacity of an expert     G experts a group        N devices or blocks (says which)
+T tokens               L MoE layers                E experts a layer        K experts a token
+H hidden size          I expert intermediate size  S sequence length        V vocabulary
+B block or chunk size  C capacity of an expert     G experts a group        N devices or blocks (says which)
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from typing import Any, NamedTuple
 
 from moelab.schema import typed
 
-#: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale, int4 128 and one of 16 bits
-DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0, "mxfp4": 4.25 / 8,
-               "int4": 4.125 / 8}
+#: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale, int4 128 and one of
+#: 16 bits
+DTYPE_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float8_e4m3fn": 1.0,
+    "int8": 1.0,
+    "mxfp4": 4.25 / 8,
+    "int4": 4.125 / 8,
+}
 
 
 class ExpertKey(NamedTuple):
@@ -28,15 +36,18 @@ class ExpertKey(NamedTuple):
 
 
 class State(StrEnum):
-    """What of an expert is in memory: ZipMoE's compression states (§3.2). FULL holds the joined tensors only."""
+    """What of an expert is in memory: ZipMoE's compression states (§3.2). FULL holds the joined
+    tensors only."""
 
     MISSED = "M"
-    E = "E"                 # the compressed exponents
-    SM = "S"                # the sign-mantissa bytes
-    COMPRESSED = "C"        # both
+    E = "E"  # the compressed exponents
+    SM = "S"  # the sign-mantissa bytes
+    COMPRESSED = "C"  # both
     FULL = "F"
 
-    __hash__ = str.__hash__         # Enum's own is slow, and states are keys wherever an expert is asked for
+    __hash__ = (
+        str.__hash__
+    )  # Enum's own is slow, and states are keys wherever an expert is asked for
 
     @property
     def has_e(self) -> bool:
@@ -52,8 +63,8 @@ class Event(NamedTuple):
 
     resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute".
     layer, expert : −1 for none, or for several experts at once.
-    kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert", "other"
-        (attention, router, norms …), "wait" (compute has nothing that is ready).
+    kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert",
+        "other" (attention, router, norms …), "wait" (compute has nothing that is ready).
     """
 
     resource: str
@@ -69,16 +80,19 @@ class Event(NamedTuple):
 class MoESpec:
     """The geometry of a mixture-of-experts model.
 
-    model_type : transformers' `config.model_type`; of a multimodal model, its language model's ("llama4_text").
+    model_type : transformers' `config.model_type`; of a multimodal model, its language model's
+        ("llama4_text").
     num_layers : all decoder (and encoder) layers, MoE or not.
     moe_layers : indices of the layers that are MoE; an encoder-decoder counts its encoder first.
     H : the width that experts read.
-    router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the chosen),
-        "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1" (with capacity);
-        for a rarer one, the config's own word.
+    router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the
+        chosen), "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1"
+        (with capacity); for a rarer one, the config's own word.
     gated : three matrices an expert (gate, up, down) or two (up, down).    bias : whether the experts have biases.
-    shared_I, dense_I : summed intermediate size of the shared experts; that of the layers that are not MoE; 0 without.
-    vocab, heads, kv_heads, head_dim : for costs. MLA models state the query heads and the value head size.
+    shared_I, dense_I : summed intermediate size of the shared experts; that of the layers that are
+        not MoE; 0 without.
+    vocab, heads, kv_heads, head_dim : for costs. MLA models state the query heads and the value
+        head size.
     dtype : a key of `DTYPE_BYTES`; how the experts are stored.
     """
 
@@ -104,17 +118,29 @@ class MoESpec:
     def __post_init__(self) -> None:
         for field in ("E", "K", "H", "I", "num_layers"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{self.name}: {field} is {getattr(self, field)}; it must be at least 1")
+                raise ValueError(
+                    f"{self.name}: {field} is {getattr(self, field)}; it must be at least 1"
+                )
         for field in ("shared_I", "dense_I", "vocab", "heads", "kv_heads", "head_dim"):
             if getattr(self, field) < 0:
-                raise ValueError(f"{self.name}: {field} is {getattr(self, field)}; it must be at least 0")
-        if [*self.moe_layers] != sorted({n for n in self.moe_layers if n in range(self.num_layers)}):
-            raise ValueError(f"{self.name}: moe_layers are {self.moe_layers}; they must be rising indices of its "
-                             f"{self.num_layers} layers")
+                raise ValueError(
+                    f"{self.name}: {field} is {getattr(self, field)}; it must be at least 0"
+                )
+        if [*self.moe_layers] != sorted(
+            {n for n in self.moe_layers if n in range(self.num_layers)}
+        ):
+            raise ValueError(
+                f"{self.name}: moe_layers are {self.moe_layers}; they must be rising indices of its "
+                f"{self.num_layers} layers"
+            )
         if self.K > self.E:
-            raise ValueError(f"{self.name}: K={self.K} experts a token, but only E={self.E} experts a layer")
+            raise ValueError(
+                f"{self.name}: K={self.K} experts a token, but only E={self.E} experts a layer"
+            )
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+            raise ValueError(
+                f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_BYTES)}"
+            )
 
     @property
     def L(self) -> int:
@@ -169,7 +195,7 @@ class Figure:
 
     value: float
     unit: str
-    kind: str       # measured | published | fitted
+    kind: str  # measured | published | fitted
     source: str
 
     def __post_init__(self) -> None:
@@ -186,5 +212,7 @@ class DeviceSpec:
 
     def __getitem__(self, name: str) -> float:
         if name not in self.figures:
-            raise KeyError(f"{self.name} has no figure {name!r}; it has {', '.join(sorted(self.figures))}")
+            raise KeyError(
+                f"{self.name} has no figure {name!r}; it has {', '.join(sorted(self.figures))}"
+            )
         return self.figures[name].value

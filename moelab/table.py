@@ -13,14 +13,15 @@ from typing import Any
 
 
 def format_value(value: Any) -> str:
-    """A number with at most five significant digits and thousands separated; anything else as it is."""
-    if value is None or value != value:     # not a number, of an interval of too few samples
+    """A number with at most five significant digits and thousands separated; anything else as it
+    is."""
+    if value is None or value != value:  # not a number, of an interval of too few samples
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, list):             # samples
+    if isinstance(value, list):  # samples
         return f"{format_value(min(value))} … {format_value(max(value))}" if value else "–"
     if isinstance(value, float):
         return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
@@ -47,7 +48,8 @@ UNITS = {"B": (("GB", 1e9), ("MB", 1e6)), "s": (("s", 1.0), ("ms", 1e-3))}
 
 
 def unit_of(least: float, base: str) -> tuple[str, float]:
-    """(unit, how many of the base unit it is): the largest in which `least` is not below 1, or else the smallest."""
+    """(unit, how many of the base unit it is): the largest in which `least` is not below 1, or else
+    the smallest."""
     return next((one for one in UNITS[base] if least >= one[1]), UNITS[base][-1])
 
 
@@ -64,8 +66,9 @@ def duration(seconds: float) -> str:
 
 
 def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the same columns as a person reads them: numbers in three digits, and a column of bytes or seconds
-    ("memory, B", "TPOT, s") in one unit, in which none but 0 is below 1 if there is one."""
+    """Rows of the same columns as a person reads them: numbers in three digits, and a column of
+    bytes or seconds ("memory, B", "TPOT, s") in one unit, in which none but 0 is below 1 if there
+    is one."""
     found: list[dict[str, Any]] = [{} for _ in rows]
     for column in rows[0] if rows else ():
         values = [row[column] for row in rows]
@@ -90,7 +93,8 @@ def slug(name: str) -> str:
 
 
 def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """The columns of all dictionaries, by their first occurrence, and the rows of their cells or None."""
+    """The columns of all dictionaries, by their first occurrence, and the rows of their cells or
+    None."""
     dictionaries = list(dictionaries)
     head = list(dict.fromkeys(column for row in dictionaries for column in row))
     return head, [[row.get(column) for column in head] for row in dictionaries]
@@ -102,43 +106,61 @@ def terminal_width() -> int:
 
 
 def filled(text: str) -> str:
-    """Prose within the terminal's width; lines that begin with a blank, as of tables and commands, stay as they are."""
-    return "\n".join(line if line.startswith(" ") else fill(line, terminal_width(), break_on_hyphens=False,
-                                                            break_long_words=False) for line in text.split("\n"))
+    """Prose within the terminal's width; lines that begin with a blank, as of tables and commands,
+    stay as they are."""
+    return "\n".join(
+        line
+        if line.startswith(" ")
+        else fill(line, terminal_width(), break_on_hyphens=False, break_long_words=False)
+        for line in text.split("\n")
+    )
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns aligned under their heads, the widest wrapped where it would be wider than the terminal; cells are
-    written by `format_value`."""
+    """Columns aligned under their heads, the widest wrapped where it would be wider than the
+    terminal; cells are written by `format_value`."""
     rows = [list(head), *([format_value(cell) for cell in row] for row in rows)]
     columns = list(zip(*rows))
     widths = [max(map(len, column)) for column in columns]
-    least = [min(24, max((len(word) for cell in column for word in cell.split()), default=0)) for column in columns]
+    least = [
+        min(24, max((len(word) for cell in column for word in cell.split()), default=0))
+        for column in columns
+    ]
     over = sum(widths) + 2 * len(widths) - terminal_width()
     while over > 0 and (wide := [i for i in range(len(widths)) if widths[i] > least[i]]):
         widths[max(wide, key=widths.__getitem__)] -= 1
         over -= 1
     lines = []
     for row in rows:
-        cells = [wrap(cell, width) if len(cell) > width else [cell] for cell, width in zip(row, widths)]
+        cells = [
+            wrap(cell, width) if len(cell) > width else [cell] for cell, width in zip(row, widths)
+        ]
         lines += zip_longest(*cells, fillvalue="")
         if row is rows[0]:
             lines.append(["-" * width for width in widths])
-    return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
-                     for line in lines)
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+        for line in lines
+    )
 
 
 def html_table(caption: str, rows: dict[str, str]) -> str:
     """A table of two columns, name and text, for `_repr_html_`."""
     left = "style='text-align:left'"
-    cells = "".join(f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(text)}</td></tr>"
-                    for name, text in rows.items())
+    cells = "".join(
+        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(text)}</td></tr>"
+        for name, text in rows.items()
+    )
     return f"<table><caption>{escape(caption)}</caption>{cells}</table>"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; cells are written by `format_value`, and no line breaks between a number and its unit."""
-    lines = (f"| {' | '.join(map(_markdown_cell, line))} |" for line in [head, ["---"] * len(head), *rows])
+    """A Markdown table; cells are written by `format_value`, and no line breaks between a number
+    and its unit."""
+    lines = (
+        f"| {' | '.join(map(_markdown_cell, line))} |"
+        for line in [head, ["---"] * len(head), *rows]
+    )
     return re.sub(r"(?<=\d) (?=(?:%|×|W|ms|MB|GB)(?!\w))", "\u00a0", "\n".join(lines))
 
 

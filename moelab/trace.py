@@ -1,8 +1,8 @@
-"""RoutingTrace: which experts every token visited, as `moelab.record` records it, saved without pickle.
+"""RoutingTrace: which experts every token visited, as `moelab.record` records it, saved without
+pickle.
 
-On disk: one safetensors file, spec and identity in its metadata. The hidden states of a trace, which can be a thousand
-times larger, are streamed to two further safetensors files beside it.
-"""
+On disk: one safetensors file, spec and identity in its metadata. The hidden states of a trace,
+which can be a thousand times larger, are streamed to two further safetensors files beside it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ FIELDS = ("ids", "weights", "phase", "sequence", "position", "tokens")
 class RoutingTrace:
     """Recorded routing of T tokens through L MoE layers.
 
-    ids : int16 [T, L, K], the experts that were executed; E where none ran (a dropped token, or a layer that the token
-        does not pass: encoder tokens skip the decoder's layers).
+    ids : int16 [T, L, K], the experts that were executed; E where none ran (a dropped token, or a
+        layer that the token does not pass: encoder tokens skip the decoder's layers).
     weights : [T, L, K], the executed weights in the router's dtype; 0 where no expert ran.
     phase : uint8 [T], `PREFILL` or `DECODE`.
     sequence : int32 [T], which prompt the token belongs to. Tokens stand in the order of execution.
     position : int32 [T], index within its sequence, padding not counted.
     tokens : int32 [T], vocabulary ids.
     model_id : the model's identity (`moelab.models.identity`).
-    router_inputs, residuals : [T, L, H] or None: what each router saw, and the residual stream before the norm.
-    """
+    router_inputs, residuals : [T, L, H] or None: what each router saw, and the residual stream
+    before the norm."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -53,18 +53,23 @@ class RoutingTrace:
     model_id: str
     router_inputs: torch.Tensor | None = None
     residuals: torch.Tensor | None = None
-    #: the trace file beside which the hidden states already lie, and a temporary folder that lives as long as this
+    #: the trace file beside which the hidden states already lie, and a temporary folder that lives
+    #: as long as this
     _hidden_home: Path | None = field(default=None, repr=False, compare=False)
     _keep: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         T, L, K = self.ids.shape
         if (L, K) != (self.spec.L, self.spec.K) or self.weights.shape != self.ids.shape:
-            raise ValueError(f"a trace of {self.spec.name} has ids and weights [T, {self.spec.L}, {self.spec.K}]; "
-                             f"these are {list(self.ids.shape)} and {list(self.weights.shape)}")
+            raise ValueError(
+                f"a trace of {self.spec.name} has ids and weights [T, {self.spec.L}, {self.spec.K}]; "
+                f"these are {list(self.ids.shape)} and {list(self.weights.shape)}"
+            )
         for name in ("phase", "sequence", "position", "tokens"):
             if getattr(self, name).shape != (T,):
-                raise ValueError(f"{name} is {list(getattr(self, name).shape)}; it needs one value a token, [{T}]")
+                raise ValueError(
+                    f"{name} is {list(getattr(self, name).shape)}; it needs one value a token, [{T}]"
+                )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -76,7 +81,9 @@ class RoutingTrace:
     def select(self, mask: torch.Tensor) -> RoutingTrace:
         """The tokens where `mask` (bool [T]) holds, as a trace; hidden states go along."""
         picked = {name: getattr(self, name)[mask] for name in FIELDS}
-        hidden = {name: tensor[mask] for name in HIDDEN if (tensor := getattr(self, name)) is not None}
+        hidden = {
+            name: tensor[mask] for name in HIDDEN if (tensor := getattr(self, name)) is not None
+        }
         return RoutingTrace(**picked, **hidden, spec=self.spec, model_id=self.model_id)
 
     @property
@@ -90,51 +97,81 @@ class RoutingTrace:
     def counts(self) -> torch.Tensor:
         """Tokens that each expert executed: int64 [L, E]."""
         L, E = self.spec.L, self.spec.E
-        flat = self.ids.long() + torch.arange(L)[:, None] * (E + 1)              # [T, L, K], E is "none"
+        flat = self.ids.long() + torch.arange(L)[:, None] * (E + 1)  # [T, L, K], E is "none"
         return torch.bincount(flat.reshape(-1), minlength=L * (E + 1)).view(L, E + 1)[:, :E]
 
     def save(self, path: str | Path) -> Path:
         """Write the trace atomically to `path` (a .safetensors file); returns the path.
 
-        Hidden states go to `<stem>.router_inputs.safetensors` and `<stem>.residuals.safetensors` beside it.
-        """
+        Hidden states go to `<stem>.router_inputs.safetensors` and `<stem>.residuals.safetensors`
+        beside it."""
         path = absolute(path)
         hidden = [name for name in HIDDEN if getattr(self, name) is not None]
         for name in hidden:
             destination = hidden_path(path, name)
-            if self._hidden_home is not None:           # streamed to disk while recording: no second copy
+            if self._hidden_home is not None:  # streamed to disk while recording: no second copy
                 _place(hidden_path(self._hidden_home, name), destination)
                 continue
             with GrowingTensor(destination, name) as file:
                 for rows in getattr(self, name).split(4096):
                     file.append(rows)
-        return save_tensors(path, {name: getattr(self, name) for name in FIELDS}, {
-            "format": FORMAT, "spec": json.dumps(self.spec.to_dict()), "model_id": self.model_id,
-            "hidden": json.dumps(hidden)})
+        return save_tensors(
+            path,
+            {name: getattr(self, name) for name in FIELDS},
+            {
+                "format": FORMAT,
+                "spec": json.dumps(self.spec.to_dict()),
+                "model_id": self.model_id,
+                "hidden": json.dumps(hidden),
+            },
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:
-        """Read a trace, hidden states mapped. Raises FileNotFoundError, ValueError: not a whole and readable trace."""
-        return load_tensors(path, FORMAT, "routing trace", "moelab.record(…).save(path)",
-                            {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]},
-                            partial(cls._loaded, absolute(path)))
+        """Read a trace, hidden states mapped. Raises FileNotFoundError, ValueError: not a whole and
+        readable trace."""
+        return load_tensors(
+            path,
+            FORMAT,
+            "routing trace",
+            "moelab.record(…).save(path)",
+            {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]},
+            partial(cls._loaded, absolute(path)),
+        )
 
     @classmethod
-    def _loaded(cls, path: Path, tensors: dict[str, torch.Tensor], spec: MoESpec, model_id: str, hidden: list[str]
-                ) -> RoutingTrace:
+    def _loaded(
+        cls,
+        path: Path,
+        tensors: dict[str, torch.Tensor],
+        spec: MoESpec,
+        model_id: str,
+        hidden: list[str],
+    ) -> RoutingTrace:
         from safetensors import SafetensorError, safe_open
+
         ids = checked(tensors, "ids", ("int16",), (None, spec.L, spec.K), 0, spec.E)
         T = len(ids)
-        columns = {"ids": ids, "weights": checked(tensors, "weights", FLOATS, ids.shape),
-                   "phase": checked(tensors, "phase", ("uint8",), (T,), PREFILL, DECODE)}
-        columns |= {name: checked(tensors, name, ("int32",), (T,), 0) for name in ("sequence", "position", "tokens")}
+        columns = {
+            "ids": ids,
+            "weights": checked(tensors, "weights", FLOATS, ids.shape),
+            "phase": checked(tensors, "phase", ("uint8",), (T,), PREFILL, DECODE),
+        }
+        columns |= {
+            name: checked(tensors, name, ("int32",), (T,), 0)
+            for name in ("sequence", "position", "tokens")
+        }
         for name in hidden:
             try:
                 with safe_open(hidden_path(path, name), "pt") as file:
-                    columns[name] = checked({name: file.get_tensor(name)}, name, FLOATS, (T, spec.L, None), None)
+                    columns[name] = checked(
+                        {name: file.get_tensor(name)}, name, FLOATS, (T, spec.L, None), None
+                    )
             except (SafetensorError, FileNotFoundError, ValueError) as error:
-                raise ValueError(f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
-                                 f"keep the files of a trace together ({error})") from error
+                raise ValueError(
+                    f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
+                    f"keep the files of a trace together ({error})"
+                ) from error
         return cls(**columns, spec=spec, model_id=model_id, _hidden_home=path if hidden else None)
 
     def summary(self) -> dict[str, str]:
@@ -144,10 +181,14 @@ class RoutingTrace:
         return {
             "model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",
             "tokens": f"{len(self):,} of {self.sequences} prompts ({n_prefill:,} prefill, "
-                      f"{len(self) - n_prefill:,} decode)",
-            "busiest expert ÷ mean": f"{load.min():.2f} to {load.max():.2f} over layers" if len(self) else "–",
+            f"{len(self) - n_prefill:,} decode)",
+            "busiest expert ÷ mean": f"{load.min():.2f} to {load.max():.2f} over layers"
+            if len(self)
+            else "–",
             "experts never used": f"{int((counts == 0).sum())} of {counts.numel()}",
-            "hidden states": "no" if self.router_inputs is None else f"2 × {self.router_inputs.nbytes / 1e6:,.1f} MB",
+            "hidden states": "no"
+            if self.router_inputs is None
+            else f"2 × {self.router_inputs.nbytes / 1e6:,.1f} MB",
         }
 
     def __repr__(self) -> str:
@@ -158,7 +199,9 @@ class RoutingTrace:
 
 
 def hidden_path(trace_path: Path, name: str) -> Path:
-    return trace_path.with_name(f"{trace_path.name.removesuffix('.safetensors')}.{name}.safetensors")
+    return trace_path.with_name(
+        f"{trace_path.name.removesuffix('.safetensors')}.{name}.safetensors"
+    )
 
 
 def _place(source: Path, destination: Path) -> None:
@@ -176,9 +219,8 @@ def _place(source: Path, destination: Path) -> None:
 class GrowingTensor:
     """A safetensors file of one tensor whose first dimension is not known until the end.
 
-    Room for the header is reserved and filled in on closing (safetensors allows trailing blanks in it); until then the
-    file is that of `atomic`. An exception inside the `with` removes it.
-    """
+    Room for the header is reserved and filled in on closing (safetensors allows trailing blanks in
+    it); until then the file is that of `atomic`. An exception inside the `with` removes it."""
 
     ROOM = 512
 
@@ -205,8 +247,15 @@ class GrowingTensor:
             self._place.__exit__(EOFError, EOFError(), None)
             return
         size = self._file.tell() - self.ROOM
-        header = json.dumps({self.name: {"dtype": NAMES[self.dtype], "shape": [self.rows, *self.shape],
-                                         "data_offsets": [0, size]}}).encode()
+        header = json.dumps(
+            {
+                self.name: {
+                    "dtype": NAMES[self.dtype],
+                    "shape": [self.rows, *self.shape],
+                    "data_offsets": [0, size],
+                }
+            }
+        ).encode()
         self._file.seek(0)
         self._file.write((self.ROOM - 8).to_bytes(8, "little") + header.ljust(self.ROOM - 8))
         self._file.close()

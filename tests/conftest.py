@@ -1,4 +1,5 @@
-"""What every test shares: results go to a temporary folder, torch uses one thread, hypothesis takes its time."""
+"""What every test shares: results go to a temporary folder, torch uses one thread, hypothesis takes
+its time."""
 
 import gc
 import os
@@ -9,14 +10,22 @@ from tempfile import mkdtemp
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch is loaded
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.modules.setdefault("rfc3987_syntax", None)      # optional, and seconds of work where nbformat is imported
+sys.modules.setdefault(
+    "rfc3987_syntax", None
+)  # optional, and seconds of work where nbformat is imported
 
-# How long an example takes depends on the machine, and says nothing about the code. In CI the examples are the same
-# for the same code, so that its verdict is on the commit; everywhere else each run tries new ones.
-settings.register_profile("moelab", deadline=None, max_examples=50, print_blob=True,
-                          derandomize=bool(os.environ.get("CI")))
+# How long an example takes depends on the machine, and says nothing about the code. In CI the
+# examples are the same for the same code, so that its verdict is on the commit; everywhere else
+# each run tries new ones.
+settings.register_profile(
+    "moelab",
+    deadline=None,
+    max_examples=50,
+    print_blob=True,
+    derandomize=bool(os.environ.get("CI")),
+)
 settings.load_profile("moelab")
 
 
@@ -26,20 +35,23 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: half a second of work for the collector, each time that a test asks for it."""
+    """What was imported stays: half a second of work for the collector, each time that a test asks
+    for it."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    gc.unfreeze()                   # else libraries complain at the end about what they take for leaks
+    gc.unfreeze()  # else libraries complain at the end about what they take for leaks
 
 
 @pytest.fixture(autouse=True)
 def threads_stay_as_they_were():
-    """How many threads torch uses is the process's: a test that leaves another number changes the next one."""
+    """How many threads torch uses is the process's: a test that leaves another number changes the
+    next one."""
     import torch
-    get = torch.get_num_threads         # as it is before a test puts its own there
+
+    get = torch.get_num_threads  # as it is before a test puts its own there
     before = get()
     yield
     after = get()
@@ -72,12 +84,14 @@ def results(every_result, monkeypatch):
 
 @pytest.fixture
 def triton_device(monkeypatch):
-    """Where Triton's kernels run: on a GPU if there is one, else on the CPU in Triton's interpreter.
+    """Where Triton's kernels run: on a GPU if there is one, else on the CPU in Triton's
+    interpreter.
 
-    A kernel is made for one of both when its module is imported, so every test of a process must mean the same.
-    """
+    A kernel is made for one of both when its module is imported, so every test of a process must
+    mean the same."""
     pytest.importorskip("triton")
     import torch
+
     if torch.cuda.is_available():
         return "cuda"
     monkeypatch.setenv("TRITON_INTERPRET", "1")

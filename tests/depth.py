@@ -1,7 +1,7 @@
 """How deep a sweep goes: a sample in `make test`, all of it in `make stress`.
 
-A sweep is marked `@pytest.mark.stress` and asks `depth(sample, whole)` which cases to try, or how many.
-"""
+A sweep is marked `@pytest.mark.stress` and asks `depth(sample, whole)` which cases to try, or how
+many."""
 
 import os
 from collections.abc import Sequence
@@ -17,5 +17,6 @@ def depth(sample: Any, whole: Any) -> Any:
 
 
 def in_turn(names: Sequence[Any], options: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Each name with one of the options, which take turns; with every option under `make stress`."""
+    """Each name with one of the options, which take turns; with every option under `make
+    stress`."""
     return [*product(names, options)] if STRESS else [*zip(names, cycle(options))]

@@ -15,17 +15,44 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {"specs", "configs", "progress", "table", "cards", "datasets", "kernels", "arguments", "files", "intervals",
-          "registry", "journal", "schema", "records", "forks"}
+COMMON = {
+    "specs",
+    "configs",
+    "progress",
+    "table",
+    "cards",
+    "datasets",
+    "kernels",
+    "arguments",
+    "files",
+    "intervals",
+    "registry",
+    "journal",
+    "schema",
+    "records",
+    "forks",
+}
 #: what cards, configs and datasets may use of these
 BASE = {"specs", "progress", "files", "registry", "schema"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
-    "schema": set(), "specs": {"schema"}, "configs": set(),
-    "progress": set(), "table": set(), "cards": set(), "datasets": set(),
-    "kernels": {"progress", "forks"}, "arguments": {"files", "registry"}, "files": {"schema"}, "intervals": set(),
-    "registry": {"table"}, "journal": set(), "forks": set(),
-    "records": {"schema"}, "claims": set(), "comparison": set(),
+    "schema": set(),
+    "specs": {"schema"},
+    "configs": set(),
+    "progress": set(),
+    "table": set(),
+    "cards": set(),
+    "datasets": set(),
+    "kernels": {"progress", "forks"},
+    "arguments": {"files", "registry"},
+    "files": {"schema"},
+    "intervals": set(),
+    "registry": {"table"},
+    "journal": set(),
+    "forks": set(),
+    "records": {"schema"},
+    "claims": set(),
+    "comparison": set(),
     "store": set(),
     "models": {"store"},
     "trace": {"models", "store"},
@@ -36,7 +63,16 @@ DIRECTIONS = {
     "cache": {"trace"},
     "schedule": {"trace"},
     "speculate": {"models", "store", "trace", "recording"},
-    "offloading": {"models", "trace", "calibration", "store", "cache", "schedule", "speculate", "experts"},
+    "offloading": {
+        "models",
+        "trace",
+        "calibration",
+        "store",
+        "cache",
+        "schedule",
+        "speculate",
+        "experts",
+    },
     "opening": {"models", "store", "experts", "speculate", "offloading", "calibration"},
     "generate": {"models", "parallel", "offloading", "calibration", "speculate", "opening"},
     "ane": {"models", "trace", "calibration", "experts", "claims"},
@@ -53,15 +89,49 @@ DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
 FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
 #: package → the only parts that may import it
 ONLY_IN = {
-    "coremltools": {"ane"}, "zstandard": {"store"}, "lz4": {"store"}, "papermill": {"lab"}, "nbclient": {"lab"},
-    "nbformat": {"lab"}, "jupyter_client": {"lab"}, "plotly": {"viz"}, "kaleido": {"viz"}, "ipywidgets": {"viz"},
-    "anywidget": {"viz"}, "simpy": {"ndp"}, "pyarrow": {"lab"}, "distributed": {"lab"}}
+    "coremltools": {"ane"},
+    "zstandard": {"store"},
+    "lz4": {"store"},
+    "papermill": {"lab"},
+    "nbclient": {"lab"},
+    "nbformat": {"lab"},
+    "jupyter_client": {"lab"},
+    "plotly": {"viz"},
+    "kaleido": {"viz"},
+    "ipywidgets": {"viz"},
+    "anywidget": {"viz"},
+    "simpy": {"ndp"},
+    "pyarrow": {"lab"},
+    "distributed": {"lab"},
+}
 #: package → the only parts that may import it outside a function
-AT_THE_TOP_ONLY_IN = {"transformers": {"models"}, "datasets": set(), "papermill": set(), "coremltools": set(),
-                      "plotly": {"viz"}}
-WITHOUT_TORCH = {"schema", "records", "specs", "configs", "cards", "datasets", "progress", "table", "arguments",
-                 "files", "registry", "journal", "forks", "lab",
-                 "claims", "comparison", "__main__", "__init__"}
+AT_THE_TOP_ONLY_IN = {
+    "transformers": {"models"},
+    "datasets": set(),
+    "papermill": set(),
+    "coremltools": set(),
+    "plotly": {"viz"},
+}
+WITHOUT_TORCH = {
+    "schema",
+    "records",
+    "specs",
+    "configs",
+    "cards",
+    "datasets",
+    "progress",
+    "table",
+    "arguments",
+    "files",
+    "registry",
+    "journal",
+    "forks",
+    "lab",
+    "claims",
+    "comparison",
+    "__main__",
+    "__init__",
+}
 
 
 def part_of(path):
@@ -72,23 +142,28 @@ def part_of(path):
 
 @lru_cache(None)
 def imports(path):
-    """(imported dotted name, whether it is inside a function) of a file, relative imports resolved."""
+    """(imported dotted name, whether it is inside a function) of a file, relative imports
+    resolved."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = ["moelab", *path.relative_to(PACKAGE).parts[:-1]]
 
     def visit(node, inside):
         inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-                continue            # never executed
+            if isinstance(child, ast.If) and ast.unparse(child.test) in (
+                "TYPE_CHECKING",
+                "typing.TYPE_CHECKING",
+            ):
+                continue  # never executed
             if isinstance(child, ast.Import):
                 yield from ((alias.name, inside) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
-                base = package[:len(package) - child.level + 1] if child.level else []
+                base = package[: len(package) - child.level + 1] if child.level else []
                 module = ".".join(base + ([child.module] if child.module else []))
                 yield from ((f"{module}.{alias.name}", inside) for alias in child.names)
             else:
                 yield from visit(child, inside)
+
     return list(visit(tree, False))
 
 
@@ -97,7 +172,9 @@ def violations(path):
     part = part_of(path)
     if part not in DIRECTIONS:
         yield f"{part} is new: say in DIRECTIONS what it may import"
-    common = BASE if part in ("cards", "configs", "datasets") else set() if part in COMMON else COMMON
+    common = (
+        BASE if part in ("cards", "configs", "datasets") else set() if part in COMMON else COMMON
+    )
     for name, inside in imports(path):
         package, _, rest = name.partition(".")
         other = rest.partition(".")[0]
@@ -119,19 +196,25 @@ def test_directions():
     assert [wrong for path in FILES for wrong in violations(path)] == []
 
 
-def test_lines_are_at_most_120_wide():
-    assert [(path.name, number) for path in FILES
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > 120] == []
-
-
 def graph(paths):
     """Module → the modules of moelab that its file imports, wherever in the file."""
-    names = {path: ".".join(["moelab", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
-             for path in paths}
+    names = {
+        path: ".".join(["moelab", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        )
+        for path in paths
+    }
     known = set(names.values())
-    return {module: {target for name, _ in imports(path) for target in (name, name.rpartition(".")[0])
-                     if target in known and (target == name or name not in known)} - {module}
-            for path, module in names.items()}
+    return {
+        module: {
+            target
+            for name, _ in imports(path)
+            for target in (name, name.rpartition(".")[0])
+            if target in known and (target == name or name not in known)
+        }
+        - {module}
+        for path, module in names.items()
+    }
 
 
 def no_circle(edges):
@@ -149,7 +232,9 @@ def test_no_room_imports_one_above_it():
 
 def python(code):
     """Run code in a fresh interpreter; returns what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -160,8 +245,11 @@ def test_importing_moelab_loads_nothing_heavy():
 
 def test_everything_but_viz_imports_where_optional_packages_are_missing():
     """Without the packages of the extras `lab`, `ane` and `peers`."""
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES
-               if part_of(path) not in ("viz", "__main__") and not path.stem.endswith("_triton")]   # GPU kernels
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in FILES
+        if part_of(path) not in ("viz", "__main__") and not path.stem.endswith("_triton")
+    ]  # GPU kernels
     assert len(modules) > 10
     python(f"""
 import importlib, sys
@@ -178,21 +266,27 @@ for name in {modules}:
 """)
 
 
-# ------------------------------------------------------------------------ the test can fail: what it must object to
+# ------------------------------------------------------------------------ the test can fail: what
+# it must object to
 
-@pytest.mark.parametrize("file, source", [
-    ("cache/x.py", "import plotly.graph_objects as go"),
-    ("cache/x.py", "def f():\n    from moelab.viz import theme"),
-    ("cache/x.py", "from ..lab import results"),
-    ("models/x.py", "from moelab.trace import RoutingTrace"),
-    ("models/x.py", "from moelab import trace"),
-    ("specs.py", "from moelab import configs"),
-    ("experts/x.py", "import moelab"),
-    ("store/x.py", "import coremltools"),
-    ("offloading/x.py", "def f():\n    import zstandard"),
-    ("offloading/x.py", "from transformers import AutoModel"),
-    ("viz/x.py", "class A:\n    def f(self):\n        import moelab.lab.runner"),
-    ("datasets.py", "import torch")])
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("cache/x.py", "import plotly.graph_objects as go"),
+        ("cache/x.py", "def f():\n    from moelab.viz import theme"),
+        ("cache/x.py", "from ..lab import results"),
+        ("models/x.py", "from moelab.trace import RoutingTrace"),
+        ("models/x.py", "from moelab import trace"),
+        ("specs.py", "from moelab import configs"),
+        ("experts/x.py", "import moelab"),
+        ("store/x.py", "import coremltools"),
+        ("offloading/x.py", "def f():\n    import zstandard"),
+        ("offloading/x.py", "from transformers import AutoModel"),
+        ("viz/x.py", "class A:\n    def f(self):\n        import moelab.lab.runner"),
+        ("datasets.py", "import torch"),
+    ],
+)
 def test_violations_are_seen(file, source, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     path = tmp_path / file
@@ -201,10 +295,18 @@ def test_violations_are_seen(file, source, tmp_path, monkeypatch):
     assert [*violations(path)]
 
 
-@pytest.mark.parametrize("sources", [
-    {"a.py": "from moelab import b", "b.py": "def f():\n    import moelab.a"},
-    {"a.py": "from moelab.b.c import x", "b/__init__.py": "", "b/c.py": "from moelab.b import d",
-     "b/d.py": "import moelab.a"}])
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a.py": "from moelab import b", "b.py": "def f():\n    import moelab.a"},
+        {
+            "a.py": "from moelab.b.c import x",
+            "b/__init__.py": "",
+            "b/c.py": "from moelab.b import d",
+            "b/d.py": "import moelab.a",
+        },
+    ],
+)
 def test_circles_are_seen(sources, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     for name, source in sources.items():

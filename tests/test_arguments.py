@@ -1,4 +1,5 @@
-"""Every number and list of the command line: what cannot be used is refused where it is read, in words."""
+"""Every number and list of the command line: what cannot be used is refused where it is read, in
+words."""
 
 import argparse
 import importlib
@@ -13,7 +14,14 @@ from moelab.__main__ import COMMANDS, main, told
 from moelab.arguments import number, one_of, output, several, whole
 from moelab.bench import BENCHES, parser_of
 
-PYTHONS_OWN = ("invalid int", "invalid float", "invalid <lambda>", "Traceback", "could not convert", "invalid literal")
+PYTHONS_OWN = (
+    "invalid int",
+    "invalid float",
+    "invalid <lambda>",
+    "Traceback",
+    "could not convert",
+    "invalid literal",
+)
 
 
 def parsers():
@@ -22,12 +30,20 @@ def parsers():
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
         nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        yield from (((name, sub), one) for sub, one in nested[0].choices.items()) if nested else [((name,), parser)]
+        yield from (
+            (((name, sub), one) for sub, one in nested[0].choices.items())
+            if nested
+            else [((name,), parser)]
+        )
     yield from ((("bench", name), parser_of(name)) for name in BENCHES)
 
 
-OPTIONS = [(words, action) for words, parser in parsers() for action in parser._actions
-           if action.option_strings and action.type is not None and action.type not in (Path, output)]
+OPTIONS = [
+    (words, action)
+    for words, parser in parsers()
+    for action in parser._actions
+    if action.option_strings and action.type is not None and action.type not in (Path, output)
+]
 
 
 @pytest.mark.parametrize("text", ["-5", "nan", "x", "", "1e999", ","])
@@ -60,31 +76,53 @@ def test_numbers(value):
 
 
 def test_lists_and_names():
-    assert several(number(above=0))("1, 2.5,") == [1.0, 2.5] and several(one_of("ab"))("b,a") == ["b", "a"]
-    assert one_of(["exact", "INT8"])("Exact") == "exact" and one_of(["exact", "INT8"])("int8") == "INT8"
+    assert several(number(above=0))("1, 2.5,") == [1.0, 2.5] and several(one_of("ab"))("b,a") == [
+        "b",
+        "a",
+    ]
+    assert (
+        one_of(["exact", "INT8"])("Exact") == "exact"
+        and one_of(["exact", "INT8"])("int8") == "INT8"
+    )
     with pytest.raises(argparse.ArgumentTypeError, match="no choice 'c'. There are: a, b"):
         several(one_of("ab"))("a,c")
 
 
-@pytest.mark.parametrize("line", [
-    "ane plan Phi-3.5-MoE --chunk -5", "ane plan Phi-3.5-MoE --layers x", "ane plan Phi-3.5-MoE --layers 99",
-    "ane plan Phi-3.5-MoE --device nope", "bench prefetch --tokens -1", "profile nowhere --seconds -1",
-    "generate --tp -1", "generate --max-new-tokens 0", "evaluate --limit 1", "calibrate small c --prompts 0",
-    "calibrate small c --new-tokens -1",
-    "bench engine --only everything", "evaluate --modes executor:capacity:factor=x",
-    "evaluate --modes executor:blockwise:skip_blocks=perhaps", "run 01 -p smoke=maybe"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ane plan Phi-3.5-MoE --chunk -5",
+        "ane plan Phi-3.5-MoE --layers x",
+        "ane plan Phi-3.5-MoE --layers 99",
+        "ane plan Phi-3.5-MoE --device nope",
+        "bench prefetch --tokens -1",
+        "profile nowhere --seconds -1",
+        "generate --tp -1",
+        "generate --max-new-tokens 0",
+        "evaluate --limit 1",
+        "calibrate small c --prompts 0",
+        "calibrate small c --new-tokens -1",
+        "bench engine --only everything",
+        "evaluate --modes executor:capacity:factor=x",
+        "evaluate --modes executor:blockwise:skip_blocks=perhaps",
+        "run 01 -p smoke=maybe",
+    ],
+)
 def test_what_was_accepted_or_told_in_python_s_words(line, capsys):
     try:
         status = main(line.split())
     except SystemExit as end:
         status = end.code
     said = capsys.readouterr().err
-    assert status == 2 and not any(own in said for own in (*PYTHONS_OWN, "n < 0", "is None", "not supported"))
-    assert line.split()[-1].rpartition("=")[2] in said           # what was typed is named
+    assert status == 2 and not any(
+        own in said for own in (*PYTHONS_OWN, "n < 0", "is None", "not supported")
+    )
+    assert line.split()[-1].rpartition("=")[2] in said  # what was typed is named
 
 
 def test_the_version(capsys):
     import moelab
+
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0 and capsys.readouterr().out.strip() == f"moelab {moelab.__version__}"
@@ -92,16 +130,27 @@ def test_the_version(capsys):
 
 def test_errors_of_the_system_in_words():
     full = told(OSError(28, "No space left on device", "/data/x"))
-    assert full == ("No space left on device (/data/x); free some space, or write to another disk, and run the command "
-                    "again")
-    assert "Errno" not in told(PermissionError(13, "Permission denied")) and told(KeyError("no layer 3")) == "no layer 3"
-    assert told(FileNotFoundError("there is no checkpoint folder at x")) == "there is no checkpoint folder at x"
+    assert full == (
+        "No space left on device (/data/x); free some space, or write to another disk, and run the command "
+        "again"
+    )
+    assert (
+        "Errno" not in told(PermissionError(13, "Permission denied"))
+        and told(KeyError("no layer 3")) == "no layer 3"
+    )
+    assert (
+        told(FileNotFoundError("there is no checkpoint folder at x"))
+        == "there is no checkpoint folder at x"
+    )
 
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_bench_without_options_runs_on_its_own_defaults(name):
     parser = parser_of(name)
-    given, run = vars(parser.parse_args([])), inspect.signature(importlib.import_module(BENCHES[name]).run)
+    given, run = (
+        vars(parser.parse_args([])),
+        inspect.signature(importlib.import_module(BENCHES[name]).run),
+    )
     for option, value in given.items():
         default = run.parameters[option].default
         assert value == (list(default) if isinstance(default, tuple) else default)
@@ -109,5 +158,7 @@ def test_a_bench_without_options_runs_on_its_own_defaults(name):
 
 
 def test_an_option_that_is_given_again_adds_to_the_others():
-    given = parser_of("engine").parse_args(["--python", "ftllm=/a", "--python", "llama.cpp=/b", "--only", "peers,limit"])
+    given = parser_of("engine").parse_args(
+        ["--python", "ftllm=/a", "--python", "llama.cpp=/b", "--only", "peers,limit"]
+    )
     assert given.python == ["ftllm=/a", "llama.cpp=/b"] and given.only == ["peers", "limit"]

@@ -1,4 +1,5 @@
-"""The cards: complete, sourced, equal to transformers' configs, and as heavy as their publishers say."""
+"""The cards: complete, sourced, equal to transformers' configs, and as heavy as their publishers
+say."""
 
 from __future__ import annotations
 
@@ -16,52 +17,120 @@ from moelab.registry import describe
 from moelab.specs import DTYPE_BYTES, MoESpec
 
 FOLDER = Path(cards.__file__).parent
-WANTED = {"Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen1.5-MoE-A2.7B", "DeepSeek-MoE-16B",
-          "DeepSeek-V2-Lite", "DeepSeek-V3", "Mixtral-8x7B", "GPT-OSS-20B", "GPT-OSS-120B", "GLM-4.7-Flash",
-          "Llama4-Scout", "Llama4-Maverick", "Switch-Large-128", "OLMoE-1B-7B"}
-UNIFIED = {"jetson-agx-orin-64gb", "jetson-agx-orin-32gb", "raspberry-pi-5", "m2-max", "m2-ultra", "oneplus-12"}
+WANTED = {
+    "Phi-3.5-MoE",
+    "Phi-tiny-MoE",
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "Qwen1.5-MoE-A2.7B",
+    "DeepSeek-MoE-16B",
+    "DeepSeek-V2-Lite",
+    "DeepSeek-V3",
+    "Mixtral-8x7B",
+    "GPT-OSS-20B",
+    "GPT-OSS-120B",
+    "GLM-4.7-Flash",
+    "Llama4-Scout",
+    "Llama4-Maverick",
+    "Switch-Large-128",
+    "OLMoE-1B-7B",
+}
+UNIFIED = {
+    "jetson-agx-orin-64gb",
+    "jetson-agx-orin-32gb",
+    "raspberry-pi-5",
+    "m2-max",
+    "m2-ultra",
+    "oneplus-12",
+}
 DISCRETE = {"rtx-a6000", "a100-80gb", "gh200-96gb", "rtx-5080"}
-PARTS = {"ndp-dimm-ddr4", "lpddr-ndp", "hbm-pim"}      # memory that computes: no machine by itself
+PARTS = {"ndp-dimm-ddr4", "lpddr-ndp", "hbm-pim"}  # memory that computes: no machine by itself
 DEVICES = UNIFIED | DISCRETE | PARTS | {"i7-14700", "trn2"}
-NO_DISK_FIGURE = {"m2-ultra"}                          # none was found published
+NO_DISK_FIGURE = {"m2-ultra"}  # none was found published
 PAPERS = {"NPUMoE", "GPU-NDP", "Speculating Experts", "AWS Neuron MoE guide", "ZipMoE"}
 
-#: the configs that the cards claim to repeat, in transformers' words; what is not said is transformers' default
+#: the configs that the cards claim to repeat, in transformers' words; what is not said is
+#: transformers' default
 CONFIGS = {
     "Phi-3.5-MoE": lambda: transformers.PhimoeConfig(),
     "Phi-tiny-MoE": lambda: transformers.PhimoeConfig(
-        intermediate_size=448, num_attention_heads=16, num_key_value_heads=4, head_dim=128),
+        intermediate_size=448, num_attention_heads=16, num_key_value_heads=4, head_dim=128
+    ),
     "Qwen3-30B-A3B": lambda: transformers.Qwen3MoeConfig(num_hidden_layers=48, head_dim=128),
     "Qwen3-235B-A22B": lambda: transformers.Qwen3MoeConfig(
-        num_hidden_layers=94, hidden_size=4096, moe_intermediate_size=1536, num_attention_heads=64, head_dim=128),
+        num_hidden_layers=94,
+        hidden_size=4096,
+        moe_intermediate_size=1536,
+        num_attention_heads=64,
+        head_dim=128,
+    ),
     "Qwen1.5-MoE-A2.7B": lambda: transformers.Qwen2MoeConfig(),
     "DeepSeek-MoE-16B": lambda: SimpleNamespace(
-        model_type="deepseek", vocab_size=102400, hidden_size=2048, intermediate_size=10944, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, n_shared_experts=2, moe_layer_freq=1,
-        num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1, torch_dtype="bfloat16"),
+        model_type="deepseek",
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        moe_layer_freq=1,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+        torch_dtype="bfloat16",
+    ),
     "DeepSeek-V2-Lite": lambda: transformers.DeepseekV2Config(
-        num_hidden_layers=27, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
-        num_experts_per_tok=6, first_k_dense_replace=1, num_attention_heads=16, num_key_value_heads=16,
-        q_lora_rank=None, vocab_size=102400),
-    "DeepSeek-V3": lambda: transformers.DeepseekV3Config(quantization_config={"quant_method": "fp8"}),
+        num_hidden_layers=27,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        vocab_size=102400,
+    ),
+    "DeepSeek-V3": lambda: transformers.DeepseekV3Config(
+        quantization_config={"quant_method": "fp8"}
+    ),
     "Mixtral-8x7B": lambda: transformers.MixtralConfig(),
     "GPT-OSS-20B": lambda: transformers.GptOssConfig(
-        num_hidden_layers=24, num_local_experts=32, quantization_config={"quant_method": "mxfp4"}),
-    "GPT-OSS-120B": lambda: transformers.GptOssConfig(quantization_config={"quant_method": "mxfp4"}),
+        num_hidden_layers=24, num_local_experts=32, quantization_config={"quant_method": "mxfp4"}
+    ),
+    "GPT-OSS-120B": lambda: transformers.GptOssConfig(
+        quantization_config={"quant_method": "mxfp4"}
+    ),
     "GLM-4.7-Flash": lambda: transformers.Glm4MoeLiteConfig(),
     "Llama4-Scout": lambda: transformers.Llama4Config(),
-    "Llama4-Maverick": lambda: transformers.Llama4TextConfig(num_local_experts=128, interleave_moe_layer_step=2),
+    "Llama4-Maverick": lambda: transformers.Llama4TextConfig(
+        num_local_experts=128, interleave_moe_layer_step=2
+    ),
     "Switch-Large-128": lambda: transformers.SwitchTransformersConfig(
-        d_model=1024, d_ff=4096, num_layers=24, num_decoder_layers=24, num_heads=16, num_experts=128,
-        num_sparse_encoder_layers=12, num_sparse_decoder_layers=12),
+        d_model=1024,
+        d_ff=4096,
+        num_layers=24,
+        num_decoder_layers=24,
+        num_heads=16,
+        num_experts=128,
+        num_sparse_encoder_layers=12,
+        num_sparse_decoder_layers=12,
+    ),
     "OLMoE-1B-7B": lambda: transformers.OlmoeConfig(intermediate_size=1024),
 }
 
-#: multi-head latent attention: q_lora (0 without), kv_lora, nope, rope, which a MoESpec does not hold
-MLA = {"DeepSeek-V2-Lite": (0, 512, 128, 64), "DeepSeek-V3": (1536, 512, 128, 64), "GLM-4.7-Flash": (768, 512, 192, 64)}
+#: multi-head latent attention: q_lora (0 without), kv_lora, nope, rope, which a MoESpec does not
+#: hold
+MLA = {
+    "DeepSeek-V2-Lite": (0, 512, 128, 64),
+    "DeepSeek-V3": (1536, 512, 128, 64),
+    "GLM-4.7-Flash": (768, 512, 192, 64),
+}
 TIED = {"Switch-Large-128"}
-ROUNDED_TO_ONE_DIGIT = {"GLM-4.7-Flash"}               # "approximately 3B" is all that is published
-NO_ACTIVE_COUNT = {"Switch-Large-128"}                 # a token passes through the encoder or the decoder
+ROUNDED_TO_ONE_DIGIT = {"GLM-4.7-Flash"}  # "approximately 3B" is all that is published
+NO_ACTIVE_COUNT = {"Switch-Large-128"}  # a token passes through the encoder or the decoder
 
 
 def attention_weights(name: str, g: dict) -> int:
@@ -69,18 +138,23 @@ def attention_weights(name: str, g: dict) -> int:
     if name in MLA:
         q_lora, kv_lora, nope, rope = MLA[name]
         query = heads * (nope + rope)
-        return ((H * q_lora + q_lora * query if q_lora else H * query) + H * (kv_lora + rope)
-                + kv_lora * heads * (nope + d) + heads * d * H)
+        return (
+            (H * q_lora + q_lora * query if q_lora else H * query)
+            + H * (kv_lora + rope)
+            + kv_lora * heads * (nope + d)
+            + heads * d * H
+        )
     return 2 * H * heads * d + 2 * H * kv * d
 
 
 def count(name: str, experts: int, embeddings: int) -> float:
-    """Parameters by hand from the card's raw geometry: attention, FFNs, routers, embeddings; no norms, no biases."""
+    """Parameters by hand from the card's raw geometry: attention, FFNs, routers, embeddings; no
+    norms, no biases."""
     g = cards.load_card(name)["geometry"]
     moe = len(range(g["moe_layers"]["first"], g["num_layers"], g["moe_layers"]["step"]))
     matrices, H = (3 if g["gated"] else 2), g["H"]
     layers = g["num_layers"] * attention_weights(name, g)
-    if name == "Switch-Large-128":                      # its decoder layers also attend to the encoder
+    if name == "Switch-Large-128":  # its decoder layers also attend to the encoder
         layers += g["num_layers"] // 2 * attention_weights(name, g)
     layers += moe * (matrices * H * (experts * g["I"] + g["shared_I"]) + g["E"] * H)
     layers += (g["num_layers"] - moe) * matrices * H * g["dense_I"]
@@ -99,9 +173,16 @@ def test_a_model_card_is_whole_and_sourced(name):
     assert list(card["geometry"]) == list(cards.load_card("Mixtral-8x7B")["geometry"])
     assert card["name"] == name and card["hub"].count("/") == 1
     assert card["geometry"]["source"].strip() and all(note.strip() for note in card["notes"])
-    assert list(card["figures"]) == ["total_params", "active_params"][:1 if name in NO_ACTIVE_COUNT else 2]
+    assert (
+        list(card["figures"])
+        == ["total_params", "active_params"][: 1 if name in NO_ACTIVE_COUNT else 2]
+    )
     for figure in card["figures"].values():
-        assert figure["kind"] == "published" and figure["unit"] == "parameters" and figure["source"].strip()
+        assert (
+            figure["kind"] == "published"
+            and figure["unit"] == "parameters"
+            and figure["source"].strip()
+        )
     assert set(card["papers"]) <= PAPERS and all(place.strip() for place in card["papers"].values())
 
 
@@ -110,10 +191,16 @@ def test_derived_sizes(name):
     spec = cards.load_model(name)
     g = cards.load_card(name)["geometry"]
     weights = (3 if spec.gated else 2) * g["H"] * g["I"]
-    assert weights * DTYPE_BYTES[spec.dtype] <= spec.expert_bytes <= weights * DTYPE_BYTES[spec.dtype] * 1.002
+    assert (
+        weights * DTYPE_BYTES[spec.dtype]
+        <= spec.expert_bytes
+        <= weights * DTYPE_BYTES[spec.dtype] * 1.002
+    )
     assert spec.experts_bytes == len(spec.moe_layers) * spec.E * spec.expert_bytes
     assert spec.routed_bytes * spec.E == spec.experts_bytes * spec.K
-    assert max(spec.moe_layers) == spec.num_layers - 1 and (spec.dense_I > 0) == (spec.L < spec.num_layers)
+    assert max(spec.moe_layers) == spec.num_layers - 1 and (spec.dense_I > 0) == (
+        spec.L < spec.num_layers
+    )
 
 
 @pytest.mark.parametrize("name", sorted(WANTED))
@@ -127,11 +214,15 @@ def test_published_total(name):
 def test_published_active(name):
     """Publishers count none, one or both of the embedding matrices; one of the three must fit.
 
-    They also round to two digits, down where it flatters: 1.1B for Phi-tiny's 1.16B is the widest miss.
-    """
+    They also round to two digits, down where it flatters: 1.1B for Phi-tiny's 1.16B is the widest
+    miss."""
     published = cards.load_card(name)["figures"]["active_params"]["value"]
-    counts = [count(name, cards.load_card(name)["geometry"]["K"], embeddings) for embeddings in (0, 1, 2)]
-    assert min(abs(n - published) / published for n in counts) < 0.06, [f"{n / 1e9:.2f}" for n in counts]
+    counts = [
+        count(name, cards.load_card(name)["geometry"]["K"], embeddings) for embeddings in (0, 1, 2)
+    ]
+    assert min(abs(n - published) / published for n in counts) < 0.06, [
+        f"{n / 1e9:.2f}" for n in counts
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(WANTED))
@@ -144,8 +235,15 @@ def test_a_device_card_is_whole_and_sourced(name):
     assert list(cards.load_card(name)) == ["name", "notes", "figures"]
     device = cards.load_device(name)
     assert {"memory_gb", "memory_bandwidth_gbs"} <= set(device.figures)
-    endings = {"_gb": "GB", "_gbs": "GB/s", "_tflops": "TFLOPS", "_tops": "TOPS", "_w": "W", "_ghz": "GHz",
-               "_count": "1"}
+    endings = {
+        "_gb": "GB",
+        "_gbs": "GB/s",
+        "_tflops": "TFLOPS",
+        "_tops": "TOPS",
+        "_w": "W",
+        "_ghz": "GHz",
+        "_count": "1",
+    }
     for key, figure in device.figures.items():
         assert figure.value > 0 and figure.source.strip()
         assert figure.unit == next(unit for ending, unit in endings.items() if key.endswith(ending))
@@ -153,32 +251,47 @@ def test_a_device_card_is_whole_and_sourced(name):
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_a_device_has_what_a_simulation_needs(name):
-    """How fast experts arrive (disk or host link), how fast memory is read, how fast it computes, in that order."""
+    """How fast experts arrive (disk or host link), how fast memory is read, how fast it computes,
+    in that order."""
     device = cards.load_device(name)
     assert ("link_bandwidth_gbs" in device.figures) == (name in DISCRETE)
     assert ("storage_read_gbs" in device.figures) == (name in UNIFIED - NO_DISK_FIGURE)
-    arrival = [device[key] for key in ("storage_read_gbs", "link_bandwidth_gbs") if key in device.figures]
+    arrival = [
+        device[key] for key in ("storage_read_gbs", "link_bandwidth_gbs") if key in device.figures
+    ]
     assert all(rate < device["memory_bandwidth_gbs"] for rate in arrival)
-    rates = [device[key] for key in ("fp32_tflops", "fp16_tflops", "bf16_tflops") if key in device.figures]
+    rates = [
+        device[key]
+        for key in ("fp32_tflops", "fp16_tflops", "bf16_tflops")
+        if key in device.figures
+    ]
     assert rates == sorted(rates) and rates[1:2] == rates[2:] or len(rates) <= 2
 
 
-@pytest.mark.parametrize("name, figure, by_hand", [
-    ("raspberry-pi-5", "memory_bandwidth_gbs", 4.267 * 32 / 8),
-    ("raspberry-pi-5", "fp32_tflops", 4 * 2.4 * 2 * 4 * 2 / 1000),
-    ("oneplus-12", "memory_bandwidth_gbs", 2 * 4.8 * 64 / 8),
-    ("oneplus-12", "fp32_tflops", (3.3 * 4 + (3 * 3.2 + 2 * 3.0) * 2) * 4 * 2 / 1000),
-    ("rtx-5080", "memory_bandwidth_gbs", 30 * 256 / 8),
-    ("rtx-5080", "fp32_tflops", 10752 * 2 * 2.617 / 1000),
-    ("rtx-5080", "fp16_tflops", 1801 / 2 ** 4),
-    ("rtx-5080", "link_bandwidth_gbs", 16 * 32 / 8 * 128 / 130),
-    ("a100-80gb", "link_bandwidth_gbs", 16 * 16 / 8 * 128 / 130),
-    ("jetson-agx-orin-32gb", "fp32_tflops", 1792 * 2 * 0.930 / 1000),
-    ("jetson-agx-orin-64gb", "fp32_tflops", 2048 * 2 * 1.3 / 1000),
-    ("jetson-agx-orin-64gb", "memory_bandwidth_gbs", 6.4 * 256 / 8),
-    ("m2-max", "memory_bandwidth_gbs", 6.4 * 512 / 8),
-    ("m2-ultra", "fp32_tflops", 2 * cards.load_device("m2-max")["fp32_tflops"]),
-    ("m2-ultra", "memory_bandwidth_gbs", 2 * cards.load_device("m2-max")["memory_bandwidth_gbs"])])
+@pytest.mark.parametrize(
+    "name, figure, by_hand",
+    [
+        ("raspberry-pi-5", "memory_bandwidth_gbs", 4.267 * 32 / 8),
+        ("raspberry-pi-5", "fp32_tflops", 4 * 2.4 * 2 * 4 * 2 / 1000),
+        ("oneplus-12", "memory_bandwidth_gbs", 2 * 4.8 * 64 / 8),
+        ("oneplus-12", "fp32_tflops", (3.3 * 4 + (3 * 3.2 + 2 * 3.0) * 2) * 4 * 2 / 1000),
+        ("rtx-5080", "memory_bandwidth_gbs", 30 * 256 / 8),
+        ("rtx-5080", "fp32_tflops", 10752 * 2 * 2.617 / 1000),
+        ("rtx-5080", "fp16_tflops", 1801 / 2**4),
+        ("rtx-5080", "link_bandwidth_gbs", 16 * 32 / 8 * 128 / 130),
+        ("a100-80gb", "link_bandwidth_gbs", 16 * 16 / 8 * 128 / 130),
+        ("jetson-agx-orin-32gb", "fp32_tflops", 1792 * 2 * 0.930 / 1000),
+        ("jetson-agx-orin-64gb", "fp32_tflops", 2048 * 2 * 1.3 / 1000),
+        ("jetson-agx-orin-64gb", "memory_bandwidth_gbs", 6.4 * 256 / 8),
+        ("m2-max", "memory_bandwidth_gbs", 6.4 * 512 / 8),
+        ("m2-ultra", "fp32_tflops", 2 * cards.load_device("m2-max")["fp32_tflops"]),
+        (
+            "m2-ultra",
+            "memory_bandwidth_gbs",
+            2 * cards.load_device("m2-max")["memory_bandwidth_gbs"],
+        ),
+    ],
+)
 def test_a_published_rate_is_what_clock_and_width_give(name, figure, by_hand):
     assert cards.load_device(name)[figure] == pytest.approx(by_hand, rel=0.025)
 
@@ -193,7 +306,9 @@ def test_notes_on_wrong_tables_follow_from_the_geometry():
     assert gigabytes("Qwen3-30B-A3B") == pytest.approx(54.0 * gib, rel=1e-6)
     assert gigabytes("Qwen3-235B-A22B") == pytest.approx(454.2, abs=0.05)
     assert gigabytes("GPT-OSS-120B") == pytest.approx(213.6 * gib, rel=1e-3)
-    assert gigabytes("GLM-4.7-Flash", moe_layers=list(range(47))) == pytest.approx(52.9 * gib, rel=1e-3)
+    assert gigabytes("GLM-4.7-Flash", moe_layers=list(range(47))) == pytest.approx(
+        52.9 * gib, rel=1e-3
+    )
     assert gigabytes("Mixtral-8x7B") / 2 == pytest.approx(42.0 * gib, rel=1e-3)
     assert gigabytes("Phi-3.5-MoE") / 2 == pytest.approx(40.3, abs=0.05)
     assert gigabytes("Qwen3-30B-A3B") / 2 == pytest.approx(29.0, abs=0.05)
@@ -202,11 +317,19 @@ def test_notes_on_wrong_tables_follow_from_the_geometry():
     assert gigabytes("DeepSeek-MoE-16B") / 2 + shared == pytest.approx(15.4, abs=0.05)
 
 
-@pytest.mark.parametrize("load, wrong, meant", [
-    (cards.load_model, "qwen3-30b-a3b", "Qwen3-30B-A3B"), (cards.load_model, "Mixtral-8x22B", "Mixtral-8x7B"),
-    (cards.load_device, "m2ultra", "m2-ultra"), (cards.load_card, "RTX A6000", "rtx-a6000")])
+@pytest.mark.parametrize(
+    "load, wrong, meant",
+    [
+        (cards.load_model, "qwen3-30b-a3b", "Qwen3-30B-A3B"),
+        (cards.load_model, "Mixtral-8x22B", "Mixtral-8x7B"),
+        (cards.load_device, "m2ultra", "m2-ultra"),
+        (cards.load_card, "RTX A6000", "rtx-a6000"),
+    ],
+)
 def test_an_unknown_name_says_what_there_is(load, wrong, meant):
-    with pytest.raises(ValueError, match=f"no card '{wrong}'.*Did you mean '{meant}'.*There are: .*{meant}"):
+    with pytest.raises(
+        ValueError, match=f"no card '{wrong}'.*Did you mean '{meant}'.*There are: .*{meant}"
+    ):
         load(wrong)
 
 
@@ -224,22 +347,39 @@ def test_every_file_is_listed_and_short():
         tomllib.loads("\n".join(lines))
 
 
-@pytest.mark.parametrize("line, problem", [
-    ('unit = "MB/s"', "in the unit"), ('value = "fast"', "must be a finite number"), ("value = 0", "must be above 0"),
-    ("value = nan", "must be a finite number"), ('kind = "guessed"', "not 'guessed'"),
-    ('source = ""\nsauce = "x"', "sauce"), (None, "source")])
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        ('unit = "MB/s"', "in the unit"),
+        ('value = "fast"', "must be a finite number"),
+        ("value = 0", "must be above 0"),
+        ("value = nan", "must be a finite number"),
+        ('kind = "guessed"', "not 'guessed'"),
+        ('source = ""\nsauce = "x"', "sauce"),
+        (None, "source"),
+    ],
+)
 def test_a_figure_that_means_something_else_is_named(line, problem, tmp_path):
-    figure = {"value": "value = 2.1", "unit": 'unit = "GB/s"', "kind": 'kind = "measured"', "source": 'source = "fio"'}
+    figure = {
+        "value": "value = 2.1",
+        "unit": 'unit = "GB/s"',
+        "kind": 'kind = "measured"',
+        "source": 'source = "fio"',
+    }
     figure |= {"source": ""} if line is None else {line.partition(" ")[0]: line}
     file = tmp_path / "mine.toml"
     file.write_text("\n".join(['name = "Mine"', "[figures.storage_read_gbs]", *figure.values()]))
-    with pytest.raises(ValueError, match=r"mine.toml .*figures.storage_read_gbs.*" + re.escape(problem)):
+    with pytest.raises(
+        ValueError, match=r"mine.toml .*figures.storage_read_gbs.*" + re.escape(problem)
+    ):
         cards.load_device(file)
 
 
 def test_a_figures_name_ends_in_its_unit(tmp_path):
     file = tmp_path / "mine.toml"
-    file.write_text("name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\nkind = 'measured'\nsource = 'x'")
+    file.write_text(
+        "name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\nkind = 'measured'\nsource = 'x'"
+    )
     with pytest.raises(ValueError, match="figures.disk_speed.*its name ends in: _gbs"):
         cards.load_device(file)
 
@@ -247,10 +387,15 @@ def test_a_figures_name_ends_in_its_unit(tmp_path):
 def test_a_card_of_your_own_is_read_from_its_path_as_it_is_now(tmp_path):
     file = tmp_path / "mine.toml"
     for rate in (2.5, 3.5):
-        file.write_text(f"name = 'Mine'\n[figures.storage_read_gbs]\nvalue = {rate}\nunit = 'GB/s'\n"
-                        "kind = 'measured'\nsource = 'fio'")
+        file.write_text(
+            f"name = 'Mine'\n[figures.storage_read_gbs]\nvalue = {rate}\nunit = 'GB/s'\n"
+            "kind = 'measured'\nsource = 'fio'"
+        )
         for path in (file, str(file)):
-            assert cards.load_device(path).name == "Mine" and cards.load_device(path)["storage_read_gbs"] == rate
+            assert (
+                cards.load_device(path).name == "Mine"
+                and cards.load_device(path)["storage_read_gbs"] == rate
+            )
     for text, told in (("name = 'Mine'", "it lacks figures"), ("name =", "is no readable card")):
         file.write_text(text)
         with pytest.raises(ValueError, match=told):
@@ -261,7 +406,11 @@ def test_a_card_of_your_own_is_read_from_its_path_as_it_is_now(tmp_path):
 
 def test_a_card_says_in_a_phrase_what_is_on_it():
     models, devices = describe("model"), describe("device")
-    assert models["Mixtral-8x7B"][0] == "46.7B total, 12.9B active parameters; 32 MoE layers of 8 experts, 2 a token"
+    assert (
+        models["Mixtral-8x7B"][0]
+        == "46.7B total, 12.9B active parameters; 32 MoE layers of 8 experts, 2 a token"
+    )
     assert devices["jetson-agx-orin-32gb"][0] == (
-        "Jetson AGX Orin 32GB: 32 GB, 204.8 GB/s from memory, 3.5 GB/s from disk")
+        "Jetson AGX Orin 32GB: 32 GB, 204.8 GB/s from memory, 3.5 GB/s from disk"
+    )
     assert all(cards.load_device(name).name in told for name, (told, _) in devices.items())

@@ -1,4 +1,5 @@
-"""The ledger's file is complete, every claim has an answer, and verdicts follow the rules: hand-made cases."""
+"""The ledger's file is complete, every claim has an answer, and verdicts follow the rules:
+hand-made cases."""
 
 import json
 import math
@@ -9,7 +10,18 @@ import pytest
 from moelab import claims
 from moelab.__main__ import main
 from moelab.claims import (
-    CONTRADICTED, DIRECTION, FITTED, FOLLOWS, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED, UNANSWERED, Claim, load, rows)
+    CONTRADICTED,
+    DIRECTION,
+    FITTED,
+    FOLLOWS,
+    NOT_REPRODUCED,
+    NOT_TESTABLE,
+    REPRODUCED,
+    UNANSWERED,
+    Claim,
+    load,
+    rows,
+)
 from moelab.files import CHECKOUT
 
 BASELINES = CHECKOUT / "results"
@@ -19,61 +31,120 @@ def claim(**how):
     """A claim of value 2, answered by a metric."""
     value = {} if {"above", "below"} & how.keys() else {"value": 2.0}
     metric = {} if how.get("needs") or how.get("contradicted") else {"metric": ("n", "x")}
-    return Claim(**{"source": "s", "title": "S", "id": "i", "where": "§1", "text": "t", "hardware": "h", "model": "m",
-                    "tolerance": 0.1} | value | metric | how)
+    return Claim(
+        **{
+            "source": "s",
+            "title": "S",
+            "id": "i",
+            "where": "§1",
+            "text": "t",
+            "hardware": "h",
+            "model": "m",
+            "tolerance": 0.1,
+        }
+        | value
+        | metric
+        | how
+    )
 
 
-@pytest.mark.parametrize("how, found, verdict", [
-    ({}, 2.1, REPRODUCED), ({}, 2.3, NOT_REPRODUCED), ({"tolerance": 0.0}, 2.0, REPRODUCED),
-    ({"tolerance": 0.0}, 2.001, NOT_REPRODUCED), ({}, None, UNANSWERED),
-    ({"value": [1.0, 2.0]}, 0.91, REPRODUCED), ({"value": [1.0, 2.0]}, 2.21, NOT_REPRODUCED),
-    ({"value": [1.0, inf]}, 1e9, REPRODUCED), ({"value": True}, True, REPRODUCED),
-    ({"value": "TP"}, "EP", NOT_REPRODUCED),
-    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.05, NOT_REPRODUCED),       # half of the effect is 0.1
-    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.29, REPRODUCED),
-    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.06, DIRECTION),
-    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.04, NOT_REPRODUCED),   # a fifth of it
-    ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 0.95, NOT_REPRODUCED),
-    ({"instead": "a small model"}, 2.0, DIRECTION), ({"instead": "a small model"}, 3.0, NOT_REPRODUCED),
-    ({"above": 1.0}, 1.1, DIRECTION), ({"above": 1.0}, 1.0, NOT_REPRODUCED), ({"below": 1.0}, 0.9, DIRECTION),
-    ({"above": 1.0, "follows": "it is a largest value"}, 1.1, FOLLOWS),
-    ({"fitted": "chosen by it"}, 2.1, FITTED), ({"fitted": "chosen by it"}, 9.0, NOT_REPRODUCED),
-    ({"fitted": "chosen by it", "metric": ()}, None, FITTED),
-    ({"follows": "1 + 1", "predictor": 2.0}, 2.1, FOLLOWS), ({"follows": "1 + 1"}, 9.0, NOT_REPRODUCED),
-    ({"null": "a", "predictor": 2.0}, 2.1, FOLLOWS), ({"null": "a", "predictor": 3.0}, 2.1, REPRODUCED),
-    ({"needs": "a Mac"}, None, NOT_TESTABLE), ({"contradicted": "Table 2 says 3"}, None, CONTRADICTED),
-    ({"contradicted": "Table 2 says 3", "metric": ("n", "x")}, 2.0, CONTRADICTED)])
+@pytest.mark.parametrize(
+    "how, found, verdict",
+    [
+        ({}, 2.1, REPRODUCED),
+        ({}, 2.3, NOT_REPRODUCED),
+        ({"tolerance": 0.0}, 2.0, REPRODUCED),
+        ({"tolerance": 0.0}, 2.001, NOT_REPRODUCED),
+        ({}, None, UNANSWERED),
+        ({"value": [1.0, 2.0]}, 0.91, REPRODUCED),
+        ({"value": [1.0, 2.0]}, 2.21, NOT_REPRODUCED),
+        ({"value": [1.0, inf]}, 1e9, REPRODUCED),
+        ({"value": True}, True, REPRODUCED),
+        ({"value": "TP"}, "EP", NOT_REPRODUCED),
+        (
+            {"value": 1.2, "tolerance": 0.2, "neutral": 1.0},
+            1.05,
+            NOT_REPRODUCED,
+        ),  # half of the effect is 0.1
+        ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.29, REPRODUCED),
+        ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.06, DIRECTION),
+        (
+            {"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True},
+            1.04,
+            NOT_REPRODUCED,
+        ),  # a fifth of it
+        (
+            {"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True},
+            0.95,
+            NOT_REPRODUCED,
+        ),
+        ({"instead": "a small model"}, 2.0, DIRECTION),
+        ({"instead": "a small model"}, 3.0, NOT_REPRODUCED),
+        ({"above": 1.0}, 1.1, DIRECTION),
+        ({"above": 1.0}, 1.0, NOT_REPRODUCED),
+        ({"below": 1.0}, 0.9, DIRECTION),
+        ({"above": 1.0, "follows": "it is a largest value"}, 1.1, FOLLOWS),
+        ({"fitted": "chosen by it"}, 2.1, FITTED),
+        ({"fitted": "chosen by it"}, 9.0, NOT_REPRODUCED),
+        ({"fitted": "chosen by it", "metric": ()}, None, FITTED),
+        ({"follows": "1 + 1", "predictor": 2.0}, 2.1, FOLLOWS),
+        ({"follows": "1 + 1"}, 9.0, NOT_REPRODUCED),
+        ({"null": "a", "predictor": 2.0}, 2.1, FOLLOWS),
+        ({"null": "a", "predictor": 3.0}, 2.1, REPRODUCED),
+        ({"needs": "a Mac"}, None, NOT_TESTABLE),
+        ({"contradicted": "Table 2 says 3"}, None, CONTRADICTED),
+        ({"contradicted": "Table 2 says 3", "metric": ("n", "x")}, 2.0, CONTRADICTED),
+    ],
+)
 def test_verdicts(how, found, verdict):
     assert claim(**how).verdict(found) == verdict
 
 
-@pytest.mark.parametrize("how, said", [
-    ({"text": ""}, "no id, place or text"), ({"value": None}, "exactly one of"),
-    ({"value": 1, "above": 0}, "exactly one"),
-    ({"value": [2.0, 1.0]}, "low, high"), ({"metric": ()}, "nothing answers it"),
-    ({"needs": "a Mac", "metric": ("n", "x")}, "has no answer"), ({"metric": ("n",)}, "and then metrics"),
-    ({"combine": "sum"}, "there are: ratio"), ({"interval": ("low",)}, "two ends"), ({"either_way": True}, "neutral"),
-    ({"follows": "3", "predictor": 3.0}, "outside the tolerance"), ({"predictor": 2.0}, "not explained")])
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({"text": ""}, "no id, place or text"),
+        ({"value": None}, "exactly one of"),
+        ({"value": 1, "above": 0}, "exactly one"),
+        ({"value": [2.0, 1.0]}, "low, high"),
+        ({"metric": ()}, "nothing answers it"),
+        ({"needs": "a Mac", "metric": ("n", "x")}, "has no answer"),
+        ({"metric": ("n",)}, "and then metrics"),
+        ({"combine": "sum"}, "there are: ratio"),
+        ({"interval": ("low",)}, "two ends"),
+        ({"either_way": True}, "neutral"),
+        ({"follows": "3", "predictor": 3.0}, "outside the tolerance"),
+        ({"predictor": 2.0}, "not explained"),
+    ],
+)
 def test_incomplete_claims_are_refused(how, said):
     with pytest.raises(ValueError, match=said):
         claim(**how)
 
 
-@pytest.mark.parametrize("combine, values, result", [
-    ("ratio", [6.0, 2.0], 3.0), ("ratio", [6.0, 2.0, 3.0, 2.0], 2.0), ("least", [3.0, 1.0, 2.0], 1.0), ("most", [3.0, 1.0, 2.0], 3.0), ("", [3.0], 3.0)])
+@pytest.mark.parametrize(
+    "combine, values, result",
+    [
+        ("ratio", [6.0, 2.0], 3.0),
+        ("ratio", [6.0, 2.0, 3.0, 2.0], 2.0),
+        ("least", [3.0, 1.0, 2.0], 1.0),
+        ("most", [3.0, 1.0, 2.0], 3.0),
+        ("", [3.0], 3.0),
+    ],
+)
 def test_metrics_become_one_number(combine, values, result):
     names = [f"x{i}" for i in range(len(values))]
     own = {"n": {name: {"value": value, "kind": "exact"} for name, value in zip(names, values)}}
-    row, = rows([claim(metric=("n", *names), combine=combine)], own=own)
+    (row,) = rows([claim(metric=("n", *names), combine=combine)], own=own)
     assert row.ours == result and row.kind == "exact" and row.spread is None
-    pattern, = rows([claim(metric=("n", "x*"), combine="most")], own=own)
+    (pattern,) = rows([claim(metric=("n", "x*"), combine="most")], own=own)
     assert pattern.ours == max(values)
 
 
 @pytest.mark.parametrize("value", ["none", 0.0])
 def test_what_is_no_number_answers_nothing(value):
     own = {"n": {"x": {"value": 1.0, "kind": "exact"}, "y": {"value": value, "kind": "exact"}}}
-    row, = rows([claim(metric=("n", "x", "y"), combine="ratio")], own=own)
+    (row,) = rows([claim(metric=("n", "x", "y"), combine="ratio")], own=own)
     assert (row.ours, row.verdict) == (None, UNANSWERED)
 
 
@@ -81,28 +152,45 @@ def test_the_newest_run_counts_and_the_others_are_its_spread(tmp_path):
     def write(path, value, **params):
         path.parent.mkdir(parents=True, exist_ok=True)
         metrics = {"x": {"value": value, "unit": "", "kind": "measured"}}
-        path.write_text(json.dumps({"params": {"smoke": False} | params, "seed": 0, "metrics": metrics}))
+        path.write_text(
+            json.dumps({"params": {"smoke": False} | params, "seed": 0, "metrics": metrics})
+        )
+
     one = [claim()]
     assert rows(one, tmp_path)[0].verdict == UNANSWERED
     write(tmp_path / "baseline" / "n.json", 5.0)
     assert rows(one, tmp_path)[0].ours == 5.0
-    for name, value, params in (("1", 1.5, {}), ("2", 2.5, {}), ("3", 2.0, {}), ("4", 9.0, {"smoke": True}),
-                                ("5-lab", 8.0, {})):
+    for name, value, params in (
+        ("1", 1.5, {}),
+        ("2", 2.5, {}),
+        ("3", 2.0, {}),
+        ("4", 9.0, {"smoke": True}),
+        ("5-lab", 8.0, {}),
+    ):
         write(tmp_path / "runs" / "n" / name / "metrics.json", value, **params)
-    row, = rows(one, tmp_path)
-    assert (row.ours, row.spread, row.verdict) == (2.0, (1.5, 2.5), REPRODUCED) and "2 (1.5 to 2.5)" in row.cells
+    (row,) = rows(one, tmp_path)
+    assert (row.ours, row.spread, row.verdict) == (
+        2.0,
+        (1.5, 2.5),
+        REPRODUCED,
+    ) and "2 (1.5 to 2.5)" in row.cells
 
 
-@pytest.mark.parametrize("kind, reason, fails", [("exact", "", True), ("exact", "because", False),
-                                                 ("measured", "", False)])
+@pytest.mark.parametrize(
+    "kind, reason, fails",
+    [("exact", "", True), ("exact", "because", False), ("measured", "", False)],
+)
 def test_what_is_not_reproduced_needs_a_reason_unless_it_was_measured(kind, reason, fails):
-    of = Claim("a", "A", "x", "§1", "text", "here", "model", value=2.0, metric=("n", "m"), reason=reason)
+    of = Claim(
+        "a", "A", "x", "§1", "text", "here", "model", value=2.0, metric=("n", "m"), reason=reason
+    )
     row = claims.Row(of, 5.0, None, kind, of.verdict(5.0))
     assert row.verdict == NOT_REPRODUCED and bool(claims.problems([row])) == fails and row.cells[-1]
 
 
 def test_the_ledger_is_complete():
-    """At least 150 claims of five sources; each has an answer in what is committed, or says why there is none."""
+    """At least 150 claims of five sources; each has an answer in what is committed, or says why
+    there is none."""
     answered = rows(results=BASELINES)
     assert len(answered) >= 150 and len({row.claim.source for row in answered}) == 5
     assert claims.problems(answered) == []
@@ -120,35 +208,69 @@ def test_the_ledger_is_complete():
 
 def test_what_gpu_ndp_was_fitted_to_is_fitted_here():
     """Its assumptions were chosen by six of its numbers."""
-    fitted = {of.metric[1] for of in claims.ledger() if of.source == "gpu-ndp" and of.fitted and of.metric}
-    assert fitted == {"prefill NDP+TP", "decode NDP+TP", "decode NDP+TP+LB", "decode NDP+TP+PRE",
-                      "end to end ÷ MoE-OnDemand", "Qwen3, N=2, decode NDP+TP"}
+    fitted = {
+        of.metric[1] for of in claims.ledger() if of.source == "gpu-ndp" and of.fitted and of.metric
+    }
+    assert fitted == {
+        "prefill NDP+TP",
+        "decode NDP+TP",
+        "decode NDP+TP+LB",
+        "decode NDP+TP+PRE",
+        "end to end ÷ MoE-OnDemand",
+        "Qwen3, N=2, decode NDP+TP",
+    }
 
 
-@pytest.mark.parametrize("how, by_ours, by_another, verdict", [
-    ({}, 2.1, 2.0, REPRODUCED), ({}, 2.1, 2.9, NOT_REPRODUCED), ({"above": 1.0}, 1.1, 0.9, NOT_REPRODUCED),
-    ({"above": 1.0}, 1.1, 9.0, DIRECTION), ({}, 2.9, 2.0, NOT_REPRODUCED), ({"fitted": "by it"}, 2.1, 2.9, FITTED),
-    ({"follows": "of it"}, 2.1, 2.9, FOLLOWS), ({"contradicted": "elsewhere"}, 2.1, 2.9, CONTRADICTED)])
+@pytest.mark.parametrize(
+    "how, by_ours, by_another, verdict",
+    [
+        ({}, 2.1, 2.0, REPRODUCED),
+        ({}, 2.1, 2.9, NOT_REPRODUCED),
+        ({"above": 1.0}, 1.1, 0.9, NOT_REPRODUCED),
+        ({"above": 1.0}, 1.1, 9.0, DIRECTION),
+        ({}, 2.9, 2.0, NOT_REPRODUCED),
+        ({"fitted": "by it"}, 2.1, 2.9, FITTED),
+        ({"follows": "of it"}, 2.1, 2.9, FOLLOWS),
+        ({"contradicted": "elsewhere"}, 2.1, 2.9, CONTRADICTED),
+    ],
+)
 def test_what_holds_by_one_choice_only_is_not_reproduced(how, by_ours, by_another, verdict):
     metric = {"value": by_ours, "kind": "modelled", "readings": {"turned round": by_another}}
-    row, = rows([claim(**how | {"metric": ("n", "x")})], own={"n": {"x": metric}})
+    (row,) = rows([claim(**how | {"metric": ("n", "x")})], own={"n": {"x": metric}})
     assert (row.verdict, row.ours, row.readings) == (verdict, by_ours, {"turned round": by_another})
     changed = verdict == NOT_REPRODUCED and by_ours != 2.9
-    assert ("turned round" in row.cells[-1]) == changed and (claims.problems([row]) == []) == (by_ours != 2.9)
+    assert ("turned round" in row.cells[-1]) == changed and (claims.problems([row]) == []) == (
+        by_ours != 2.9
+    )
 
 
-@pytest.mark.parametrize("low, high, verdict", [
-    (1.02, 1.2, DIRECTION), (0.98, 1.2, NOT_REPRODUCED), (1.02, None, UNANSWERED)])
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [(1.02, 1.2, DIRECTION), (0.98, 1.2, NOT_REPRODUCED), (1.02, None, UNANSWERED)],
+)
 def test_an_order_must_hold_at_both_ends_of_its_interval(low, high, verdict):
-    ends = {name: {"value": value, "kind": "measured"} for name, value in (("low", low), ("high", high)) if value}
-    row, = rows([claim(above=1.0, interval=("low", "high"))], own={"n": {"x": {"value": 1.1, "kind": "measured"}} | ends})
-    assert row.verdict == verdict and ("within its interval only" in row.why) == (verdict == NOT_REPRODUCED)
+    ends = {
+        name: {"value": value, "kind": "measured"}
+        for name, value in (("low", low), ("high", high))
+        if value
+    }
+    (row,) = rows(
+        [claim(above=1.0, interval=("low", "high"))],
+        own={"n": {"x": {"value": 1.1, "kind": "measured"}} | ends},
+    )
+    assert row.verdict == verdict and ("within its interval only" in row.why) == (
+        verdict == NOT_REPRODUCED
+    )
 
 
 def test_readings_are_combined_choice_by_choice():
-    own = {"n": {"a": {"value": 6.0, "kind": "modelled", "readings": {"p": 8.0, "q": 6.0}},
-                 "b": {"value": 3.0, "kind": "modelled", "readings": {"p": 2.0}}}}
-    row, = rows([claim(metric=("n", "a", "b"), combine="ratio")], own=own)
+    own = {
+        "n": {
+            "a": {"value": 6.0, "kind": "modelled", "readings": {"p": 8.0, "q": 6.0}},
+            "b": {"value": 3.0, "kind": "modelled", "readings": {"p": 2.0}},
+        }
+    }
+    (row,) = rows([claim(metric=("n", "a", "b"), combine="ratio")], own=own)
     assert row.ours == 2.0 and row.readings == {"p": 4.0, "q": 2.0} and row.lost == {"p": 4.0}
 
 
@@ -166,14 +288,19 @@ needs = "x"
 """
 
 
-@pytest.mark.parametrize("more, said", [
-    ("valeu = 2", "unknown valeu"), ("[[b]]\nid = 'x'", "does not name"),
-    (FILE[FILE.index("[[a]]"):], "two claims a/one"),
-    ("[[a]]\nid = 'two'\nvalue = 2\nneeds = 'x'", "no id, place or text")])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("valeu = 2", "unknown valeu"),
+        ("[[b]]\nid = 'x'", "does not name"),
+        (FILE[FILE.index("[[a]]") :], "two claims a/one"),
+        ("[[a]]\nid = 'two'\nvalue = 2\nneeds = 'x'", "no id, place or text"),
+    ],
+)
 def test_a_file_that_is_wrong_is_refused(more, said, tmp_path):
     path = tmp_path / "claims.toml"
     path.write_text(FILE)
-    found, = load(path)
+    (found,) = load(path)
     assert (found.source, found.model, found.said) == ("a", "m", "1")
     path.write_text(FILE + more)
     with pytest.raises(ValueError, match=said):
@@ -181,15 +308,26 @@ def test_a_file_that_is_wrong_is_refused(more, said, tmp_path):
 
 
 def test_a_null_is_computed_from_other_claims(tmp_path):
-    path, more = tmp_path / "claims.toml", "[[a]]\nid = 'two'\nwhere = '§2'\ntext = 't'\nvalue = [2, 4]\nneeds = 'x'\n"
-    asks = FILE + more + "[[a]]\nid = 'three'\nwhere = '§3'\ntext = 't'\nvalue = 12\nmetric = ['n', 'x']\nnull = {!r}\n"
+    path, more = (
+        tmp_path / "claims.toml",
+        "[[a]]\nid = 'two'\nwhere = '§2'\ntext = 't'\nvalue = [2, 4]\nneeds = 'x'\n",
+    )
+    asks = (
+        FILE
+        + more
+        + "[[a]]\nid = 'three'\nwhere = '§3'\ntext = 't'\nvalue = 12\nmetric = ['n', 'x']\nnull = {!r}\n"
+    )
     path.write_text(asks.format("two * 8 / two * 3 / two"))
     of = load(path)[-1]
     assert of.predictor == pytest.approx(8) and not of.predicted and of.verdict(12) == REPRODUCED
     path.write_text(asks.format("8 * two / 2"))
     of = load(path)[-1]
     assert of.predicted and of.verdict(12) == FOLLOWS and of.why(FOLLOWS) == "8 * two / 2 = 12"
-    for wrong, said in (("four * 2", "'four' is neither"), ("two + two", "between them"), ("two *", "between them")):
+    for wrong, said in (
+        ("four * 2", "'four' is neither"),
+        ("two + two", "between them"),
+        ("two *", "between them"),
+    ):
         path.write_text(asks.format(wrong))
         with pytest.raises(ValueError, match=said):
             load(path)
@@ -200,7 +338,9 @@ def test_the_command(capsys, tmp_path):
     first, *lines = capsys.readouterr().out.splitlines()
     answered = rows(results=BASELINES)
     assert first == claims.summary(answered) and first.startswith(f"{len(answered)} claims: ")
-    assert sum(int(word) for word in first.partition(": ")[2].split() if word.isdigit()) == len(answered)
+    assert sum(int(word) for word in first.partition(": ")[2].split() if word.isdigit()) == len(
+        answered
+    )
     assert main(["claims", "--source", "zipmoe", "--results", str(BASELINES)]) == 0
     told = capsys.readouterr().out
     assert "ZipMoE" in told and "NPUMoE" not in told

@@ -1,4 +1,5 @@
-"""Prompts: right answers, unseen keys and text, lengths, and what is said when a source cannot be had."""
+"""Prompts: right answers, unseen keys and text, lengths, and what is said when a source cannot be
+had."""
 
 from __future__ import annotations
 
@@ -28,19 +29,25 @@ def test_generated_prompts_are_reproducible_and_fit(source):
         assert prompt.source == source and prompt.answer
         assert words(prompt.text + prompt.answer) <= 200
         if source != "lookup":
-            assert words(prompt.text) > 120             # filled up to the last line that fits
+            assert words(prompt.text) > 120  # filled up to the last line that fits
 
 
 def test_several_sources_give_so_many_prompts_each():
     how = {"tokens": 100, "seed": 5, "split": "train", "count": words}
     assert datasets.prompts(("yesno", "lookup"), 3, **how) == [
-        *datasets.prompts("yesno", 3, **how), *datasets.prompts("lookup", 3, **how)]
+        *datasets.prompts("yesno", 3, **how),
+        *datasets.prompts("lookup", 3, **how),
+    ]
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), source=st.sampled_from(["needle", "needle_multikey", "lookup", "yesno"]))
+@given(
+    seed=st.integers(0, 10**6),
+    source=st.sampled_from(["needle", "needle_multikey", "lookup", "yesno"]),
+)
 def test_the_answer_is_the_one_the_facts_give(seed, source):
-    """Reads the facts back out of the prompt with a regular expression and answers the question from them."""
+    """Reads the facts back out of the prompt with a regular expression and answers the question
+    from them."""
     prompt = datasets.prompts(source, 1, tokens=160, seed=seed, count=words)[0]
     *body, question = prompt.text.split("\n")
     facts = {m[1]: m[2] for line in body if (m := re.fullmatch(r"the (\w+ \w+) (\d\d)", line))}
@@ -61,17 +68,24 @@ def test_yes_and_no_are_equally_likely():
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), source=st.sampled_from(datasets.REMEMBERED))
 def test_what_weights_must_hold_is_asked_after_library_text(seed, source):
-    """Words and sums are answered by hand; a couple's partner is a noun, and the same whenever it is asked for."""
+    """Words and sums are answered by hand; a couple's partner is a noun, and the same whenever it
+    is asked for."""
     prompt = datasets.prompts(source, 1, tokens=100, seed=seed, count=words)[0]
     question = prompt.text.rpartition("\n")[2]
     if source == "spelling":
         word = re.fullmatch(r"spell (\w+):", question)[1]
-        assert prompt.answer.strip().split("-") == list(word) and word in datasets.ADJECTIVES + datasets.NOUNS
+        assert (
+            prompt.answer.strip().split("-") == list(word)
+            and word in datasets.ADJECTIVES + datasets.NOUNS
+        )
     elif source == "sums":
         a, b = map(int, re.fullmatch(r"mod 10: (\d\d) \+ (\d\d) =", question).groups())
         assert int(prompt.answer) == (a + b) % 10
     else:
-        assert re.fullmatch(r"the (\w+) (\w+) and the", question) and prompt.answer.strip() in datasets.NOUNS
+        assert (
+            re.fullmatch(r"the (\w+) (\w+) and the", question)
+            and prompt.answer.strip() in datasets.NOUNS
+        )
 
 
 def test_an_animal_always_has_the_same_partner_in_both_splits():
@@ -80,7 +94,9 @@ def test_an_animal_always_has_the_same_partner_in_both_splits():
         for prompt in datasets.prompts("couples", 400, tokens=64, split=split, count=words):
             key = prompt.text.rpartition("\n")[2]
             assert partners.setdefault(key, prompt.answer) == prompt.answer
-    assert 300 < len(partners) <= len(datasets.COUPLES) and len(set(partners.values())) == len(datasets.NOUNS)
+    assert 300 < len(partners) <= len(datasets.COUPLES) and len(set(partners.values())) == len(
+        datasets.NOUNS
+    )
 
 
 def test_library_answers_continue_the_text():
@@ -95,32 +111,57 @@ def test_splits_share_nothing():
     for kind in ("code", "prose"):
         assert not set(datasets.library(kind, "train")) & set(datasets.library(kind, "test"))
         assert len(datasets.library(kind, "test")) > 10
-    keys = {split: {f"{a} {n}" for a in datasets.ADJECTIVES for n in datasets.NOUNS if datasets.in_split(
-        f"{a} {n}", split, share=4)} for split in ("train", "test")}
+    keys = {
+        split: {
+            f"{a} {n}"
+            for a in datasets.ADJECTIVES
+            for n in datasets.NOUNS
+            if datasets.in_split(f"{a} {n}", split, share=4)
+        }
+        for split in ("train", "test")
+    }
     assert not keys["train"] & keys["test"]
     assert min(map(len, keys.values())) > 100
     for split in keys:
-        texts = [p.text for p in datasets.prompts("needle_multikey", 20, tokens=120, split=split, count=words)]
+        texts = [
+            p.text
+            for p in datasets.prompts("needle_multikey", 20, tokens=120, split=split, count=words)
+        ]
         assert {m for t in texts for m in re.findall(r"\nthe (\w+ \w+) \d\d\n", t)} <= keys[split]
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"source": "wiki"}, "unknown prompt source.*needle"), ({"source": "needle", "split": "dev"}, "train.*test"),
-    ({"source": "needle", "n": 0}, "at least one"), ({"source": "needle", "tokens": 8}, "at least 64")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"source": "wiki"}, "unknown prompt source.*needle"),
+        ({"source": "needle", "split": "dev"}, "train.*test"),
+        ({"source": "needle", "n": 0}, "at least one"),
+        ({"source": "needle", "tokens": 8}, "at least 64"),
+    ],
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         moelab.prompts(**{"n": 1, "count": words, **arguments})
 
 
-# ----------------------------------------------------------------------------------------------------- hub sources
+# -----------------------------------------------------------------------------------------------------
+# hub sources
 
 ROWS = {
     "google/boolq": {"passage": "Water boils.", "question": "does water boil", "answer": True},
-    "Rowan/hellaswag": {"ctx": "She", "endings": ["runs.", "flies.", "sinks.", "sings."], "label": "2"},
+    "Rowan/hellaswag": {
+        "ctx": "She",
+        "endings": ["runs.", "flies.", "sinks.", "sings."],
+        "label": "2",
+    },
     "openai/gsm8k": {"question": "1 + 1?", "answer": "It is 2. #### 2"},
     "Aeala/ShareGPT_Vicuna_unfiltered": {"conversations": [{"from": "human", "value": "Hello"}]},
-    "simonjegou/ruler": {"context": "Lots of text. ", "question": "Where?", "answer_prefix": " It is",
-                         "answer": ["there"]},
+    "simonjegou/ruler": {
+        "context": "Lots of text. ",
+        "question": "Where?",
+        "answer_prefix": " It is",
+        "answer": ["there"],
+    },
 }
 
 
@@ -132,12 +173,21 @@ def hub(monkeypatch):
     def load_dataset(name, configuration=None, split=None):
         asked.append((name, configuration, split))
         return [ROWS[name]] * 5
+
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     return asked
 
 
-@pytest.mark.parametrize("source, answer", [("boolq", " yes"), ("hellaswag", " sinks."), ("gsm8k", " It is 2. #### 2"),
-                                            ("sharegpt", ""), ("ruler", " there")])
+@pytest.mark.parametrize(
+    "source, answer",
+    [
+        ("boolq", " yes"),
+        ("hellaswag", " sinks."),
+        ("gsm8k", " It is 2. #### 2"),
+        ("sharegpt", ""),
+        ("ruler", " there"),
+    ],
+)
 def test_hub_rows_become_prompts(hub, source, answer):
     found = datasets.prompts(source, 3, tokens=4096, count=words)
     assert len(found) == 3 and {p.answer for p in found} == {answer} and all(p.text for p in found)
@@ -155,6 +205,7 @@ def test_too_few_short_rows(hub):
 def test_no_network_names_the_offline_sources(monkeypatch):
     def load_dataset(*_, **__):
         raise ConnectionError("no route to host")
+
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(RuntimeError, match="network.*needle"):
         datasets.prompts("boolq", 1, count=words)

@@ -1,5 +1,5 @@
-"""Files that are written: whole whoever else writes, reads or is killed; never through a name that somebody else has
-made; and what is wrong about a place is said before the work."""
+"""Files that are written: whole whoever else writes, reads or is killed; never through a name that
+somebody else has made; and what is wrong about a place is said before the work."""
 
 from __future__ import annotations
 
@@ -18,11 +18,24 @@ from hypothesis import strategies as st
 
 from moelab import files
 from moelab.arguments import output
-from moelab.files import (absolute, atomic, cache_folder, read_json, save_tensors, stamp, writable, write_json,
-                          write_text)
+from moelab.files import (
+    absolute,
+    atomic,
+    cache_folder,
+    read_json,
+    save_tensors,
+    stamp,
+    writable,
+    write_json,
+    write_text,
+)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["begin", "half", "end", "fail"])), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["begin", "half", "end", "fail"])), max_size=30
+    )
+)
 def test_writers_in_any_order_leave_the_last_one_whole(tmp_path_factory, steps):
     """The oracle: a variable that is assigned when a writer ends."""
     path, there, running = tmp_path_factory.mktemp("files") / "x.json", None, {}
@@ -47,9 +60,13 @@ def test_writers_in_any_order_leave_the_last_one_whole(tmp_path_factory, steps):
 
 def test_a_killed_writer_leaves_what_was_there_and_nothing_for_long(tmp_path):
     path = write_text(tmp_path / "x.txt", "old")
-    code = ("import sys, time; from moelab.files import atomic\nwith atomic(sys.argv[1]) as part:\n"
-            "    part.write_text('half'); print('now', flush=True); time.sleep(60)")
-    writer = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    code = (
+        "import sys, time; from moelab.files import atomic\nwith atomic(sys.argv[1]) as part:\n"
+        "    part.write_text('half'); print('now', flush=True); time.sleep(60)"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout.readline() == "now\n"
     writer.send_signal(signal.SIGKILL)
     writer.wait()
@@ -59,9 +76,14 @@ def test_a_killed_writer_leaves_what_was_there_and_nothing_for_long(tmp_path):
 
 
 def test_links(tmp_path):
-    """What a link leads to is replaced, there or not yet; one that somebody has made of a temporary name is no way."""
+    """What a link leads to is replaced, there or not yet; one that somebody has made of a temporary
+    name is no way."""
     (tmp_path / "elsewhere").mkdir()
-    real, link, dangling = tmp_path / "elsewhere" / "x.json", tmp_path / "x.json", tmp_path / "y.json"
+    real, link, dangling = (
+        tmp_path / "elsewhere" / "x.json",
+        tmp_path / "x.json",
+        tmp_path / "y.json",
+    )
     victim = write_text(tmp_path / "victim", "kept")
     write_json(real, 1)
     link.symlink_to(real)
@@ -73,9 +95,15 @@ def test_links(tmp_path):
     assert read_json(real) == 2 and read_json(tmp_path / "elsewhere" / "new.json") == 3
 
 
-@pytest.mark.parametrize("write", [lambda path: write_text(path, "x"), lambda path: write_json(path, 1),
-                                   lambda path: save_tensors(path, {"a": torch.ones(2)}, {"format": "x"})],
-                         ids=["text", "json", "tensors"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: write_text(path, "x"),
+        lambda path: write_json(path, 1),
+        lambda path: save_tensors(path, {"a": torch.ones(2)}, {"format": "x"}),
+    ],
+    ids=["text", "json", "tensors"],
+)
 def test_rights_are_those_that_were_there_or_any_new_file_s(tmp_path, write):
     (plain := tmp_path / "plain").touch()
     (kept := tmp_path / "kept").touch()
@@ -102,14 +130,18 @@ def test_what_is_no_file_is_not_replaced(tmp_path, kind, monkeypatch):
     elif kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
-        monkeypatch.chdir(tmp_path)                              # the name of one is short
+        monkeypatch.chdir(tmp_path)  # the name of one is short
         socket.socket(socket.AF_UNIX).bind("out")
     elif kind == "device":
         path = absolute("/dev/null")
     else:
         path.symlink_to("/dev/null")
     before = os.lstat(path).st_mode
-    for refused, error in ((writable, ValueError), (lambda p: write_text(p, "x"), ValueError), (output, ArgumentTypeError)):
+    for refused, error in (
+        (writable, ValueError),
+        (lambda p: write_text(p, "x"), ValueError),
+        (output, ArgumentTypeError),
+    ):
         with pytest.raises(error, match="is a (folder|device, a pipe or a socket)"):
             refused(str(path))
     assert os.lstat(path).st_mode == before
@@ -126,7 +158,9 @@ def test_a_place_that_cannot_be_written_is_said_and_a_new_one_is_not_made(tmp_pa
             writable("/proc/x.json")
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(files, "_probe", lambda folder: (_ for _ in ()).throw(full))
-    with pytest.raises(ArgumentTypeError, match="x.json cannot be written: No space left on device"):
+    with pytest.raises(
+        ArgumentTypeError, match="x.json cannot be written: No space left on device"
+    ):
         output(str(tmp_path / "x.json"))
     if os.geteuid():
         (tmp_path / "file").chmod(0o400)
@@ -135,10 +169,13 @@ def test_a_place_that_cannot_be_written_is_said_and_a_new_one_is_not_made(tmp_pa
 
 
 def test_a_cache_that_cannot_be_written_is_a_temporary_one(tmp_path, monkeypatch):
-    """As in guillochon/MOSFiT pull request 172: a place in an installation that belongs to somebody else."""
+    """As in guillochon/MOSFiT pull request 172: a place in an installation that belongs to somebody
+    else."""
     write_text(tmp_path / "file", "")
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.warns(UserWarning, match="nothing can be kept in .*file/cache/notes .*MOELAB_CACHE"):
+    with pytest.warns(
+        UserWarning, match="nothing can be kept in .*file/cache/notes .*MOELAB_CACHE"
+    ):
         folder = cache_folder("notes")
     assert write_json(folder / "x.json", 1).is_file() and cache_folder("notes") == folder
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))

@@ -31,25 +31,49 @@ def alone():
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moelab",
-                           "generate", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "moelab",
+            "generate",
+            *arguments,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def test_torchrun_gives_the_tokens_of_one_process(alone):
     done = torchrun("--max-new-tokens", "12", "--json")
     assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)              # so only one rank printed
-    assert (made["tokens"], made["text"], made["prompt"]) == (alone.tokens, alone.text, alone.prompt)
+    made = json.loads(done.stdout)  # so only one rank printed
+    assert (made["tokens"], made["text"], made["prompt"]) == (
+        alone.tokens,
+        alone.text,
+        alone.prompt,
+    )
     assert (made["parallel"], made["ranks"]) == ("ep-a2a", 2)
     whole = sum(p.numel() * 2 for name, p in open_model().named_parameters() if ".experts." in name)
     assert made["expert_bytes"] == [whole // 2, whole // 2]
-    assert {"dispatch", "combine", "result"} < set(made["sent"]) and min(made["sent"]["combine"]) > 0
+    assert {"dispatch", "combine", "result"} < set(made["sent"]) and min(
+        made["sent"]["combine"]
+    ) > 0
 
 
 def test_alone_it_is_transformers_own_greedy_generation(alone):
     model = open_model()
     ids = model.tokenizer(alone.prompt, return_tensors="pt").input_ids
-    assert alone.tokens == model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1]:].tolist()
+    assert (
+        alone.tokens
+        == model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    )
     assert alone.text == model.tokenizer.decode(alone.tokens) and alone.parallel is None
 
 
@@ -60,65 +84,112 @@ def test_the_command_prints_text_and_json(capsys):
     assert main([*arguments, "--json", "--executor", "exact", "--dtype", "float32"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert text.startswith("the red fox 37\nthe red fox 37") and "3 tokens" in text
-    assert made["text"] == " fox 37\n"[:len(made["text"])]
+    assert made["text"] == " fox 37\n"[: len(made["text"])]
 
 
-@pytest.mark.parametrize("defaults", [
-    {"return_dict_in_generate": True, "output_logits": True}, {"num_beams": 4, "num_return_sequences": 3},
-    {"num_return_sequences": 2, "do_sample": True}, {"do_sample": True, "temperature": 0.0},
-    {"stop_strings": ["zebra"], "token_healing": True, "max_length": 3}, {"penalty_alpha": 0.6, "top_k": 4},
-    {"cache_implementation": "offloaded", "output_scores": True}, {"cache_implementation": "static"},
-    {"prompt_lookup_num_tokens": 3}, {"force_words_ids": [[5]], "num_beam_groups": 2}, {"is_assistant": True}])
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {"return_dict_in_generate": True, "output_logits": True},
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"do_sample": True, "temperature": 0.0},
+        {"stop_strings": ["zebra"], "token_healing": True, "max_length": 3},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"cache_implementation": "offloaded", "output_scores": True},
+        {"cache_implementation": "static"},
+        {"prompt_lookup_num_tokens": 3},
+        {"force_words_ids": [[5]], "num_beam_groups": 2},
+        {"is_assistant": True},
+    ],
+)
 def test_a_checkpoint_s_defaults_are_honoured_or_named(defaults, tmp_path, capsys):
     """huggingface/transformers issue 21185, QwenLM/Qwen2.5-Omni issue 350."""
     folder = shutil.copytree(small_model(), tmp_path / "m")
-    (folder / "generation_config.json").write_text(json.dumps(defaults | {"eos_token_id": 0, "pad_token_id": 0}))
+    (folder / "generation_config.json").write_text(
+        json.dumps(defaults | {"eos_token_id": 0, "pad_token_id": 0})
+    )
     made = generate(str(folder), "the red fox", 3, stream=True)
     assert made.tokens == generate(prompt="the red fox", max_new_tokens=3).tokens
     told = capsys.readouterr().err
-    assert all(f"{name}=" in told for name in defaults if defaults[name] and OPTIONS.get(name, defaults[name])
-               != defaults[name])
+    assert all(
+        f"{name}=" in told
+        for name in defaults
+        if defaults[name] and OPTIONS.get(name, defaults[name]) != defaults[name]
+    )
 
 
 def test_defaults_that_change_greedy_decoding_itself_are_honoured(tmp_path):
     folder = shutil.copytree(small_model(), tmp_path / "m")
     model = open_model()
     ids = model.tokenizer("the red fox", return_tensors="pt").input_ids
-    for defaults in ({"stop_strings": ["x", "e"]}, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
-                     {"forced_eos_token_id": 5}, {"suppress_tokens": [758]}):
-        (folder / "generation_config.json").write_text(json.dumps(defaults | {"eos_token_id": 0, "pad_token_id": 0}))
-        expected = model.generate(ids, max_new_tokens=8, do_sample=False, tokenizer=model.tokenizer, **defaults)
-        assert generate(str(folder), "the red fox", 8).tokens == expected[0, ids.shape[1]:].tolist()
+    for defaults in (
+        {"stop_strings": ["x", "e"]},
+        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+        {"forced_eos_token_id": 5},
+        {"suppress_tokens": [758]},
+    ):
+        (folder / "generation_config.json").write_text(
+            json.dumps(defaults | {"eos_token_id": 0, "pad_token_id": 0})
+        )
+        expected = model.generate(
+            ids, max_new_tokens=8, do_sample=False, tokenizer=model.tokenizer, **defaults
+        )
+        assert (
+            generate(str(folder), "the red fox", 8).tokens == expected[0, ids.shape[1] :].tolist()
+        )
 
 
 def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, monkeypatch, capsys):
     model = open_model()
-    Estimator(model.spec.H, model.spec.E, model.spec.L, 8, model_id=identity(model)).save(tmp_path / "e.safetensors")
+    Estimator(model.spec.H, model.spec.E, model.spec.L, 8, model_id=identity(model)).save(
+        tmp_path / "e.safetensors"
+    )
     calibration(model, ("prose",), 1, 64, 2).save(tmp_path / "c.safetensors")
-    short = ["generate", "--prompt", "the red fox", "--max-new-tokens", "3", "--memory", "50%", "--json", "--prefetch"]
+    short = [
+        "generate",
+        "--prompt",
+        "the red fox",
+        "--max-new-tokens",
+        "3",
+        "--memory",
+        "50%",
+        "--json",
+        "--prefetch",
+    ]
     tokens = generate(prompt="the red fox", max_new_tokens=3).tokens
-    for given in (["estimator", "--estimator", str(tmp_path / "e.safetensors")],
-                  ["static", "--calibration", str(tmp_path / "c.safetensors")]):
+    for given in (
+        ["estimator", "--estimator", str(tmp_path / "e.safetensors")],
+        ["static", "--calibration", str(tmp_path / "c.safetensors")],
+    ):
         assert main([*short, *given]) == 0
         assert json.loads(capsys.readouterr().out)["tokens"] == tokens
-    monkeypatch.setattr("moelab.opening.offload", None)                     # nothing is opened
-    loud = [word for word in short if word != "--json"]                     # which says when it opens
-    for name, wanted in (("estimator", "--estimator FILE"), ("static", "--calibration FILE"), ("hybrid", "router"),
-                         ("Oracle", "router")):                            # the last two are for Python
+    monkeypatch.setattr("moelab.opening.offload", None)  # nothing is opened
+    loud = [word for word in short if word != "--json"]  # which says when it opens
+    for name, wanted in (
+        ("estimator", "--estimator FILE"),
+        ("static", "--calibration FILE"),
+        ("hybrid", "router"),
+        ("Oracle", "router"),
+    ):  # the last two are for Python
         try:
             status = main([*loud, name])
         except SystemExit as end:
             status = end.code
         told = capsys.readouterr().err
-        assert status == 2 and wanted in told and "opening" not in told and len(told.splitlines()) == 1
+        assert (
+            status == 2 and wanted in told and "opening" not in told and len(told.splitlines()) == 1
+        )
     assert main([*short, "estimator", "--estimator", str(tmp_path / "none")]) == 2
     assert "no estimator at" in capsys.readouterr().err
     assert main([*short, "router", "--estimator", str(tmp_path / "none")]) == 2
     assert "--prefetch estimator" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("parallel, executor", [("hidden", "exact"), ("blocks", "gemv"), ("ep", "neuron"),
-                                                ("auto", "fast")])
+@pytest.mark.parametrize(
+    "parallel, executor",
+    [("hidden", "exact"), ("blocks", "gemv"), ("ep", "neuron"), ("auto", "fast")],
+)
 def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, executor):
     alone = generate(max_new_tokens=8, dtype="float32")
     made = launch(generate, 2, None, None, 8, parallel, None, executor, "float32")
@@ -127,11 +198,18 @@ def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, execut
     assert made[0].tokens == alone.tokens and min(made[0].sent["result"]) > 0
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--prefetch", "router"], "--memory"), (["--memory", "1kB"], "the least that works"),
-    (["--memory", "0"], "give '1MB' or more"), (["--parallel", "ep"], "torchrun"),
-    (["--spare", "1"], "torchrun"), (["--tp", "2"], "torchrun"),
-    (["nowhere/at/all"], "no checkpoint folder")])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--prefetch", "router"], "--memory"),
+        (["--memory", "1kB"], "the least that works"),
+        (["--memory", "0"], "give '1MB' or more"),
+        (["--parallel", "ep"], "torchrun"),
+        (["--spare", "1"], "torchrun"),
+        (["--tp", "2"], "torchrun"),
+        (["nowhere/at/all"], "no checkpoint folder"),
+    ],
+)
 def test_bad_input_is_explained(arguments, said, capsys):
     assert main(["generate", *arguments]) == 2
     assert said in capsys.readouterr().err
@@ -150,9 +228,27 @@ def test_a_process_that_is_alone_is_told():
 
 
 def test_within_a_memory_budget_the_text_is_the_same_and_the_cost_is_told(alone, capsys):
-    assert main(["generate", "--max-new-tokens", "12", "--memory", "50%", "--prefetch", "router", "--json"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--max-new-tokens",
+                "12",
+                "--memory",
+                "50%",
+                "--prefetch",
+                "router",
+                "--json",
+            ]
+        )
+        == 0
+    )
     made = json.loads(capsys.readouterr().out)
-    assert made["tokens"] == alone.tokens and 0 < made["hit_rate"] < 1 and made["read_bytes_per_token"] > 0
+    assert (
+        made["tokens"] == alone.tokens
+        and 0 < made["hit_rate"] < 1
+        and made["read_bytes_per_token"] > 0
+    )
     short = ["generate", "--prompt", "the red", "--max-new-tokens", "3"]
     assert main([*short, "--memory", "50%", "--executor", "fast"]) == 0
     captured = capsys.readouterr()

@@ -12,8 +12,10 @@ from moelab.intervals import interval, median, named, ratio, standard_error, t95
 scipy_stats = pytest.importorskip("scipy.stats")
 
 
-@pytest.mark.parametrize("freedom, printed", [(1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042),
-                                              (120, 1.980), (10 ** 6, 1.960)])
+@pytest.mark.parametrize(
+    "freedom, printed",
+    [(1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980), (10**6, 1.960)],
+)
 def test_the_quantile_is_that_of_the_printed_tables(freedom, printed):
     assert t95(freedom) == pytest.approx(printed, abs=5e-4)
 
@@ -22,16 +24,23 @@ def test_the_quantile_is_that_of_the_printed_tables(freedom, printed):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
 def test_the_interval_is_scipys(values):
     mean, low, high = interval(values)
-    expected = scipy_stats.t.interval(0.95, len(values) - 1, np.mean(values), scipy_stats.sem(values))
-    assert mean == pytest.approx(np.mean(values)) and standard_error(values) == pytest.approx(scipy_stats.sem(values))
-    if scipy_stats.sem(values) > 0:                     # scipy has no interval of equal values; theirs is a point
+    expected = scipy_stats.t.interval(
+        0.95, len(values) - 1, np.mean(values), scipy_stats.sem(values)
+    )
+    assert mean == pytest.approx(np.mean(values)) and standard_error(values) == pytest.approx(
+        scipy_stats.sem(values)
+    )
+    if scipy_stats.sem(values) > 0:  # scipy has no interval of equal values; theirs is a point
         assert (low, high) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("n", [2, 3, 6, 24])
 def test_it_holds_the_truth_in_95_of_100_cases(n):
     rng, draws = np.random.default_rng(n), 4000
-    held = sum(low <= 1.0 <= high for _, low, high in (interval(rng.normal(1.0, 2.0, n)) for _ in range(draws)))
+    held = sum(
+        low <= 1.0 <= high
+        for _, low, high in (interval(rng.normal(1.0, 2.0, n)) for _ in range(draws))
+    )
     assert abs(held / draws - 0.95) < 4 * math.sqrt(0.95 * 0.05 / draws)
 
 
@@ -48,7 +57,7 @@ def test_the_ratio_of_sums_is_held_in_95_of_100_cases(n):
         value, low, high = ratio(0.7 * below + rng.normal(0, 0.5, n), below)
         assert low <= value <= high
         held += low <= 0.7 <= high
-    assert 0.92 < held / draws < 0.965              # an approximation: a little short of 95 % with few samples
+    assert 0.92 < held / draws < 0.965  # an approximation: a little short of 95 % with few samples
 
 
 @pytest.mark.parametrize("n", [2, 3, 9])
@@ -65,7 +74,9 @@ def test_the_ratios_interval_is_that_of_the_mean_residual(n):
 def test_the_median_lies_where_the_sign_test_does_not_refuse_it(n):
     values = np.random.default_rng(n).normal(size=n)
     found, low, high = median(values)
-    kept = [below for below in range(n + 1) if scipy_stats.binomtest(below, n).pvalue > 0.05]     # the median's place
+    kept = [
+        below for below in range(n + 1) if scipy_stats.binomtest(below, n).pvalue > 0.05
+    ]  # the median's place
     assert found == np.median(values)
     if 0 in kept:
         assert n < 6 and math.isnan(low) and math.isnan(high)
@@ -76,10 +87,16 @@ def test_the_median_lies_where_the_sign_test_does_not_refuse_it(n):
 @pytest.mark.parametrize("n", [6, 9, 24])
 def test_a_skewed_median_is_held_in_at_least_95_of_100_cases(n):
     rng, draws = np.random.default_rng(n), 4000
-    held = sum(low <= math.log(2) <= high for _, low, high in (median(rng.exponential(1, n)) for _ in range(draws)))
+    held = sum(
+        low <= math.log(2) <= high
+        for _, low, high in (median(rng.exponential(1, n)) for _ in range(draws))
+    )
     assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / draws) < held / draws < 0.98
 
 
 def test_an_interval_in_words_and_as_metrics():
-    assert told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]" and told(interval([1.234])) == "**1.23**"
+    assert (
+        told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]"
+        and told(interval([1.234])) == "**1.23**"
+    )
     assert named("lead", (1.2, 1.1, 1.3)) == {"lead": 1.2, "lead_from": 1.1, "lead_to": 1.3}

@@ -1,5 +1,5 @@
-"""The journal: whatever a kill leaves of it is a prefix, damage costs the record that it hit, and no foreign file is
-written to."""
+"""The journal: whatever a kill leaves of it is a prefix, damage costs the record that it hit, and
+no foreign file is written to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def written(tmp_path_factory):
 
 def test_every_cut_leaves_a_prefix_to_go_on_from(written, tmp_path):
     path = tmp_path / "j"
-    ends = [i for i in range(len(written)) if written[i:i + 1] == b"\n" != written[i - 1:i]][1:]
+    ends = [i for i in range(len(written)) if written[i : i + 1] == b"\n" != written[i - 1 : i]][1:]
     for cut in range(len(written) + 1):
         path.write_bytes(written[:cut])
         whole = sum(end < cut for end in ends)
@@ -47,7 +47,7 @@ def test_every_cut_leaves_a_prefix_to_go_on_from(written, tmp_path):
 def test_damage_at_every_byte_costs_one_record_at_most(written, tmp_path):
     path = tmp_path / "j"
     for i in range(len(written)):
-        path.write_bytes(written[:i] + bytes([written[i] ^ 1]) + written[i + 1:])
+        path.write_bytes(written[:i] + bytes([written[i] ^ 1]) + written[i + 1 :])
         found = reopened(path, {"more": 1})
         assert len(found) >= len(RECORDS) - 1 and [r for r in RECORDS if r in found] == found, i
         assert reopened(path) == [*found, {"more": 1}], i
@@ -78,7 +78,9 @@ def test_no_file_is_no_place_for_one(tmp_path):
 
 
 def test_one_of_before_the_header_goes_on(tmp_path):
-    (tmp_path / "j").write_bytes(b"".join(b"%s\t%08x\n" % (text, crc32(text)) for text in (b'"a"', b"[1]")))
+    (tmp_path / "j").write_bytes(
+        b"".join(b"%s\t%08x\n" % (text, crc32(text)) for text in (b'"a"', b"[1]"))
+    )
     assert reopened(tmp_path / "j", 2) == ["a", [1]] and reopened(tmp_path / "j") == ["a", [1], 2]
 
 
@@ -86,7 +88,9 @@ def test_a_full_disk_leaves_whole_records(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "j")
     journal.append([1])
     with monkeypatch.context() as full:
-        full.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        full.setattr(
+            os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(OSError, match="No space"):
             journal.append([2])
     journal.append([3])

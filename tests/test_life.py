@@ -22,17 +22,27 @@ from moelab.speculate import default_vectors
 from tests.depth import depth
 from tests.models import tiny
 
-PROMPTS = [torch.randint(3, 96, (1, n), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 14, 20)]
+PROMPTS = [
+    torch.randint(3, 96, (1, n), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 14, 20)
+]
 
 
 def tokens(model, prompt=PROMPTS[1], new=8, **options):
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False,
-                          eos_token_id=None, **options)[0].tolist()
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        **options,
+    )[0].tolist()
 
 
 def eager(folder, **options):
     """transformers' own; weights at aligned addresses, as torch allocates them."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **options).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager", **options
+    ).eval()
     for weight in model.parameters():
         weight.data = weight.data.clone()
     return model
@@ -41,55 +51,85 @@ def eager(folder, **options):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     home = tmp_path_factory.mktemp("life")
-    return {"fp32": tiny.save("qwen3_moe", home / "fp32"),
-            "bf16": tiny.save("mixtral", home / "bf16", torch.bfloat16),
-            "tied": tiny.save("olmoe", home / "tied", torch.bfloat16, tie_word_embeddings=True),
-            "switch": tiny.save("switch_transformers", home / "switch"),
-            "wide": tiny.save("qwen3_moe", home / "wide", torch.bfloat16, hidden_size=64, moe_intermediate_size=64),
-            "fp8": tiny.save_fp8(home / "fp8", "qwen3_moe")}
+    return {
+        "fp32": tiny.save("qwen3_moe", home / "fp32"),
+        "bf16": tiny.save("mixtral", home / "bf16", torch.bfloat16),
+        "tied": tiny.save("olmoe", home / "tied", torch.bfloat16, tie_word_embeddings=True),
+        "switch": tiny.save("switch_transformers", home / "switch"),
+        "wide": tiny.save(
+            "qwen3_moe", home / "wide", torch.bfloat16, hidden_size=64, moe_intermediate_size=64
+        ),
+        "fp8": tiny.save_fp8(home / "fp8", "qwen3_moe"),
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------- opening
+# ----------------------------------------------------------------------------------------------------------
+# opening
+
 
 @pytest.mark.stress
 def test_a_twin_has_the_dtypes_that_transformers_gives_it():
     """What is constructed without torch's default dtype, against what is with it."""
     few = ("jamba", "nllb-moe", "gemma4_text", "switch_transformers")
-    for name, dtype in product(depth(few, tiny.every()), (torch.bfloat16, torch.float32, torch.float16)):
+    for name, dtype in product(
+        depth(few, tiny.every()), (torch.bfloat16, torch.float32, torch.float16)
+    ):
         try:
             config = tiny.config(name)
             config.dtype = dtype
             with torch.device("meta"):
                 theirs = compat.model_class(config)._from_config(config)
-        except Exception:                               # transformers itself cannot build it
+        except Exception:  # transformers itself cannot build it
             continue
         ours = compat.meta_twin(config)
-        assert type(ours) is type(theirs) and ours.all_tied_weights_keys == theirs.all_tied_weights_keys
+        assert (
+            type(ours) is type(theirs)
+            and ours.all_tied_weights_keys == theirs.all_tied_weights_keys
+        )
         assert {key: (w.dtype, w.shape) for key, w in ours.state_dict().items()} == {
-            key: (w.dtype, w.shape) for key, w in theirs.state_dict().items()}, name
-        assert [(key, w.dtype) for key, w in ours.named_buffers()] == [(key, w.dtype)
-                                                                       for key, w in theirs.named_buffers()], name
+            key: (w.dtype, w.shape) for key, w in theirs.state_dict().items()
+        }, name
+        assert [(key, w.dtype) for key, w in ours.named_buffers()] == [
+            (key, w.dtype) for key, w in theirs.named_buffers()
+        ], name
 
 
 def test_openings_in_threads_beside_transformers_own(folders):
     """Nothing global is changed meanwhile (huggingface/transformers#44924)."""
-    ways = [("fp32", {"memory": "50%"}), ("bf16", {}), ("tied", {"memory": "40%", "executor": "fast"}), ("fp8", {}),
-            ("fp32", {"dtype": torch.bfloat16}), ("fp8", {"memory": "50%"}), ("switch", {"memory": "60%"}),
-            ("tied", {"executor": "fast"})]
+    ways = [
+        ("fp32", {"memory": "50%"}),
+        ("bf16", {}),
+        ("tied", {"memory": "40%", "executor": "fast"}),
+        ("fp8", {}),
+        ("fp32", {"dtype": torch.bfloat16}),
+        ("fp8", {"memory": "50%"}),
+        ("switch", {"memory": "60%"}),
+        ("tied", {"executor": "fast"}),
+    ]
     theirs = {name: eager(folders[name]) for name in ("fp32", "tied")}
     wanted, expected = {}, {name: tokens(model) for name, model in theirs.items()}
     for i, (name, options) in enumerate(ways):
         with moelab.open_model(folders[name], **options) as lm:
             wanted[i] = tokens(lm, new=3)
-    patched = {key: vars(transformers.PreTrainedModel)[key] for key in ("tie_weights", "init_weights")}
+    patched = {
+        key: vars(transformers.PreTrainedModel)[key] for key in ("tie_weights", "init_weights")
+    }
     ended, wrong = threading.Event(), []
 
     def transformers_alone():
         for name in cycle(theirs):
             model = eager(folders[name])
-            same = all(torch.equal(a, b) and a.dtype == b.dtype
-                       for a, b in zip(model.state_dict().values(), theirs[name].state_dict().values(), strict=True))
-            if not same or tokens(model) != expected[name] or any(isinstance(m, SeamExperts) for m in model.modules()):
+            same = all(
+                torch.equal(a, b) and a.dtype == b.dtype
+                for a, b in zip(
+                    model.state_dict().values(), theirs[name].state_dict().values(), strict=True
+                )
+            )
+            if (
+                not same
+                or tokens(model) != expected[name]
+                or any(isinstance(m, SeamExperts) for m in model.modules())
+            ):
                 wrong.append(name)
             if ended.is_set():
                 return
@@ -98,6 +138,7 @@ def test_openings_in_threads_beside_transformers_own(folders):
         name, options = ways[i]
         with moelab.open_model(folders[name], **options) as lm:
             return tokens(lm, new=3) == wanted[i]
+
     with ThreadPoolExecutor(5) as pool:
         beside = pool.submit(transformers_alone)
         try:
@@ -109,7 +150,9 @@ def test_openings_in_threads_beside_transformers_own(folders):
     assert patched == {key: vars(transformers.PreTrainedModel)[key] for key in patched}
 
 
-# ------------------------------------------------------------------------------------------------------- generating
+# -------------------------------------------------------------------------------------------------------
+# generating
+
 
 def predictors(model):
     """One of each that can be used in any order of prompts; the oracle is for one order alone."""
@@ -117,18 +160,28 @@ def predictors(model):
         vectors = default_vectors(model, [PROMPTS[0][0].tolist()])
     random, spec = torch.Generator().manual_seed(0), model.spec
     matrices = torch.randn(spec.L, spec.E, spec.H, generator=random)
-    made = {"vectors": vectors, "estimator": lambda q, layer: q.float() @ matrices[layer].T,
-            "choice": [layer % 2 == 0 for layer in range(spec.L)], "seed": 1,
-            "trace": moelab.record(model, [PROMPTS[2][0].tolist()], max_new_tokens=3)}
-    return {name: lambda model, name=name: moelab.registry.make(
-                "predictor", name, model, **{part: made[part] for part in moelab.speculate.takes(name)})
-            for name in moelab.names("predictor") if name != "oracle"}
+    made = {
+        "vectors": vectors,
+        "estimator": lambda q, layer: q.float() @ matrices[layer].T,
+        "choice": [layer % 2 == 0 for layer in range(spec.L)],
+        "seed": 1,
+        "trace": moelab.record(model, [PROMPTS[2][0].tolist()], max_new_tokens=3),
+    }
+    return {
+        name: lambda model, name=name: moelab.registry.make(
+            "predictor", name, model, **{part: made[part] for part in moelab.speculate.takes(name)}
+        )
+        for name in moelab.names("predictor")
+        if name != "oracle"
+    }
 
 
 def in_threads(lm, wanted, rounds):
     """Four threads generate from four prompts, so many times; what was not as wanted."""
+
     def work(i):
         return [i for _ in range(rounds) if tokens(lm, PROMPTS[i], 6) != wanted[i]]
+
     with ThreadPoolExecutor(4) as pool:
         return [one for found in pool.map(work, range(4)) for one in found]
 
@@ -139,20 +192,32 @@ def test_generations_in_threads_with_every_prefetcher(folders, executor):
     """As in one thread; its metrics and its run are valid (huggingface/transformers#25197)."""
     model = eager(folders["fp32"])
     wanted = [tokens(model, prompt, 6) for prompt in PROMPTS]
-    with moelab.open_model(folders["fp32"], memory="40%", ahead=2, executor=executor) as lm, \
-            ungated(lm.moelab.engine):
+    with (
+        moelab.open_model(folders["fp32"], memory="40%", ahead=2, executor=executor) as lm,
+        ungated(lm.moelab.engine),
+    ):
         assert not in_threads(lm, wanted, depth(2, 40))
         for name, make in predictors(lm).items():
             with moelab.using(lm, prefetch=make):
                 lm.moelab.reset()
                 assert not in_threads(lm, wanted, depth(1, 30)), name
-                assert lm.moelab.metrics().prefill_tokens == depth(1, 30) * sum(p.numel() for p in PROMPTS)
+                assert lm.moelab.metrics().prefill_tokens == depth(1, 30) * sum(
+                    p.numel() for p in PROMPTS
+                )
                 run = lm.moelab.run.copy()
             assert moelab.simulate(run).counters.requests == run.counters.requests
 
 
-@pytest.mark.parametrize("options", [{}, {"executor": "fast"}, {"memory": "100%", "executor": "fast"},
-                                     {"memory": "50%", "executor": "sorted"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"executor": "fast"},
+        {"memory": "100%", "executor": "fast"},
+        {"memory": "50%", "executor": "sorted"},
+    ],
+    ids=str,
+)
 def test_metrics_after_threads(folders, options):
     """xorbitsai/inference#54."""
     model = eager(folders["fp32"])
@@ -160,9 +225,14 @@ def test_metrics_after_threads(folders, options):
     with moelab.open_model(folders["fp32"], **options) as lm:
         assert not in_threads(lm, wanted, 2)
         found, run = lm.moelab.metrics(), lm.moelab.run
-    assert found.prefill_tokens == 2 * sum(map(torch.numel, PROMPTS)) and found.decode_tokens == 2 * 4 * 5
+    assert (
+        found.prefill_tokens == 2 * sum(map(torch.numel, PROMPTS))
+        and found.decode_tokens == 2 * 4 * 5
+    )
     layers = list(range(lm.spec.L))
-    assert all([layer for layer, _ in steps] == layers for steps in run.steps) and len(run.steps) == 48
+    assert (
+        all([layer for layer, _ in steps] == layers for steps in run.steps) and len(run.steps) == 48
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "50%"}], ids=str)
@@ -170,16 +240,22 @@ def test_a_recording_is_of_its_own_thread(folders, options):
     """While others generate, record, or call a part of the model."""
     with moelab.open_model(folders["fp32"], **options) as lm:
         prompts = [prompt[0].tolist() for prompt in PROMPTS]
-        alone, ended = [moelab.record(lm, [prompt], max_new_tokens=4) for prompt in prompts], threading.Event()
+        alone, ended = (
+            [moelab.record(lm, [prompt], max_new_tokens=4) for prompt in prompts],
+            threading.Event(),
+        )
 
         def others():
             while not ended.is_set():
                 tokens(lm, new=3)
                 lm.model(PROMPTS[3])
+
         with ThreadPoolExecutor(5) as pool:
             beside = pool.submit(others)
             try:
-                traces = list(pool.map(lambda prompt: moelab.record(lm, [prompt], max_new_tokens=4), prompts))
+                traces = list(
+                    pool.map(lambda prompt: moelab.record(lm, [prompt], max_new_tokens=4), prompts)
+                )
             finally:
                 ended.set()
             beside.result()
@@ -187,7 +263,8 @@ def test_a_recording_is_of_its_own_thread(folders, options):
         assert torch.equal(trace.ids, expected.ids) and torch.equal(trace.tokens, expected.tokens)
 
 
-# ----------------------------------------------------------------------------------------------------------- forking
+# -----------------------------------------------------------------------------------------------------------
+# forking
 
 FORKS = """
 import multiprocessing, os, select, signal, sys, threading
@@ -269,22 +346,40 @@ print("forked")
 
 @pytest.mark.stress
 def test_forks(folders):
-    """At rest and within a generation, by hand, in a pool, as a loader's workers (pytorch/pytorch#49555)."""
-    done = subprocess.run([sys.executable, "-c", FORKS, folders["bf16"], str(depth(2, 32)), str(depth(2, 6))],
-                          capture_output=True, text=True, timeout=depth(280, 3000), env=os.environ | {"PYTHONWARNINGS": "ignore"})
+    """At rest and within a generation, by hand, in a pool, as a loader's workers
+    (pytorch/pytorch#49555)."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, folders["bf16"], str(depth(2, 32)), str(depth(2, 6))],
+        capture_output=True,
+        text=True,
+        timeout=depth(280, 3000),
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
     assert done.stdout.endswith("forked\n"), done.stderr[-3000:]
 
 
-# ------------------------------------------------------------------------------------------------------------ the end
+# ------------------------------------------------------------------------------------------------------------
+# the end
 
-KEPT = [{}, {"executor": "fast", "dense": "bf12"}, {"quantize": "int8"},
-        {"memory": "50%"}, {"memory": "50%", "executor": "sorted"}, {"memory": "50%", "prefetch": "router"},
-        {"memory": "50%", "executor": "fast", "cache_aware": 0.5}, {"memory": "100%", "executor": "fast"},
-        {"executor": "fast"}, {"memory": "50%", "executor": "fast", "prefetch": "quasi"}]
+KEPT = [
+    {},
+    {"executor": "fast", "dense": "bf12"},
+    {"quantize": "int8"},
+    {"memory": "50%"},
+    {"memory": "50%", "executor": "sorted"},
+    {"memory": "50%", "prefetch": "router"},
+    {"memory": "50%", "executor": "fast", "cache_aware": 0.5},
+    {"memory": "100%", "executor": "fast"},
+    {"executor": "fast"},
+    {"memory": "50%", "executor": "fast", "prefetch": "quasi"},
+]
 
 
 def files(folder):
-    return sum(str(Path(folder)) in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return sum(
+        str(Path(folder)) in os.path.realpath(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+    )
 
 
 @pytest.mark.stress
@@ -294,11 +389,17 @@ def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
     folder, left, said = folders["wide" if "dense" in options else "bf16"], [], []
     if "prefetch" in options:
         monkeypatch.setattr(moelab.opening.datasets, "token_count", lambda _: None)
-        monkeypatch.setattr(moelab.opening.datasets, "prompts", lambda *_, **__: [PROMPTS[0][0].tolist()])
+        monkeypatch.setattr(
+            moelab.opening.datasets, "prompts", lambda *_, **__: [PROMPTS[0][0].tolist()]
+        )
     for _ in range(2):
         lm = moelab.open_model(folder, **options)
         engine = lm.moelab.engine
-        left += [weakref.ref(one) for one in (lm, lm.moelab, engine, engine and engine.pipeline.slots) if one]
+        left += [
+            weakref.ref(one)
+            for one in (lm, lm.moelab, engine, engine and engine.pipeline.slots)
+            if one
+        ]
         del engine
         tokens(lm, new=3)
         lm.moelab.metrics(), repr(lm.moelab), lm.moelab.run.copy()
@@ -321,6 +422,7 @@ def test_an_error_of_reading_does_not_keep_the_model(folders):
 
     def fails(*_):
         raise OSError("the disk is gone")
+
     reader.fill = fails
     with pytest.raises(OSError, match="the disk is gone"):
         tokens(lm)

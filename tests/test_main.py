@@ -10,10 +10,14 @@ from moelab.files import CHECKOUT
 
 
 def test_the_list_of_commands_imports_nothing_heavy():
-    code = ("import sys; from moelab.__main__ import build_parser\n"
-            "for words in ([], ['reproduce'], ['run'], ['check'], ['bench']): build_parser(words)\n"
-            "print([m for m in ('torch', 'transformers', 'papermill', 'plotly') if m in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True)
+    code = (
+        "import sys; from moelab.__main__ import build_parser\n"
+        "for words in ([], ['reproduce'], ['run'], ['check'], ['bench']): build_parser(words)\n"
+        "print([m for m in ('torch', 'transformers', 'papermill', 'plotly') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -22,7 +26,9 @@ def test_every_command_has_help_with_an_example_that_can_be_read(command, capsys
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0
-    example = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("example: moelab "))
+    example = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("example: moelab ")
+    )
     arguments = shlex.split(example.removeprefix("example: moelab "))
     assert arguments[0] == command and build_parser(arguments).parse_args(arguments)
 
@@ -39,18 +45,25 @@ def test_errors_are_one_line_and_status_2(capsys):
 def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
+
     monkeypatch.setattr("moelab.lab.check.main", interrupted)
     assert main(["check"]) == 130
     assert capsys.readouterr().err == "\nmoelab: interrupted\n"
 
 
-@pytest.mark.parametrize("arguments, statuses", [
-    (["claims"], {141}), ([], {2, 141}), (["check", "--help"], {0, 141})])      # argparse forgives some by itself
+@pytest.mark.parametrize(
+    "arguments, statuses", [(["claims"], {141}), ([], {2, 141}), (["check", "--help"], {0, 141})]
+)  # argparse forgives some by itself
 def test_it_ends_quietly_when_its_reader_has_left(arguments, statuses):
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-m", "moelab", *arguments], cwd=CHECKOUT, stdout=write,
-                          stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "moelab", *arguments],
+        cwd=CHECKOUT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     os.close(write)
     assert done.returncode in statuses and done.stderr == ""
 

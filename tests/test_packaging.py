@@ -17,7 +17,10 @@ from tests.depth import STRESS
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {extra: [Requirement(r) for r in wanted] for extra, wanted in PROJECT["optional-dependencies"].items()}
+EXTRAS = {
+    extra: [Requirement(r) for r in wanted]
+    for extra, wanted in PROJECT["optional-dependencies"].items()
+}
 CORE = [Requirement(r) for r in PROJECT["dependencies"]]
 MINOR_VERSIONS = [f"3.{minor}" for minor in range(8, 20)]
 
@@ -27,7 +30,10 @@ def canonical(name):
 
 
 def constraints():
-    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    lines = (
+        line.partition("#")[0].strip()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+    )
     return [Requirement(line) for line in lines if line]
 
 
@@ -52,17 +58,21 @@ def test_constraints_satisfy_the_ranges(extra):
     pinned = {canonical(r.name): next(iter(r.specifier)).version for r in constraints()}
     for requirement in CORE if extra == "core" else EXTRAS[extra]:
         name = canonical(requirement.name)
-        if extra != "peers":        # these are tested only where they are installed
+        if extra != "peers":  # these are tested only where they are installed
             assert name in pinned, f"{requirement} has no tested version in constraints.txt"
         if name in pinned:
-            assert requirement.specifier.contains(pinned[name]), f"{requirement} against {pinned[name]}"
+            assert requirement.specifier.contains(pinned[name]), (
+                f"{requirement} against {pinned[name]}"
+            )
         assert len(requirement.specifier), f"{requirement.name} has no range"
 
 
 def test_conda_gets_its_packages_from_pyproject_and_the_constraints():
     packages, pip = environment()
     assert {re.match(r"[\w-]+", package).group() for package in packages} == {"python", "pip"}
-    python = SpecifierSet(next(p for p in packages if p.startswith("python")).removeprefix("python").strip())
+    python = SpecifierSet(
+        next(p for p in packages if p.startswith("python")).removeprefix("python").strip()
+    )
     supported = SpecifierSet(PROJECT["requires-python"])
     allowed = [version for version in MINOR_VERSIONS if version in python]
     assert allowed and all(version in supported for version in allowed)
@@ -85,29 +95,59 @@ def test_make_installs_the_same_for_the_same_pythons():
 def test_the_files_that_pyproject_and_ci_name_are_there():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert PROJECT["scripts"] == {"moelab": "moelab.__main__:main"}
-    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111 and "make test" in (ROOT / ".ci" / "run").read_text()
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111 and "make test" in (
+        ROOT / ".ci" / "run"
+    ).read_text()
     assert list((ROOT / "moelab" / "cards").rglob("*.toml"))
 
 
 @pytest.mark.stress
 @pytest.mark.skipif(not STRESS, reason="builds a wheel: make stress")
 def test_an_installed_package_finds_what_it_ships(tmp_path):
-    """The wheel, installed without a clone into a folder whose name is awkward, runs the README's first blocks."""
+    """The wheel, installed without a clone into a folder whose name is awkward, runs the README's
+    first blocks."""
     home = tmp_path / "dossier à part"
     home.mkdir()
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT)],
-                   check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "-w",
+            str(tmp_path),
+            str(ROOT),
+        ],
+        check=True,
+    )
     subprocess.run([sys.executable, "-m", "venv", str(home / "env")], check=True)
     python = home / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *tmp_path.glob("*.whl")], check=True)
-    site, = (home / "env").glob("lib/*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))       # after the wheel's own
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-deps", *tmp_path.glob("*.whl")],
+        check=True,
+    )
+    (site,) = (home / "env").glob("lib/*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # after the wheel's own
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (home / "blocks.py").write_text("\n".join(blocks[:4]))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MOELAB"))}
-    done = subprocess.run([python, "blocks.py"], cwd=home, env=environment, capture_output=True, text=True)
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MOELAB"))
+    }
+    done = subprocess.run(
+        [python, "blocks.py"], cwd=home, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert (home / "results" / "runs" / "needle.safetensors").is_file()         # beside the person, not the package
-    found = subprocess.run([python, "-c", "import moelab, moelab.files as f; print(moelab.__file__, f.CHECKOUT)"],
-                           cwd=home, env=environment, capture_output=True, text=True, check=True).stdout
+    assert (
+        home / "results" / "runs" / "needle.safetensors"
+    ).is_file()  # beside the person, not the package
+    found = subprocess.run(
+        [python, "-c", "import moelab, moelab.files as f; print(moelab.__file__, f.CHECKOUT)"],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert str(site) in found and found.strip().endswith("None")

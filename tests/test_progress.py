@@ -39,10 +39,17 @@ def test_in_a_notebook_it_is_an_element_that_is_emptied_and_no_widget(monkeypatc
     handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
     monkeypatch.delenv("MOELAB_HEADLESS", raising=False)
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
-    monkeypatch.setattr(IPython.display, "display", lambda data, raw, display_id: shown.append(data) or handle)
+    monkeypatch.setattr(
+        IPython.display, "display", lambda data, raw, display_id: shown.append(data) or handle
+    )
     monkeypatch.setattr(module._Element, "every", 0.0)
     list(progress([1, 2], "reading <b>", unit="layer"))
     assert all({*data} == {"text/html", "text/plain"} for data in shown)
     first, second, third, last = (data["text/html"] for data in shown)
-    assert "value=0 max=2" in first and "value=1 max=2" in second and "value=2 max=2" in third and last == ""
+    assert (
+        "value=0 max=2" in first
+        and "value=1 max=2" in second
+        and "value=2 max=2" in third
+        and last == ""
+    )
     assert "reading &lt;b&gt;: 1 of 2 layer" in second

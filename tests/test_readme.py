@@ -1,4 +1,5 @@
-"""The README's Python runs, from top to bottom; its recipes work; its layout names all that is there, and nothing else."""
+"""The README's Python runs, from top to bottom; its recipes work; its layout names all that is
+there, and nothing else."""
 
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ def block_with(word):
 def test_its_python_runs(tmp_path, monkeypatch, capsys):
     """With the small model in place of the hub's."""
     monkeypatch.chdir(tmp_path)
-    for registry in (ROUTING, BLOCKS):                  # a recipe adds to them
+    for registry in (ROUTING, BLOCKS):  # a recipe adds to them
         for name in registry:
             monkeypatch.setitem(registry, name, registry[name])
     names: dict = {}
@@ -40,7 +41,8 @@ def test_its_python_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_way_in(tmp_path, monkeypatch):
-    """What it prints and gives: a text, metrics of an offloaded run, simulations of that run, every executor plugged."""
+    """What it prints and gives: a text, metrics of an offloaded run, simulations of that run, every
+    executor plugged."""
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(PYTHON[0].replace('"Qwen/Qwen3-30B-A3B"', "None"), names)
@@ -53,11 +55,14 @@ def test_the_way_in(tmp_path, monkeypatch):
 def test_the_executors_recipe_by_name(monkeypatch):
     names: dict = {}
     exec(block_with("def strong_choices").split("with moelab")[0], names)
-    monkeypatch.setitem(EXECUTORS, "strong", Entry(names["strong_choices"], "choices with a weight above 0.1"))
+    monkeypatch.setitem(
+        EXECUTORS, "strong", Entry(names["strong_choices"], "choices with a weight above 0.1")
+    )
     ids = torch.tensor([[5, 6, 7, 8]])
 
     def masked(x, ids, weights, experts):
         return eager(x, torch.where(weights > 0.1, ids, experts.num_experts), weights, experts)
+
     with moelab.open_model(dtype=torch.float32) as lm, moelab.using(lm, executor=masked):
         expected = lm(ids).logits
     for memory in (None, "50%"):
@@ -81,7 +86,11 @@ def test_a_cards_recipe(tmp_path, monkeypatch):
     with moelab.open_model(memory="50%") as lm:
         lm.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
     tpot = moelab.simulate(lm.moelab.run, device="my-board").tpot
-    assert tpot == moelab.simulate(lm.moelab.run, device=tmp_path / "devices" / "my-board.toml").tpot > 0
+    assert (
+        tpot
+        == moelab.simulate(lm.moelab.run, device=tmp_path / "devices" / "my-board.toml").tpot
+        > 0
+    )
 
 
 class MyRouter(nn.Module):
@@ -113,21 +122,26 @@ class MyModel(nn.Module):
         self.mlp = MyMoE(MyRouter(2, stock.num_experts, stock.hidden_dim), stock)
 
 
-@pytest.mark.parametrize("wrong", [False, True])           # one that has passed does not let another pass
+@pytest.mark.parametrize("wrong", [False, True])  # one that has passed does not let another pass
 def test_a_dialects_recipe(wrong, monkeypatch):
     """The translation runs as the block does; one that forgets the router's weights is refused."""
     names: dict = {}
     for registry in (ROUTING, BLOCKS):
         monkeypatch.setitem(registry, "MyRouter" if registry is ROUTING else "MyMoE", None)
     recipe = block_with("my_forward")
-    exec(recipe.replace("self.experts(x, ids, weights)", "self.experts(x, ids, weights * 2)") if wrong else recipe, names)
+    exec(
+        recipe.replace("self.experts(x, ids, weights)", "self.experts(x, ids, weights * 2)")
+        if wrong
+        else recipe,
+        names,
+    )
     model, x = MyModel(), torch.randn(1, 5, 128)
     expected = model.mlp(x)
     if wrong:
         with pytest.raises(ValueError, match="the block otherwise"):
             plug(model)
         return
-    layer, = plug(model)
+    (layer,) = plug(model)
     assert type(layer.block).__name__ == "SeamMyMoE"
     torch.testing.assert_close(model.mlp(x), expected)
 
@@ -136,7 +150,11 @@ def test_its_layout_is_what_is_on_disk():
     tree = re.search(r"## Layout\n\n```\n(.*?)```", README, re.S)[1]
     lines = [re.split(r"\s{2,}", line.rstrip())[:2] for line in tree.splitlines()]
     inside = {name for line in lines if not line[0] for name in line[1].split()}
-    there = {path.name + "/" * path.is_dir() for path in (ROOT / "moelab").iterdir() if path.name != "__pycache__"}
+    there = {
+        path.name + "/" * path.is_dir()
+        for path in (ROOT / "moelab").iterdir()
+        if path.name != "__pycache__"
+    }
     assert inside == there - {"__init__.py", "__main__.py"}
     assert all((ROOT / line[0]).exists() for line in lines if line[0])
     assert len(lines) <= 40, "it fits on a screen"
@@ -158,6 +176,7 @@ def test_every_notebook_is_listed_and_links_to_the_glossary():
 
 def test_its_commands_exist():
     from moelab.__main__ import COMMANDS
+
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake (\w+)\b", README):
         assert target in ("reproduce", "test", "lab") and f"\n{target}:" in makefile

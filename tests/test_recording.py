@@ -29,24 +29,31 @@ def by_token(trace: RoutingTrace) -> dict[tuple[int, int, int], tuple]:
         ran = tuple((trace.ids[t] != trace.spec.E).any(-1).tolist())
         order = trace.ids[t].sort(-1)
         out[int(trace.sequence[t]), int(trace.phase[t]), int(trace.position[t]), ran] = (
-            order.values.tolist(), trace.weights[t].gather(-1, order.indices), int(trace.tokens[t]))
+            order.values.tolist(),
+            trace.weights[t].gather(-1, order.indices),
+            int(trace.tokens[t]),
+        )
     return out
 
 
 def test_record_equals_the_recomputed_router(model):
     trace = record(model, PROMPTS, max_new_tokens=4, hidden=True, batch_size=3)
     for layer in discover(model):
-        passed = trace.router_inputs[:, layer.index].abs().sum(-1) > 0       # encoder tokens skip the decoder
+        passed = (
+            trace.router_inputs[:, layer.index].abs().sum(-1) > 0
+        )  # encoder tokens skip the decoder
         s = trace.router_inputs[passed, layer.index]
         if model.config.is_encoder_decoder:
-            continue        # capacity makes Switch's routing depend on the whole sequence: see the test below
+            continue  # capacity makes Switch's routing depend on the whole sequence: see the test below
         with torch.no_grad():
             ids, weights = layer.routing(type(layer.router).forward(layer.router, s))
         ids, weights = ids.long(), weights
         order, recorded = ids.argsort(-1), trace.ids[passed, layer.index].long()
         assert torch.equal(ids.gather(-1, order), recorded.sort(-1).values)
-        torch.testing.assert_close(weights.gather(-1, order),
-                                   trace.weights[passed, layer.index].gather(-1, recorded.argsort(-1)))
+        torch.testing.assert_close(
+            weights.gather(-1, order),
+            trace.weights[passed, layer.index].gather(-1, recorded.argsort(-1)),
+        )
 
 
 def test_residuals_are_what_the_norm_turns_into_router_inputs(model):
@@ -72,9 +79,9 @@ def test_tokens_and_phases(model):
     for i, prompt in enumerate(PROMPTS):
         mine = trace.select(trace.sequence == i)
         prefill = mine.select(mine.phase == PREFILL)
-        assert prefill.tokens[:len(prompt)].tolist() == prompt
-        assert prefill.position[:len(prompt)].tolist() == list(range(len(prompt)))
-        assert int((mine.phase == DECODE).sum()) == 3           # the fourth new token is never fed back
+        assert prefill.tokens[: len(prompt)].tolist() == prompt
+        assert prefill.position[: len(prompt)].tolist() == list(range(len(prompt)))
+        assert int((mine.phase == DECODE).sum()) == 3  # the fourth new token is never fed back
 
 
 def test_a_plugged_model_records_the_same(model):
@@ -85,19 +92,25 @@ def test_a_plugged_model_records_the_same(model):
     finally:
         recording_unplug(model)
     assert before.keys() == after.keys()
-    assert all(before[key][0] == after[key][0] and torch.equal(before[key][1], after[key][1]) for key in before)
+    assert all(
+        before[key][0] == after[key][0] and torch.equal(before[key][1], after[key][1])
+        for key in before
+    )
 
 
 def recording_unplug(model):
     from moelab.models import unplug
+
     unplug(model)
 
 
 def test_finished_sequences_are_left_out(tmp_path):
     model = open_model(tiny.save("qwen3_moe", tmp_path / "m"))
     free = record(model, PROMPTS, max_new_tokens=8, batch_size=1)
-    produced = [free.select((free.sequence == i) & (free.phase == DECODE)).tokens.tolist() for i in range(3)]
-    stop = produced[0][2]                                       # make the third new token of one prompt the end
+    produced = [
+        free.select((free.sequence == i) & (free.phase == DECODE)).tokens.tolist() for i in range(3)
+    ]
+    stop = produced[0][2]  # make the third new token of one prompt the end
     model.generation_config.eos_token_id = stop
     trace = record(model, PROMPTS, max_new_tokens=8, batch_size=3)
     for i in range(3):
@@ -127,6 +140,7 @@ def test_an_interrupted_recording_leaves_nothing_behind(tmp_path):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
+
     handle = layer.block.register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         record(model, PROMPTS, max_new_tokens=6, hidden=tmp_path / "t.safetensors")
@@ -135,8 +149,15 @@ def test_an_interrupted_recording_leaves_nothing_behind(tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("prompts, message", [([], "empty"), ("text", "one string"), ([[]], "prompt 0 is empty"),
-                                              (["text"], "no tokenizer")])
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ([], "empty"),
+        ("text", "one string"),
+        ([[]], "prompt 0 is empty"),
+        (["text"], "no tokenizer"),
+    ],
+)
 def test_bad_prompts_are_refused(tmp_path, prompts, message):
     model = open_model(tiny.save("mixtral", tmp_path / "m"))
     with pytest.raises(ValueError, match=message):
@@ -148,6 +169,8 @@ def test_a_block_that_calls_its_experts_twice_is_refused(tmp_path):
     block = discover(model)[0].block
     forward = type(block).forward
     with Patches() as patches:
-        patches.wrap(block, "forward", lambda below: lambda x: (forward(block, x), forward(block, x))[1])
+        patches.wrap(
+            block, "forward", lambda below: lambda x: (forward(block, x), forward(block, x))[1]
+        )
         with pytest.raises(ValueError, match="MoE layer 0 calls its experts more than once"):
             record(model, PROMPTS)

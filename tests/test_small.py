@@ -1,4 +1,5 @@
-"""The small model: its recipe (batches, losses, resuming) and the shipped weights against the issue's bars."""
+"""The small model: its recipe (batches, losses, resuming) and the shipped weights against the
+issue's bars."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from moelab import datasets
 from moelab.evaluation import accuracy, scores
 from moelab.files import small_model
 
-_spec = importlib.util.spec_from_file_location("train_small", small_model().parent / "train_small.py")
+_spec = importlib.util.spec_from_file_location(
+    "train_small", small_model().parent / "train_small.py"
+)
 small = sys.modules["train_small"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(small)
 Phase, Recipe, Stage = small.Phase, small.Recipe, small.Stage
@@ -32,7 +35,9 @@ def model():
     return moelab.open_model()
 
 
-# ----------------------------------------------------------------------------------------------- the shipped weights
+# -----------------------------------------------------------------------------------------------
+# the shipped weights
+
 
 def test_it_is_what_the_workbench_needs(model):
     spec = model.spec
@@ -42,7 +47,9 @@ def test_it_is_what_the_workbench_needs(model):
     assert plain.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("task, bar", [("needle", 0.95), ("needle_multikey", 0.85), ("lookup", 0.90), ("yesno", 0.90)])
+@pytest.mark.parametrize(
+    "task, bar", [("needle", 0.95), ("needle_multikey", 0.85), ("lookup", 0.90), ("yesno", 0.90)]
+)
 def test_it_answers_what_its_card_says(model, task, bar):
     """Another seed than the card's. Three standard errors below the bar would be a real fall."""
     n = 80
@@ -58,47 +65,72 @@ def test_greedy_generation_gives_the_same_answers(model):
         ids = model.tokenizer(p.text, return_tensors="pt")
         answer = model.tokenizer(p.answer)["input_ids"]
         out = model.generate(**ids, max_new_tokens=len(answer), do_sample=False)
-        expected.append(out[0, ids["input_ids"].shape[1]:].tolist() == answer)
+        expected.append(out[0, ids["input_ids"].shape[1] :].tolist() == answer)
     assert scores.right_answers(model, prompts, batch_size=5) == expected
 
 
 @pytest.mark.parametrize("task", ["couples", "spelling", "sums"])
 def test_what_weights_hold_is_lost_without_the_right_experts(model, task):
-    """The bars of a model that can judge: 30 points for random experts, 5 for half of the routings."""
+    """The bars of a model that can judge: 30 points for random experts, 5 for half of the
+    routings."""
     modes = small.damage(model)
-    row = accuracy.compare(model, modes, [task], n=20, tokens=96, seed=5, batch_size=1)["scores"][task]
+    row = accuracy.compare(model, modes, [task], n=20, tokens=96, seed=5, batch_size=1)["scores"][
+        task
+    ]
     whole, *costs = modes
     assert row[whole]["score"] >= 0.9
-    assert [row[mode]["difference"] <= -bar for mode, bar in zip(costs, (0.30, 0.05))] == [True, True]
+    assert [row[mode]["difference"] <= -bar for mode, bar in zip(costs, (0.30, 0.05))] == [
+        True,
+        True,
+    ]
 
 
 def test_language_loss_is_clearly_below_ngrams(model):
     card = json.loads((small_model() / "card.json").read_text())["scores"]["language loss"]
-    loss = scores.language_loss(model, scores.text_windows(model.tokenizer, "test", 24, 256, seed=9)).mean()
+    loss = scores.language_loss(
+        model, scores.text_windows(model.tokenizer, "test", 24, 256, seed=9)
+    ).mean()
     assert loss < card["bigram"] - 0.4 < card["unigram"]
-    assert abs(loss - card["model"]) < 0.5          # other windows, other Python version
+    assert abs(loss - card["model"]) < 0.5  # other windows, other Python version
 
 
 def test_load_is_skewed_but_no_expert_is_dead(model):
-    texts = [p.text for source in ("needle", "code", "prose") for p in datasets.prompts(source, 12, seed=31)]
+    texts = [
+        p.text
+        for source in ("needle", "code", "prose")
+        for p in datasets.prompts(source, 12, seed=31)
+    ]
     counts = moelab.record(model, texts).counts().double()
     ratio = counts.amax(1) / counts.mean(1)
     assert (counts > 0).all()
     assert ratio.min() >= 1.2 and ratio.max() <= 3.0
 
 
-# -------------------------------------------------------------------------------------------------------- the recipe
+# --------------------------------------------------------------------------------------------------------
+# the recipe
+
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), tokens=st.sampled_from([32, 64, 128, 256]), yesno=st.sampled_from([0.0, 0.5]))
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.sampled_from([32, 64, 128, 256]),
+    yesno=st.sampled_from([0.0, 0.5]),
+)
 def test_pieces_tokenise_apart_as_they_do_together(model, seed, tokens, yesno):
-    """An answer must be a copy of its fact's tokens, wherever it stands: retrieval cannot be learned otherwise."""
+    """An answer must be a copy of its fact's tokens, wherever it stands: retrieval cannot be
+    learned otherwise."""
+
     def ids(text):
         return model.tokenizer(text)["input_ids"]
-    for pieces in (small.retrieval_pieces(random.Random(seed), tokens, yesno, lambda t: len(ids(t))),
-                   small.memory_pieces(random.Random(seed), tokens, lambda t: len(ids(t))),
-                   small.echo_pieces(random.Random(seed), tokens)):
-        assert ids("".join(text for text, _ in pieces)) == [i for text, _ in pieces for i in ids(text)]
+
+    for pieces in (
+        small.retrieval_pieces(random.Random(seed), tokens, yesno, lambda t: len(ids(t))),
+        small.memory_pieces(random.Random(seed), tokens, lambda t: len(ids(t))),
+        small.echo_pieces(random.Random(seed), tokens),
+    ):
+        assert ids("".join(text for text, _ in pieces)) == [
+            i for text, _ in pieces for i in ids(text)
+        ]
         assert sum(len(ids(text)) for text, _ in pieces) <= tokens
 
 
@@ -107,14 +139,26 @@ def test_every_word_of_the_facts_is_one_token(model):
         assert len(model.tokenizer(" " + word)["input_ids"]) == 1, word
 
 
-TINY = Recipe(stages=(Stage((Phase(3, 32, 0.3, 0.3, 0.0),)),
-                      Stage((Phase(1, 64, 0.3, 0.0, 0.5, balance=0.1), Phase(2, 64, 0.2, 0.0, 0.5, memory=0.5)), 0.5)),
-              hidden=16, intermediate=8, layers=2, experts=4, experts_per_token=2, warmup=2)
+TINY = Recipe(
+    stages=(
+        Stage((Phase(3, 32, 0.3, 0.3, 0.0),)),
+        Stage(
+            (Phase(1, 64, 0.3, 0.0, 0.5, balance=0.1), Phase(2, 64, 0.2, 0.0, 0.5, memory=0.5)), 0.5
+        ),
+    ),
+    hidden=16,
+    intermediate=8,
+    layers=2,
+    experts=4,
+    experts_per_token=2,
+    warmup=2,
+)
 
 
 @pytest.fixture
 def tiny_corpus(monkeypatch, model):
-    """The shipped tokenizer and a random stream: no three-second training of a tokenizer in every test."""
+    """The shipped tokenizer and a random stream: no three-second training of a tokenizer in every
+    test."""
     stream = np.random.default_rng(0).integers(1, 1000, 5000).astype(np.uint16)
     monkeypatch.setattr(small, "train_tokenizer", lambda vocabulary: model.tokenizer)
     monkeypatch.setattr(small, "corpus_ids", lambda tokenizer: stream)
@@ -122,6 +166,7 @@ def tiny_corpus(monkeypatch, model):
 
 def weights(folder):
     from safetensors.torch import load_file
+
     return load_file(next(folder.glob("*.safetensors")))
 
 
@@ -151,7 +196,12 @@ def test_the_last_stage_alone_gives_the_same_weights(tmp_path, tiny_corpus):
 
 def test_rates_and_phases_are_those_of_the_stages():
     rates = [TINY.rate(step) for step in range(TINY.steps)]
-    assert rates[0] == 0.5 and rates[1] == 1.0 == max(rates) and rates[3] == 0.25 and rates[4] == 0.5 == max(rates[3:])
+    assert (
+        rates[0] == 0.5
+        and rates[1] == 1.0 == max(rates)
+        and rates[3] == 0.25
+        and rates[4] == 0.5 == max(rates[3:])
+    )
     assert [TINY.phase(step).context for step in range(TINY.steps)] == [32] * 3 + [64] * 3
     assert TINY.starts == [0, 3, 6]
 
@@ -175,7 +225,9 @@ def test_training_never_overwrites(tmp_path, tiny_corpus):
 @given(T=st.integers(1, 12), E=st.integers(2, 6), seed=st.integers(0, 99), data=st.data())
 def test_balance_loss_equals_a_naive_loop(T, E, seed, data):
     K = data.draw(st.integers(1, E))
-    layers = [torch.randn(T, E, generator=torch.Generator().manual_seed(seed + i)) for i in range(2)]
+    layers = [
+        torch.randn(T, E, generator=torch.Generator().manual_seed(seed + i)) for i in range(2)
+    ]
     expected = 0.0
     for logits in layers:
         f, P = [0.0] * E, [0.0] * E
@@ -219,12 +271,28 @@ def test_the_command_hands_on_its_recipe(monkeypatch, tmp_path, capsys):
     def train(destination, recipe, start):
         seen.append((destination, recipe, start))
         raise ValueError("far enough")
+
     monkeypatch.setattr(small, "train_small", train)
     with pytest.raises(ValueError, match="far enough"):
-        small.main([str(tmp_path / "m"), "--seed", "5", "--steps", "420", "--from", str(small_model()),
-                    "--shape", "wide"])
-    (destination, recipe, start), = seen
-    assert (recipe.layers, recipe.experts, recipe.experts_per_token) == (4, 64, 6) and recipe.hidden == Recipe.hidden
+        small.main(
+            [
+                str(tmp_path / "m"),
+                "--seed",
+                "5",
+                "--steps",
+                "420",
+                "--from",
+                str(small_model()),
+                "--shape",
+                "wide",
+            ]
+        )
+    ((destination, recipe, start),) = seen
+    assert (recipe.layers, recipe.experts, recipe.experts_per_token) == (
+        4,
+        64,
+        6,
+    ) and recipe.hidden == Recipe.hidden
     assert destination == tmp_path / "m" and recipe.seed == 5 and abs(recipe.steps - 420) <= 5
     assert start == small_model()
     with pytest.raises(SystemExit):

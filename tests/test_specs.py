@@ -1,4 +1,5 @@
-"""spec_from_config against the modules that transformers builds from the same config, on the meta device."""
+"""spec_from_config against the modules that transformers builds from the same config, on the meta
+device."""
 
 from __future__ import annotations
 
@@ -27,13 +28,23 @@ ARCHITECTURES: dict[str, dict] = {
     "glm4_moe_lite": {"num_hidden_layers": 3},
     "gpt_oss": {"num_hidden_layers": 2},
     "llama4_text": {"num_hidden_layers": 4, "interleave_moe_layer_step": 2},
-    "switch_transformers": {"num_layers": 6, "num_decoder_layers": 4, "num_sparse_encoder_layers": 3,
-                            "num_sparse_decoder_layers": 1, "num_experts": 4},
+    "switch_transformers": {
+        "num_layers": 6,
+        "num_decoder_layers": 4,
+        "num_sparse_encoder_layers": 3,
+        "num_sparse_decoder_layers": 1,
+        "num_experts": 4,
+    },
     "afmoe": {"num_hidden_layers": 3},
     "cohere2_moe": {"num_hidden_layers": 2, "num_shared_experts": 2},
     "deepseek_v4": {"num_hidden_layers": 2},
-    "dots1": {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2,
-              "num_experts_per_tok": 3},
+    "dots1": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+    },
     "ernie4_5_moe": {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 4},
     "exaone_moe": {"num_hidden_layers": 3},
     "glm4_moe": {"num_hidden_layers": 3},
@@ -41,7 +52,11 @@ ARCHITECTURES: dict[str, dict] = {
     "granitemoeshared": {"num_hidden_layers": 2, "shared_intermediate_size": 96},
     "hunyuan_v1_moe": {"num_hidden_layers": 2, "num_experts": 8, "moe_topk": 2, "head_dim": 128},
     "jamba": {"num_hidden_layers": 4},
-    "lfm2_moe": {"num_hidden_layers": 4, "num_dense_layers": 2, "layer_types": ["full_attention"] * 4},
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "num_dense_layers": 2,
+        "layer_types": ["full_attention"] * 4,
+    },
     "minimax": {"num_hidden_layers": 2},
     "minimax_m2": {"num_hidden_layers": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "moe"]},
@@ -54,22 +69,31 @@ NESTED = ("llama4", "qwen3_vl_moe", "glm4v_moe")
 def build(config: transformers.PretrainedConfig) -> torch.nn.Module:
     """The model without its language head, weightless."""
     with torch.device("meta"):
-        if config.model_type == "deepseek":                      # transformers knows it as a causal model only
+        if config.model_type == "deepseek":  # transformers knows it as a causal model only
             return transformers.AutoModelForCausalLM.from_config(config).model
         return transformers.AutoModel.from_config(config)
 
 
 def found(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torch.nn.Module]]:
     """(path, MoE block, experts) of every MoE layer in the order of the modules."""
-    return [(path, model.get_submodule(path.rpartition(".")[0]), module)
-            for path, module in model.named_modules() if path.endswith(".experts") and hasattr(module, "num_experts")]
+    return [
+        (path, model.get_submodule(path.rpartition(".")[0]), module)
+        for path, module in model.named_modules()
+        if path.endswith(".experts") and hasattr(module, "num_experts")
+    ]
 
 
 def expert_shape(experts: torch.nn.Module) -> tuple[int, int, bool, bool]:
-    """(H, I, gated, bias), from the weights alone: the down projection's two sizes, and what else there is."""
+    """(H, I, gated, bias), from the weights alone: the down projection's two sizes, and what else
+    there is."""
     if isinstance(experts, torch.nn.ModuleDict):
         one = experts["expert_0"]
-        return one.wo.out_features, one.wo.in_features, len(list(one.parameters())) == 3, one.wo.bias is not None
+        return (
+            one.wo.out_features,
+            one.wo.in_features,
+            len(list(one.parameters())) == 3,
+            one.wo.bias is not None,
+        )
     gated, bias = hasattr(experts, "gate_up_proj"), hasattr(experts, "down_proj_bias")
     sizes = tuple(experts.down_proj.shape[1:])
     transposed = getattr(experts, "is_transposed", type(experts).__name__ == "Llama4TextExperts")
@@ -78,7 +102,8 @@ def expert_shape(experts: torch.nn.Module) -> tuple[int, int, bool, bool]:
 
 
 def down_in(mlp: torch.nn.Module) -> int:
-    """Intermediate size of an ordinary MLP: inputs of the one projection that leads back to the hidden size."""
+    """Intermediate size of an ordinary MLP: inputs of the one projection that leads back to the
+    hidden size."""
     for name in ("down_proj", "wo", "output_linear", "w2"):
         if hasattr(mlp, name):
             return getattr(mlp, name).in_features
@@ -90,22 +115,31 @@ def top_k(block: torch.nn.Module) -> int:
         for name in ("top_k", "num_experts_per_tok"):
             if isinstance(getattr(holder, name, None), int):
                 return getattr(holder, name)
-    return 1                                         # Switch has no such attribute: it takes the argmax
+    return 1  # Switch has no such attribute: it takes the argmax
 
 
 def check(spec: MoESpec, config: transformers.PretrainedConfig) -> None:
     model = build(config)
     blocks = found(model)
     first_decoder = len(model.encoder.block) if hasattr(model, "encoder") else 0
-    layers = [int(re.search(r"\.(\d+)\.", path)[1]) + first_decoder * path.startswith("decoder") for path, *_ in blocks]
+    layers = [
+        int(re.search(r"\.(\d+)\.", path)[1]) + first_decoder * path.startswith("decoder")
+        for path, *_ in blocks
+    ]
     assert list(spec.moe_layers) == layers
     for path, block, experts in blocks:
         assert (spec.H, spec.I, spec.gated, spec.bias) == expert_shape(experts)
         assert spec.E == experts.num_experts
         assert spec.K == top_k(block)
-        layer = model.get_submodule(path.rsplit(".", 2)[0])      # Granite keeps its shared MLP beside the block
-        shared = [module for holder in (block, layer) for name, module in holder.named_children()
-                  if "shared" in name and not isinstance(module, torch.nn.Linear)]
+        layer = model.get_submodule(
+            path.rsplit(".", 2)[0]
+        )  # Granite keeps its shared MLP beside the block
+        shared = [
+            module
+            for holder in (block, layer)
+            for name, module in holder.named_children()
+            if "shared" in name and not isinstance(module, torch.nn.Linear)
+        ]
         assert spec.shared_I == sum(down_in(module) for module in shared)
         if not isinstance(experts, torch.nn.ModuleDict):
             assert spec.expert_params * spec.E == sum(p.numel() for p in experts.parameters())
@@ -140,16 +174,36 @@ def test_size_of_the_dense_layers(name):
 
 
 DEEPSEEK_16B = dict(
-    model_type="deepseek", vocab_size=102400, hidden_size=2048, intermediate_size=10944, num_hidden_layers=28,
-    num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
-    moe_intermediate_size=1408, first_k_dense_replace=1, moe_layer_freq=1, norm_topk_prob=False,
-    scoring_func="softmax", torch_dtype="bfloat16")
+    model_type="deepseek",
+    vocab_size=102400,
+    hidden_size=2048,
+    intermediate_size=10944,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1408,
+    first_k_dense_replace=1,
+    moe_layer_freq=1,
+    norm_topk_prob=False,
+    scoring_func="softmax",
+    torch_dtype="bfloat16",
+)
 
 
 def test_deepseek_moe_16b_from_its_original_config():
     spec = spec_from_config(SimpleNamespace(**DEEPSEEK_16B))
     assert spec.moe_layers == tuple(range(1, 28))
-    assert (spec.E, spec.K, spec.H, spec.I, spec.shared_I, spec.dense_I) == (64, 6, 2048, 1408, 2816, 10944)
+    assert (spec.E, spec.K, spec.H, spec.I, spec.shared_I, spec.dense_I) == (
+        64,
+        6,
+        2048,
+        1408,
+        2816,
+        10944,
+    )
     assert (spec.router, spec.gated, spec.bias, spec.head_dim) == ("softmax", True, False, 128)
     every_other = spec_from_config(SimpleNamespace(**{**DEEPSEEK_16B, "moe_layer_freq": 2}))
     assert every_other.moe_layers == tuple(range(2, 28, 2))
@@ -158,16 +212,30 @@ def test_deepseek_moe_16b_from_its_original_config():
 @pytest.mark.parametrize("every", [1, 2])
 def test_deepseek_moe_16b_against_the_model_that_is_built_for_it(every):
     deepseek.register()
-    config = transformers.AutoConfig.for_model("deepseek", num_hidden_layers=5, moe_layer_freq=every)
+    config = transformers.AutoConfig.for_model(
+        "deepseek", num_hidden_layers=5, moe_layer_freq=every
+    )
     spec = spec_from_config(config)
     assert spec.router == "softmax"
     check(spec, config)
 
 
-@pytest.mark.parametrize("name, router", [
-    ("qwen3_moe", "softmax"), ("mixtral", "softmax"), ("phimoe", "sparsemixer"), ("deepseek_v3", "sigmoid-group"),
-    ("glm4_moe_lite", "sigmoid-group"), ("gpt_oss", "topk-softmax"), ("llama4_text", "sigmoid"),
-    ("switch_transformers", "top1"), ("granitemoe", "topk-softmax"), ("mistral4", "softmax"), ("afmoe", "sigmoid")])
+@pytest.mark.parametrize(
+    "name, router",
+    [
+        ("qwen3_moe", "softmax"),
+        ("mixtral", "softmax"),
+        ("phimoe", "sparsemixer"),
+        ("deepseek_v3", "sigmoid-group"),
+        ("glm4_moe_lite", "sigmoid-group"),
+        ("gpt_oss", "topk-softmax"),
+        ("llama4_text", "sigmoid"),
+        ("switch_transformers", "top1"),
+        ("granitemoe", "topk-softmax"),
+        ("mistral4", "softmax"),
+        ("afmoe", "sigmoid"),
+    ],
+)
 def test_router(name, router):
     assert spec_from_config(transformers.AutoConfig.for_model(name)).router == router
 
@@ -175,14 +243,22 @@ def test_router(name, router):
 def test_router_of_deepseek_v2_follows_its_method():
     make = transformers.DeepseekV2Config
     assert spec_from_config(make(num_experts_per_tok=6)).router == "softmax"
-    grouped = make(num_experts_per_tok=6, topk_method="group_limited_greedy", n_group=8, topk_group=3)
+    grouped = make(
+        num_experts_per_tok=6, topk_method="group_limited_greedy", n_group=8, topk_group=3
+    )
     assert spec_from_config(grouped).router == "softmax-group"
 
 
-@pytest.mark.parametrize("settings, dtype", [
-    ({}, "bfloat16"), ({"dtype": "float32"}, "float32"), ({"dtype": torch.float16}, "float16"),
-    ({"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    "settings, dtype",
+    [
+        ({}, "bfloat16"),
+        ({"dtype": "float32"}, "float32"),
+        ({"dtype": torch.float16}, "float16"),
+        ({"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "float8_e4m3fn"),
+    ],
+)
 def test_dtype(settings, dtype):
     assert spec_from_config(transformers.GptOssConfig(**settings)).dtype == dtype
 
@@ -193,8 +269,15 @@ def test_an_unknown_quantisation_is_refused():
         spec_from_config(config)
 
 
-@pytest.mark.parametrize("config", [transformers.LlamaConfig(), transformers.Qwen2Config(), transformers.GPT2Config(),
-                                    transformers.Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=[0, 1])])
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(),
+        transformers.Qwen2Config(),
+        transformers.GPT2Config(),
+        transformers.Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=[0, 1]),
+    ],
+)
 def test_a_dense_model_is_refused(config):
     with pytest.raises(ValueError, match="is a dense model.*looked (for|at).*Open"):
         spec_from_config(config)
@@ -205,13 +288,33 @@ def test_a_missing_fact_is_named():
         spec_from_config(transformers.DeepseekV2Config(num_experts_per_tok=None))
 
 
-# ------------------------------------------------------------------------------------------- the records themselves
+# ------------------------------------------------------------------------------------------- the
+# records themselves
 
 geometry = st.builds(
     lambda layers, moe, E, k, H, I, gated, bias, dtype: MoESpec(
-        "m", "t", layers, tuple(range(min(moe, layers))), E, min(k, E), H, I, gated=gated, bias=bias, dtype=dtype),
-    st.integers(1, 6), st.integers(1, 6), st.integers(1, 9), st.integers(1, 9), st.integers(1, 64), st.integers(1, 64),
-    st.booleans(), st.booleans(), st.sampled_from(sorted(DTYPE_BYTES)))
+        "m",
+        "t",
+        layers,
+        tuple(range(min(moe, layers))),
+        E,
+        min(k, E),
+        H,
+        I,
+        gated=gated,
+        bias=bias,
+        dtype=dtype,
+    ),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 64),
+    st.integers(1, 64),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(sorted(DTYPE_BYTES)),
+)
 
 
 @given(geometry)
@@ -220,9 +323,18 @@ def test_sizes_are_those_of_the_matrices(spec):
     weights = sum(rows * columns for rows, columns in matrices)
     biases = spec.bias * sum(rows for rows, _ in matrices)
     assert spec.expert_params == weights + biases
-    size = {"float32": 32, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "int8": 8, "mxfp4": 4.25,
-                "int4": 4.125}[spec.dtype] / 8
-    assert spec.expert_bytes == round(weights * size) + biases * (4 if spec.dtype == "float32" else 2)
+    size = {
+        "float32": 32,
+        "bfloat16": 16,
+        "float16": 16,
+        "float8_e4m3fn": 8,
+        "int8": 8,
+        "mxfp4": 4.25,
+        "int4": 4.125,
+    }[spec.dtype] / 8
+    assert spec.expert_bytes == round(weights * size) + biases * (
+        4 if spec.dtype == "float32" else 2
+    )
     assert spec.experts_bytes == spec.L * spec.E * spec.expert_bytes
     assert spec.routed_bytes <= spec.experts_bytes
 
@@ -236,18 +348,28 @@ def test_a_spec_survives_a_dictionary_and_is_known_by_its_geometry(spec):
 
 
 def test_mxfp4_bytes_are_those_of_the_published_tensors():
-    """Shapes of one layer in openai/gpt-oss-20b: blocks [E, rows, 90, 16] u8, scales [E, rows, 90] u8, bias bf16."""
+    """Shapes of one layer in openai/gpt-oss-20b: blocks [E, rows, 90, 16] u8, scales [E, rows, 90]
+    u8, bias bf16."""
     E, rows = 32, {"gate_up": 5760, "down": 2880}
     layer = sum(E * r * 90 * 16 + E * r * 90 + E * r * 2 for r in rows.values())
-    spec = MoESpec("gpt-oss", "gpt_oss", 24, tuple(range(24)), E, 4, 2880, 2880, bias=True, dtype="mxfp4")
+    spec = MoESpec(
+        "gpt-oss", "gpt_oss", 24, tuple(range(24)), E, 4, 2880, 2880, bias=True, dtype="mxfp4"
+    )
     assert spec.E * spec.expert_bytes == layer
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"K": 9}, "only E=8"), ({"H": 0}, "H is 0"), ({"dtype": "int3"}, "unknown dtype 'int3'")])
+@pytest.mark.parametrize(
+    "change, message",
+    [({"K": 9}, "only E=8"), ({"H": 0}, "H is 0"), ({"dtype": "int3"}, "unknown dtype 'int3'")],
+)
 def test_an_impossible_geometry_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        MoESpec(**{**dict(name="m", model_type="t", num_layers=1, moe_layers=(0,), E=8, K=2, H=4, I=4), **change})
+        MoESpec(
+            **{
+                **dict(name="m", model_type="t", num_layers=1, moe_layers=(0,), E=8, K=2, H=4, I=4),
+                **change,
+            }
+        )
 
 
 def test_figures_say_what_kind_of_number_they_are():

@@ -1,4 +1,5 @@
-"""The command line in the houses it runs in: terminals of any encoding, any folder, words typed wrongly."""
+"""The command line in the houses it runs in: terminals of any encoding, any folder, words typed
+wrongly."""
 
 import io
 import os
@@ -19,9 +20,17 @@ ENCODINGS = ["ascii", "latin-1", "cp1252", "cp437", "utf-16"]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("words", [
-    ["claims", "--source", "zipmoe"], ["generate", "--help"], ["bench", "--help"], ["check", "naïve \U0001f642"],
-    ["run", "\udcff"], ["generate", "--prompt", "naïve \U0001f642 fox", "--max-new-tokens", "1"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["claims", "--source", "zipmoe"],
+        ["generate", "--help"],
+        ["bench", "--help"],
+        ["check", "naïve \U0001f642"],
+        ["run", "\udcff"],
+        ["generate", "--prompt", "naïve \U0001f642 fox", "--max-new-tokens", "1"],
+    ],
+)
 def test_no_terminal_s_encoding_loses_output(words, encoding, monkeypatch):
     """What it lacks is a "?"; hydropix/TranslateBooksWithLLMs issue 184."""
     written = {name: io.BytesIO() for name in ("stdout", "stderr")}
@@ -39,22 +48,42 @@ def test_no_terminal_s_encoding_loses_output(words, encoding, monkeypatch):
 
 
 def test_a_real_terminal_of_another_encoding():
-    done = subprocess.run([sys.executable, "-m", "moelab", "claims"], capture_output=True,
-                          env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(
+        [sys.executable, "-m", "moelab", "claims"],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
     assert done.returncode == 0 and done.stdout.decode("ascii").count("?") > 10
 
 
-@pytest.mark.parametrize("words, said", [
-    (["generat"], "'generate'"), (["Doctor"], "'doctor'"), (["generate", "--memroy", "8GB"], "--memory"),
-    (["generate", "--prefetch", "quasy"], "'quasi'"), (["generate", "--cache", "lruu"], "'lru'"),
-    (["generate", "--executor", "fasst"], "'fast'"), (["convert", "a", "b", "--quantize", "intt4"], "'int4'"),
-    (["bench", "engin"], "'engine'"), (["ane", "plan", "x", "--device", "m2-ultr"], "'m2-ultra'"),
-    (["ane", "pln"], "mean 'plan'"), (["run", "calibraton"], "mean '01_calibration'"), (["sweep", "engin", "--grid", "a=1"],
-    "mean 'engine'"), (["view", "model_map", "-p", "color=x"], "mean 'colour'"), (["view", "budgt"], "'budget'"), (["evaluate", "--modes", "hnt"], "'hint'"),
-    (["evaluate", "--modes", "executor:fsat"], "'fast'"), (["evaluate", "--modes", "hint:quazi"], "'quasi'"),
-    (["advise", "qwen3-30b-a3"], "'Qwen3-30B-A3B'"), (["synthesize", "x", "--model", "Mixtral"], "'Mixtral-8x7B'"),
-    (["generate", "data", "--memory", "50%", "GB"], "one word, such as 16GB"), (["generate", "--memory", "16"], "'16GB'"),
-    (["generate", "--memory", "16", "GB"], "'16GB'"), (["advise", "--memory", "18"], "'18GB'")])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["generat"], "'generate'"),
+        (["Doctor"], "'doctor'"),
+        (["generate", "--memroy", "8GB"], "--memory"),
+        (["generate", "--prefetch", "quasy"], "'quasi'"),
+        (["generate", "--cache", "lruu"], "'lru'"),
+        (["generate", "--executor", "fasst"], "'fast'"),
+        (["convert", "a", "b", "--quantize", "intt4"], "'int4'"),
+        (["bench", "engin"], "'engine'"),
+        (["ane", "plan", "x", "--device", "m2-ultr"], "'m2-ultra'"),
+        (["ane", "pln"], "mean 'plan'"),
+        (["run", "calibraton"], "mean '01_calibration'"),
+        (["sweep", "engin", "--grid", "a=1"], "mean 'engine'"),
+        (["view", "model_map", "-p", "color=x"], "mean 'colour'"),
+        (["view", "budgt"], "'budget'"),
+        (["evaluate", "--modes", "hnt"], "'hint'"),
+        (["evaluate", "--modes", "executor:fsat"], "'fast'"),
+        (["evaluate", "--modes", "hint:quazi"], "'quasi'"),
+        (["advise", "qwen3-30b-a3"], "'Qwen3-30B-A3B'"),
+        (["synthesize", "x", "--model", "Mixtral"], "'Mixtral-8x7B'"),
+        (["generate", "data", "--memory", "50%", "GB"], "one word, such as 16GB"),
+        (["generate", "--memory", "16"], "'16GB'"),
+        (["generate", "--memory", "16", "GB"], "'16GB'"),
+        (["advise", "--memory", "18"], "'18GB'"),
+    ],
+)
 def test_what_was_mistyped_is_told_with_what_is_near_in_one_line(words, said, capsys):
     try:
         status = main(words)
@@ -77,19 +106,29 @@ def test_names_are_read_in_any_case(name, data):
 def test_a_description_prints_as_a_table_and_names_go_in_any_case(kind):
     told = registry.describe(kind)
     lines = repr(told).splitlines()
-    assert len(lines) >= len(told) + 2 and all(any(line.split()[:1] == [name] for line in lines) for name in told)
-    assert {registry.like(kind, name.swapcase()) for name in told} == set(told) and registry.like(kind, "no such") is None
+    assert len(lines) >= len(told) + 2 and all(
+        any(line.split()[:1] == [name] for line in lines) for name in told
+    )
+    assert {registry.like(kind, name.swapcase()) for name in told} == set(told) and registry.like(
+        kind, "no such"
+    ) is None
 
 
-@given(st.lists(st.lists(st.text("ab 1", max_size=60), min_size=3, max_size=3), min_size=1, max_size=4),
-       st.integers(20, 120))
+@given(
+    st.lists(
+        st.lists(st.text("ab 1", max_size=60), min_size=3, max_size=3), min_size=1, max_size=4
+    ),
+    st.integers(20, 120),
+)
 def test_a_table_fits_the_terminal_and_loses_no_word(rows, columns):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
         lines = text_table(["x", "y", "z"], rows).splitlines()
     longest = [max([1, *(len(word) for row in rows for word in row[i].split())]) for i in range(3)]
     assert max(map(len, lines)) <= max(columns, sum(min(word, 24) for word in longest) + 6)
-    assert sorted("".join(lines[2:]).replace(" ", "")) == sorted("".join(map("".join, rows)).replace(" ", ""))
+    assert sorted("".join(lines[2:]).replace(" ", "")) == sorted(
+        "".join(map("".join, rows)).replace(" ", "")
+    )
 
 
 def test_tables_are_no_wider_than_a_page_where_there_is_no_terminal(capsys, monkeypatch):
@@ -106,10 +145,14 @@ def test_doctor_walks_no_folder_and_tells_what_it_cannot_measure(tmp_path, monke
 
     def closed(*_):
         raise PermissionError(13, "Permission denied", "proc/1/cwd")
+
     monkeypatch.setattr(doctor, "disk_rate", closed)
     monkeypatch.setattr(doctor, "folder_bytes", closed)
     found = dict(doctor.findings(tmp_path))
-    assert found["disk"] == found["cache"] == "unknown: Permission denied (proc/1/cwd)" and "torch" in found
+    assert (
+        found["disk"] == found["cache"] == "unknown: Permission denied (proc/1/cwd)"
+        and "torch" in found
+    )
     blocker = tmp_path / "file"
     blocker.touch()
     monkeypatch.setenv("MOELAB_CACHE", str(blocker / "cache"))
@@ -119,6 +162,7 @@ def test_doctor_walks_no_folder_and_tells_what_it_cannot_measure(tmp_path, monke
 def test_a_disk_is_measured_without_looking_below_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.rglob", None)
     from moelab.advice.machine import disk_rate
+
     rate, how = disk_rate(tmp_path, total=8 << 20)
     assert rate > 0 and "new file" in how and not list(tmp_path.iterdir())
 
@@ -136,6 +180,7 @@ def test_a_removed_folder_is_said(tmp_path, monkeypatch, capsys):
 def test_a_mistake_of_ours_is_called_one(monkeypatch, capsys):
     def broken(*_):
         raise TypeError("'NoneType' object is not iterable")
+
     monkeypatch.setattr("moelab.lab.check.main", broken)
     assert main(["check"]) == 2
     told = capsys.readouterr().err
@@ -146,27 +191,55 @@ def test_a_mistake_of_ours_is_called_one(monkeypatch, capsys):
 
 def test_help_describes_every_bench_and_says_how_to_call_it(capsys):
     from moelab.bench import BENCHES
+
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     told = capsys.readouterr().out
     lines = [line.split(maxsplit=1) for line in told.splitlines() if line.startswith("  ")]
-    assert all(any(line[0] == name and len(line[1]) > 20 for line in lines if len(line) == 2) for name in BENCHES)
+    assert all(
+        any(line[0] == name and len(line[1]) > 20 for line in lines if len(line) == 2)
+        for name in BENCHES
+    )
     assert "python -m" not in told and len(COMMANDS) > 20
 
 
-@pytest.mark.parametrize("words", [["convert", "", "x"], ["convert", "x", ""], ["inspect", ""], ["verify", ""], ["advise", ""],
-                                   ["generate", "--calibration", ""], ["generate", "--calibration="], ["view", "budget", ""],
-                                   ["view", "model_map", "--output", ""], ["evaluate", "--estimator", ""], ["doctor", ""],
-                                   ["ane", "lint", ""], ["ane", "convert", "", "x"], ["run", "01", "--results", ""],
-                                   ["bench", "engine", "--folder", ""], ["sweep", "", "--grid", "a=1"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "", "x"],
+        ["convert", "x", ""],
+        ["inspect", ""],
+        ["verify", ""],
+        ["advise", ""],
+        ["generate", "--calibration", ""],
+        ["generate", "--calibration="],
+        ["view", "budget", ""],
+        ["view", "model_map", "--output", ""],
+        ["evaluate", "--estimator", ""],
+        ["doctor", ""],
+        ["ane", "lint", ""],
+        ["ane", "convert", "", "x"],
+        ["run", "01", "--results", ""],
+        ["bench", "engine", "--folder", ""],
+        ["sweep", "", "--grid", "a=1"],
+    ],
+)
 def test_an_empty_path_is_no_path_to_the_working_folder(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     told = capsys.readouterr().err
-    assert end.value.code == 2 and "argument" in told and "is empty" in told and len(told.splitlines()) == 1
+    assert (
+        end.value.code == 2
+        and "argument" in told
+        and "is empty" in told
+        and len(told.splitlines()) == 1
+    )
 
 
-@pytest.mark.parametrize("words", [*([name] for name in COMMANDS), ["ane", "plan"], ["ane", "convert"], ["bench", "engine"]])
+@pytest.mark.parametrize(
+    "words",
+    [*([name] for name in COMMANDS), ["ane", "plan"], ["ane", "convert"], ["bench", "engine"]],
+)
 def test_help_is_no_wider_than_the_terminal(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -176,10 +249,14 @@ def test_help_is_no_wider_than_the_terminal(words, capsys, monkeypatch):
 
 def test_answers_are_no_wider_than_the_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for words in (["advise", "Qwen3-30B-A3B", "--memory", "18GB", "--device", "m2-max"],
-                  ["view", "model_map", "mixtral-8X7b"]):
+    for words in (
+        ["advise", "Qwen3-30B-A3B", "--memory", "18GB", "--device", "m2-max"],
+        ["view", "model_map", "mixtral-8X7b"],
+    ):
         assert main(words) == 0
-        lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  moelab")]   # to be copied
+        lines = [
+            line for line in capsys.readouterr().out.splitlines() if not line.startswith("  moelab")
+        ]  # to be copied
         assert max(map(len, lines)) <= 80 and len(lines) > 1, max(lines, key=len)
 
 

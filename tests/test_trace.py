@@ -19,23 +19,52 @@ def random_trace(T: int, L: int, E: int, K: int, seed: int = 0, hidden: int = 0)
     g = torch.Generator().manual_seed(seed)
     spec = MoESpec("random", "random", L, tuple(range(L)), E, K, H=max(hidden, 4), I=4)
     scores = torch.rand(T, L, E + 1, generator=g)
-    extra = {name: torch.randn(T, L, hidden, generator=g) for name in ("router_inputs", "residuals")} if hidden else {}
+    extra = (
+        {name: torch.randn(T, L, hidden, generator=g) for name in ("router_inputs", "residuals")}
+        if hidden
+        else {}
+    )
     return RoutingTrace(
-        ids=scores.topk(K, -1).indices.to(torch.int16), weights=torch.rand(T, L, K, generator=g),
+        ids=scores.topk(K, -1).indices.to(torch.int16),
+        weights=torch.rand(T, L, K, generator=g),
         phase=(torch.rand(T, generator=g) < 0.5).to(torch.uint8),
         sequence=torch.randint(0, 3, (T,), generator=g, dtype=torch.int32),
-        position=torch.arange(T, dtype=torch.int32), tokens=torch.randint(0, 99, (T,), generator=g, dtype=torch.int32),
-        spec=spec, model_id="0123456789abcdef", **extra)
+        position=torch.arange(T, dtype=torch.int32),
+        tokens=torch.randint(0, 99, (T,), generator=g, dtype=torch.int32),
+        spec=spec,
+        model_id="0123456789abcdef",
+        **extra,
+    )
 
 
 def same(a: RoutingTrace, b: RoutingTrace) -> bool:
-    names = ("ids", "weights", "phase", "sequence", "position", "tokens", "router_inputs", "residuals")
-    return a.spec == b.spec and a.model_id == b.model_id and all(
-        (x is None and y is None) or (x is not None and x.dtype == y.dtype and torch.equal(x, y))
-        for x, y in ((getattr(a, n), getattr(b, n)) for n in names))
+    names = (
+        "ids",
+        "weights",
+        "phase",
+        "sequence",
+        "position",
+        "tokens",
+        "router_inputs",
+        "residuals",
+    )
+    return (
+        a.spec == b.spec
+        and a.model_id == b.model_id
+        and all(
+            (x is None and y is None)
+            or (x is not None and x.dtype == y.dtype and torch.equal(x, y))
+            for x, y in ((getattr(a, n), getattr(b, n)) for n in names)
+        )
+    )
 
 
-shapes = {"T": st.integers(0, 40), "L": st.integers(1, 4), "E": st.integers(1, 9), "seed": st.integers(0, 99)}
+shapes = {
+    "T": st.integers(0, 40),
+    "L": st.integers(1, 4),
+    "E": st.integers(1, 9),
+    "seed": st.integers(0, 99),
+}
 
 
 @settings(max_examples=50, deadline=None)
@@ -52,7 +81,9 @@ def test_counts_equal_a_naive_loop(T, L, E, seed, data):
 
 
 @settings(max_examples=25, deadline=None)
-@given(**shapes, hidden=st.sampled_from([0, 4]), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    **shapes, hidden=st.sampled_from([0, 4]), dtype=st.sampled_from([torch.float32, torch.bfloat16])
+)
 def test_save_and_load_give_back_the_same(tmp_path_factory, T, L, E, seed, hidden, dtype):
     trace = random_trace(T, L, E, 1, seed, hidden)
     trace.weights = trace.weights.to(dtype)
@@ -69,6 +100,7 @@ def test_phases_partition_a_trace():
 
 def test_hidden_files_are_plain_safetensors(tmp_path):
     from safetensors.torch import load_file
+
     trace = random_trace(7, 2, 8, 2, hidden=4)
     path = trace.save(tmp_path / "t.safetensors")
     assert torch.equal(load_file(hidden_path(path, "residuals"))["residuals"], trace.residuals)
@@ -86,12 +118,12 @@ def test_growing_tensor_is_invisible_until_it_is_whole(tmp_path):
 def damaged(path, how: str) -> None:
     raw = path.read_bytes()
     if how == "cut off":
-        path.write_bytes(raw[:len(raw) // 2])
+        path.write_bytes(raw[: len(raw) // 2])
     elif how == "no header":
         path.write_bytes(b"\xff" * 64)
     elif how == "empty":
         path.write_bytes(b"")
-    else:                                       # a safetensors file, but of something else
+    else:  # a safetensors file, but of something else
         header = json.dumps({"x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
         path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
 
@@ -116,11 +148,27 @@ def test_a_missing_trace_or_hidden_file_says_so(tmp_path):
 def test_shapes_that_do_not_fit_are_refused():
     trace = random_trace(5, 2, 8, 2)
     with pytest.raises(ValueError, match=r"\[T, 2, 2\]"):
-        RoutingTrace(trace.ids[:, :1], trace.weights[:, :1], trace.phase, trace.sequence, trace.position, trace.tokens,
-                     trace.spec, "x")
+        RoutingTrace(
+            trace.ids[:, :1],
+            trace.weights[:, :1],
+            trace.phase,
+            trace.sequence,
+            trace.position,
+            trace.tokens,
+            trace.spec,
+            "x",
+        )
     with pytest.raises(ValueError, match="phase"):
-        RoutingTrace(trace.ids, trace.weights, trace.phase[:2], trace.sequence, trace.position, trace.tokens,
-                     trace.spec, "x")
+        RoutingTrace(
+            trace.ids,
+            trace.weights,
+            trace.phase[:2],
+            trace.sequence,
+            trace.position,
+            trace.tokens,
+            trace.spec,
+            "x",
+        )
 
 
 def test_it_shows_itself():

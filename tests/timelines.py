@@ -13,12 +13,14 @@ from moelab.specs import Event
 def check(events: Iterable[Event]) -> list[str]:
     """What is impossible about a timeline, in words; [] for a sound one.
 
-    No event ends before it starts, reads carry bytes and nothing else does, only compute waits, and no resource
-    does two things at once. Events that touch do not overlap; an event of no duration overlaps nothing.
-    """
+    No event ends before it starts, reads carry bytes and nothing else does, only compute waits, and
+    no resource does two things at once. Events that touch do not overlap; an event of no duration
+    overlaps nothing."""
     problems, by_resource = [], defaultdict(list)
     for event in events:
-        if not (math.isfinite(event.start) and math.isfinite(event.end) and event.start <= event.end):
+        if not (
+            math.isfinite(event.start) and math.isfinite(event.end) and event.start <= event.end
+        ):
             problems.append(f"{event} does not end after it starts")
         if (event.bytes > 0) != event.kind.startswith("read"):
             problems.append(f"{event}: reads have bytes, other events have none")
@@ -28,6 +30,9 @@ def check(events: Iterable[Event]) -> list[str]:
             by_resource[event.resource].append(event)
     for found in by_resource.values():
         found.sort(key=lambda event: event.start)
-        problems += [f"{after} begins before {before} ends" for before, after in pairwise(found)
-                     if after.start < before.end]
+        problems += [
+            f"{after} begins before {before} ends"
+            for before, after in pairwise(found)
+            if after.start < before.end
+        ]
     return problems

@@ -1,12 +1,13 @@
 """Advice: is the advised way the fastest, and does it take as long as was predicted?
 
-Synthetic models of three shapes, shares of their experts as budgets, throttled disks, and a loss that is not or is
-allowed; each combination is a setting. Its advice is made as `moelab.advise` makes it: the model runs once on that
-disk, as it is, with half of its experts in memory; forms, caches, prefetchers and executors are simulated. No other
-measurement of a setting is known to any advice. Then the advised way, the next one, and the fastest of other forms and
-executors run for real, in turn, on the same tokens; the rate of memory just before tells how steady the machine is. All
-in this process: reads are throttled, memory is not limited, and a rate that the disk does not reach is the disk's own.
-"""
+Synthetic models of three shapes, shares of their experts as budgets, throttled disks, and a loss
+that is not or is allowed; each combination is a setting. Its advice is made as `moelab.advise`
+makes it: the model runs once on that disk, as it is, with half of its experts in memory; forms,
+caches, prefetchers and executors are simulated. No other measurement of a setting is known to any
+advice. Then the advised way, the next one, and the fastest of other forms and executors run for
+real, in turn, on the same tokens; the rate of memory just before tells how steady the machine is.
+All in this process: reads are throttled, memory is not limited, and a rate that the disk does not
+reach is the disk's own."""
 
 from __future__ import annotations
 
@@ -37,17 +38,39 @@ from moelab.specs import DeviceSpec, MoESpec
 
 
 def _shape(name: str, L: int, E: int, K: int, H: int, I: int) -> MoESpec:
-    return MoESpec(name, "qwen3_moe", L, tuple(range(L)), E, K, H, I, vocab=8192, heads=8, kv_heads=4, head_dim=64)
+    return MoESpec(
+        name,
+        "qwen3_moe",
+        L,
+        tuple(range(L)),
+        E,
+        K,
+        H,
+        I,
+        vocab=8192,
+        heads=8,
+        kv_heads=4,
+        head_dim=64,
+    )
 
 
 #: about 200 MB of experts each: few wide ones, some, many narrow ones
-SPECS = _shape("few", 4, 8, 2, 1024, 1024), _shape("some", 4, 32, 4, 512, 512), _shape("many", 6, 64, 8, 512, 128)
+SPECS = (
+    _shape("few", 4, 8, 2, 1024, 1024),
+    _shape("some", 4, 32, 4, 512, 512),
+    _shape("many", 6, 64, 8, 512, 128),
+)
 LOSSES = {"lossless": 0.0, "any loss": inf}
 CONTEXT = PROMPT + WARM + TIMED
-TURN, MORE = 8, 4                       # tokens that a way takes in turn; of those in memory, times as many
-FORMS = 3                               # forms and executors that run in each setting, the advised one among them
-NEAR, WORST, OFF, ENOUGH = 1.10, 1.3, 0.15, 34 / 40     # advised ÷ best, and of the prediction; share of the settings
-Rows = dict[str, dict[str, Any]]        # setting → figures
+TURN, MORE = 8, 4  # tokens that a way takes in turn; of those in memory, times as many
+FORMS = 3  # forms and executors that run in each setting, the advised one among them
+NEAR, WORST, OFF, ENOUGH = (
+    1.10,
+    1.3,
+    0.15,
+    34 / 40,
+)  # advised ÷ best, and of the prediction; share of the settings
+Rows = dict[str, dict[str, Any]]  # setting → figures
 
 
 @contextmanager
@@ -63,7 +86,8 @@ def cache_in(folder: Path) -> Iterator[None]:
 
 
 def contenders(ways: Sequence[Way]) -> list[Way]:
-    """The two fastest of ways, which are sorted by their predicted time, and the fastest of each form and executor."""
+    """The two fastest of ways, which are sorted by their predicted time, and the fastest of each
+    form and executor."""
     firsts = {(way.form, way.executor): way for way in reversed(ways)}.values()
     return list(dict.fromkeys([*ways[:2], *sorted(firsts, key=ways.index)[:FORMS]]))
 
@@ -77,11 +101,15 @@ def noted(failed: dict[Way, str], way: Way) -> Iterator[None]:
         failed[way] = str(error)
 
 
-def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str) -> dict[Way, float | str]:
-    """TPOT of each way, `typical` of its tokens, each in its least disturbed round; why, of those that could not run.
-    All are open at the same time and take turns of `TURN` tokens, so that what disturbs the machine disturbs all; those
-    that are in memory take `MORE` times as many. A checkpoint's experts are never read from the page cache."""
+def measured(
+    model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str
+) -> dict[Way, float | str]:
+    """TPOT of each way, `typical` of its tokens, each in its least disturbed round; why, of those
+    that could not run. All are open at the same time and take turns of `TURN` tokens, so that what
+    disturbs the machine disturbs all; those that are in memory take `MORE` times as many. A
+    checkpoint's experts are never read from the page cache."""
     import torch
+
     best: dict[Way, list[float]] = {}
     failed: dict[Way, str] = {}
     for _ in progress(range(rounds), title, unit="rounds"):
@@ -91,10 +119,18 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
                 with noted(failed, way):
                     source, options = Path(stored(model, way.form)), options_of(way, model)
                     drop_cached(source)
-                    lm = stack.enter_context(opened(str(source), options | (
-                        {"bandwidth": rate} if "memory" in options else {})))
+                    lm = stack.enter_context(
+                        opened(
+                            str(source),
+                            options | ({"bandwidth": rate} if "memory" in options else {}),
+                        )
+                    )
                     ids, _ = given(lm, 1, CONTEXT)
-                    steps = forwards(lm, torch.cat([ids, *[ids[:, -TIMED:]] * (MORE - 1) * way.resident], 1), PROMPT)
+                    steps = forwards(
+                        lm,
+                        torch.cat([ids, *[ids[:, -TIMED:]] * (MORE - 1) * way.resident], 1),
+                        PROMPT,
+                    )
                     for _ in islice(steps, 1 + WARM):
                         pass
                     running[way] = lm, steps
@@ -104,18 +140,27 @@ def measured(model: Model, ways: Sequence[Way], rate: float, rounds: int, title:
                 with noted(failed, way):
                     for _ in islice(steps, TURN * (MORE if way.resident else 1)):
                         pass
-                    for _ in range(100):                # what is read for its next token is in nobody else's way;
+                    for _ in range(100):  # what is read for its next token is in nobody else's way;
                         if not (lm.moelab.engine and lm.moelab.engine.pipeline.queue.busy):
-                            break                       # what waits for a slot, waits for that token
+                            break  # what waits for a slot, waits for that token
                         time.sleep(1e-3)
             for way in running.keys() - failed.keys():
-                seconds = [end - start for start, end, *_ in running[way][0].moelab.forwards[1 + WARM:]]
+                seconds = [
+                    end - start for start, end, *_ in running[way][0].moelab.forwards[1 + WARM :]
+                ]
                 best[way] = [*map(min, seconds, best.get(way, seconds))]
     return {way: typical(seconds) for way, seconds in best.items()} | failed
 
 
-def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: DeviceSpec, budget: float, rate: float,
-             rounds: int) -> tuple[Rows, Rows]:
+def settings(
+    model: Model,
+    seen: Scene,
+    costs_of: Callable[..., Any],
+    device: DeviceSpec,
+    budget: float,
+    rate: float,
+    rounds: int,
+) -> tuple[Rows, Rows]:
     """One budget and rate with every loss: (rows of the settings, rows of all ways that ran)."""
     kept = Kept(identity_of(model))
     memory = needed(model, CONTEXT, 1) + round(budget * model.spec.experts_bytes)
@@ -125,88 +170,165 @@ def settings(model: Model, seen: Scene, costs_of: Callable[..., Any], device: De
         search = searched(model, costs_of, seen, memory, CONTEXT, 1, kept, loss, search)
         advice = judged(search, kept, device, costs_of, "as in what ran here", [])
         tried[name] = contenders([way for way in advice.ways if way.within(loss)])
-    found = measured(model, list(dict.fromkeys(way for ways in tried.values() for way in ways)), rate, rounds, title)
+    found = measured(
+        model,
+        list(dict.fromkeys(way for ways in tried.values() for way in ways)),
+        rate,
+        rounds,
+        title,
+    )
     rows: Rows = {}
     for name, ways in tried.items():
         ran = {way: found[way] for way in ways if not isinstance(found[way], str)}
-        row = rows[f"{title}, {name}"] = {"advised": ways[0].name, "memory GB/s": device["memory_bandwidth_gbs"]}
+        row = rows[f"{title}, {name}"] = {
+            "advised": ways[0].name,
+            "memory GB/s": device["memory_bandwidth_gbs"],
+        }
         if ways[0] not in ran:
             row["result"] = found[ways[0]]
             continue
         best = min(ran, key=ran.__getitem__)
-        row |= {"predicted s": ways[0].tpot, "measured s": ran[ways[0]], "predicted ÷ measured":
-                ways[0].tpot / ran[ways[0]], "best": best.name, "advised ÷ best": ran[ways[0]] / ran[best]}
-    return rows, {f"{title}: {way.name}": {"result": tpot} if isinstance(tpot, str) else {
-        "predicted s": way.tpot, "measured s": tpot, "predicted ÷ measured": way.tpot / tpot}
-        for way, tpot in found.items()}
+        row |= {
+            "predicted s": ways[0].tpot,
+            "measured s": ran[ways[0]],
+            "predicted ÷ measured": ways[0].tpot / ran[ways[0]],
+            "best": best.name,
+            "advised ÷ best": ran[ways[0]] / ran[best],
+        }
+    return rows, {
+        f"{title}: {way.name}": {"result": tpot}
+        if isinstance(tpot, str)
+        else {"predicted s": way.tpot, "measured s": tpot, "predicted ÷ measured": way.tpot / tpot}
+        for way, tpot in found.items()
+    }
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """How many settings were advised and predicted well enough; one whose advice could not run counts as neither."""
+    """How many settings were advised and predicted well enough; one whose advice could not run
+    counts as neither."""
     ran = [row for row in rows.values() if "result" not in row]
     worse, off = ([row[key] for row in ran] for key in ("advised ÷ best", "predicted ÷ measured"))
-    return {"settings": len(rows), "advised within 10 % of the best": sum(x <= NEAR for x in worse),
-            "worst advised ÷ best": max(worse, default=None),
-            "predicted within 15 % of measured": sum(abs(x - 1) <= OFF for x in off),
-            "median predicted ÷ measured": median(off) if off else None,
-            "least": min(off, default=None), "most": max(off, default=None)}
+    return {
+        "settings": len(rows),
+        "advised within 10 % of the best": sum(x <= NEAR for x in worse),
+        "worst advised ÷ best": max(worse, default=None),
+        "predicted within 15 % of measured": sum(abs(x - 1) <= OFF for x in off),
+        "median predicted ÷ measured": median(off) if off else None,
+        "least": min(off, default=None),
+        "most": max(off, default=None),
+    }
 
 
 def aims(counted: dict[str, Any]) -> Rows:
     """The summary beside what is wanted."""
     total = counted["settings"]
-    shares = {name: counted[name] / total for name in ("advised within 10 % of the best",
-                                                       "predicted within 15 % of measured")} if total else {}
+    shares = (
+        {
+            name: counted[name] / total
+            for name in ("advised within 10 % of the best", "predicted within 15 % of measured")
+        }
+        if total
+        else {}
+    )
     worst = counted["worst advised ÷ best"]
-    return {name: {"measured": share, "aim": f"≥ {ENOUGH}", "met": share >= ENOUGH} for name, share in shares.items()
-            } | ({} if worst is None else {
-                "worst advised ÷ best": {"measured": worst, "aim": f"≤ {WORST}", "met": worst <= WORST}})
+    return {
+        name: {"measured": share, "aim": f"≥ {ENOUGH}", "met": share >= ENOUGH}
+        for name, share in shares.items()
+    } | (
+        {}
+        if worst is None
+        else {
+            "worst advised ÷ best": {"measured": worst, "aim": f"≤ {WORST}", "met": worst <= WORST}
+        }
+    )
 
 
-def run(budgets: Sequence[float] = (0.25, 0.5, 0.8), rates: Sequence[float] = (200, 600, 2000), rounds: int = 3,
-        folder: str | Path | None = None, quick: bool = False, specs: Sequence[MoESpec] = SPECS) -> dict[str, Any]:
+def run(
+    budgets: Sequence[float] = (0.25, 0.5, 0.8),
+    rates: Sequence[float] = (200, 600, 2000),
+    rounds: int = 3,
+    folder: str | Path | None = None,
+    quick: bool = False,
+    specs: Sequence[MoESpec] = SPECS,
+) -> dict[str, Any]:
     if quick:
         specs, budgets, rates, rounds = specs[:1], budgets[:1], rates[:1], 1
     rows, ways = {}, {}
-    conditions = {"load average before": load_average(), "cores": os.cpu_count(), "rounds": rounds,
-                  "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that count"}
+    conditions = {
+        "load average before": load_average(),
+        "cores": os.cpu_count(),
+        "rounds": rounds,
+        "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that count",
+    }
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()
         with cache_in(place / "cache"):
-            shutil.rmtree(place / "cache" / "advice", ignore_errors=True)       # no profile of another day
+            shutil.rmtree(
+                place / "cache" / "advice", ignore_errors=True
+            )  # no profile of another day
             try:
                 for spec in specs:
                     conditions["stopped in"] = spec.name
                     cells = list(product(rates, budgets))
-                    for rate, budget in progress(cells, f"advice, {spec.name}", unit="budgets and rates"):
+                    for rate, budget in progress(
+                        cells, f"advice, {spec.name}", unit="budgets and rates"
+                    ):
                         model, seen, costs_of = prepared(spec, place, 1e6 * rate)
-                        found = settings(model, seen, costs_of, here(model.folder), budget, 1e6 * rate, rounds)
+                        found = settings(
+                            model, seen, costs_of, here(model.folder), budget, 1e6 * rate, rounds
+                        )
                         rows, ways = rows | found[0], ways | found[1]
                 del conditions["stopped in"]
-            except KeyboardInterrupt:                           # it takes minutes: what is done is kept
+            except KeyboardInterrupt:  # it takes minutes: what is done is kept
                 pass
     counted = summary(rows)
-    return {"conditions": conditions, "settings": rows, "ways": ways, "summary": counted, "aims": aims(counted)}
+    return {
+        "conditions": conditions,
+        "settings": rows,
+        "ways": ways,
+        "summary": counted,
+        "aims": aims(counted),
+    }
 
 
 def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Callable[..., Any]]:
-    """A shape's model, written if it is not there; its tokens, and what its experts cost in every form where so many
-    bytes a second are read, once it has run there."""
+    """A shape's model, written if it is not there; its tokens, and what its experts cost in every
+    form where so many bytes a second are read, once it has run there."""
     from moelab.models.synthesize import synthesize
+
     folder = place / spec.name
     if not folder.exists():
         synthesize(folder, spec)
     model = find_model(folder)
     memory = needed(model, CONTEXT, 1) + spec.experts_bytes // 2
-    look, why = looked(model, Kept(identity_of(model)), rate, memory=memory, context=CONTEXT, batch=1)
+    look, why = looked(
+        model, Kept(identity_of(model)), rate, memory=memory, context=CONTEXT, batch=1
+    )
     if look is None:
         raise RuntimeError(f"{spec.name} could not be run: {why}")
-    return model, look.seen, at_rate(sample_costs(model, forms_of(model), look), rate, look.ran["late"])
+    return (
+        model,
+        look.seen,
+        at_rate(sample_costs(model, forms_of(model), look), rate, look.ran["late"]),
+    )
 
 
 OPTIONS = {
-    "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take in bf16"),
+    "budgets": (
+        several(number(above=0, most=1)),
+        "memory for experts, shares of what all of them take in bf16",
+    ),
     "rates": (several(number(above=0)), "of the disk, MB/s, by throttling our reader"),
-    "rounds": (whole(1), "of every way; of each token the fastest counts, as others only disturb it"),
-    "folder": (None, "where models and their forms are kept, 5 GB, for the next time; else they are temporary"),
-    "quick": ({"action": "store_true"}, "one shape, budget, rate and round: whether all of it runs")}
+    "rounds": (
+        whole(1),
+        "of every way; of each token the fastest counts, as others only disturb it",
+    ),
+    "folder": (
+        None,
+        "where models and their forms are kept, 5 GB, for the next time; else they are temporary",
+    ),
+    "quick": (
+        {"action": "store_true"},
+        "one shape, budget, rate and round: whether all of it runs",
+    ),
+}

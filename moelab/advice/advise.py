@@ -36,85 +36,150 @@ from moelab.table import size
 CONTEXT = 4096
 
 
-def advise(model: str | Path | None = None, memory: str | float | int = "auto", *, context: int | None = None,
-           batch: int = 1, loss: str | float = 0.0, device: str | Path | DeviceSpec | None = None,
-           calibration: str | Path | None = None, simulate: bool | None = None, decompress_gbs: float | None = None,
-           verify: bool = False) -> Advice:
+def advise(
+    model: str | Path | None = None,
+    memory: str | float | int = "auto",
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    loss: str | float = 0.0,
+    device: str | Path | DeviceSpec | None = None,
+    calibration: str | Path | None = None,
+    simulate: bool | None = None,
+    decompress_gbs: float | None = None,
+    verify: bool = False,
+) -> Advice:
     """What to do with a model in so much memory; `print` it, or look at it in a notebook.
 
-    model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which config.json is enough, or a
-        store; None is the small model.
-    memory : bytes, "8GB" or "auto", for the whole process: experts, other weights, KV cache, interpreter.
-    context : tokens of a sequence, of which all but few are the prompt; None is 4,096, or as many as the model takes.
+    model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which
+        config.json is enough, or a store; None is the small model.
+    memory : bytes, "8GB" or "auto", for the whole process: experts, other weights, KV cache,
+        interpreter.
+    context : tokens of a sequence, of which all but few are the prompt; None is 4,096, or as many
+        as the model takes.
     batch : sequences at a time.
-    loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or not. A form whose loss
-        nobody has measured is advised with "any" only; `verify` measures those of the best.
+    loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or
+        not. A form whose loss nobody has measured is advised with "any" only; `verify` measures
+        those of the best.
     device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
-    calibration : file of `moelab calibrate`, whose counts say how popular experts are; else the model's own tokens do,
-        if it is here and simulated, or a Zipf law is assumed.
-    simulate : play the ways in the simulator, up to two minutes the first time; None if the weights are here and no
-        device is given.
-    decompress_gbs : exponents that a thread decodes, GB/s, for Huffman on a card that does not say it.
+    calibration : file of `moelab calibrate`, whose counts say how popular experts are; else the
+        model's own tokens do, if it is here and simulated, or a Zipf law is assumed.
+    simulate : play the ways in the simulator, up to two minutes the first time; None if the weights
+        are here and no device is given.
+    decompress_gbs : exponents that a thread decodes, GB/s, for Huffman on a card that does not say
+        it.
     verify : run the best ones for real, minutes; what is measured is kept.
 
-    Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more context than
-    the model takes; a memory in which not even the model without its experts fits; another model's calibration; what
-    cannot be verified.
-    """
+    Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
+    context than the model takes; a memory in which not even the model without its experts fits;
+    another model's calibration; what cannot be verified."""
     found, allowed = find_model(model), parse_loss(loss)
     spec, elsewhere, most = found.spec, device is not None, found.most or math.inf
     context = context or min(CONTEXT, most)
     if context > most:
-        raise ValueError(f"{spec.name} takes sequences of at most {most:,} tokens (max_position_embeddings of its "
-                         f"config), and the context is {context:,}; give less")
+        raise ValueError(
+            f"{spec.name} takes sequences of at most {most:,} tokens (max_position_embeddings of its "
+            f"config), and the context is {context:,}; give less"
+        )
     if verify and (found.folder is None or elsewhere):
-        raise ValueError("only a model whose weights are here can be verified, and only on this machine: give its "
-                         "folder and no device")
-    simulate = verify or (found.folder is not None and not elsewhere if simulate is None else simulate)
-    shares, popularity = (zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed") if calibration is None else \
-        (_shares(calibration, spec), "as the calibration counted")
+        raise ValueError(
+            "only a model whose weights are here can be verified, and only on this machine: give its "
+            "folder and no device"
+        )
+    simulate = verify or (
+        found.folder is not None and not elsewhere if simulate is None else simulate
+    )
+    shares, popularity = (
+        (zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed")
+        if calibration is None
+        else (_shares(calibration, spec), "as the calibration counted")
+    )
     if device is None:
         device = here(found.folder)
     elif not isinstance(device, DeviceSpec):
-        if Path(device).suffix != ".toml":              # your own card is told what it lacks
-            require("card of a device with a host link or a disk", device, filter(_has_rates, names("device")))
+        if Path(device).suffix != ".toml":  # your own card is told what it lacks
+            require(
+                "card of a device with a host link or a disk",
+                device,
+                filter(_has_rates, names("device")),
+            )
         device = load_device(device)
     nbytes = parse_budget(memory, 0, 0, lambda: round(device["memory_gb"] * 1e9) + RESERVE)
-    if not nbytes:                                      # of a share, too: it would be one of the experts
-        raise ValueError(f"memory is {memory!r}; it is that of the whole process, such as '8GB', or 'auto'")
+    if not nbytes:  # of a share, too: it would be one of the experts
+        raise ValueError(
+            f"memory is {memory!r}; it is that of the whole process, such as '8GB', or 'auto'"
+        )
     rates = MachineRates.of(device)
     hits = hit_rates(shares)
 
     def arithmetic(rates: MachineRates, nbytes: int) -> list[Way]:
         return possible(found, rates, nbytes, context, batch, hits)
+
     ways = arithmetic(rates, nbytes)
-    tried = simulate and (not found.forms() or ways and allowed)            # what simulation may yet find
+    tried = simulate and (not found.forms() or ways and allowed)  # what simulation may yet find
     if not tried and not any(way.within(allowed) for way in ways):
         few = f" (with loss='any', --loss any, {ways[0].form} would fit)" if ways else ""
         needs = least(found, context, batch)
-        raise ValueError(f"{spec.name} does not fit {size(nbytes)}: the process takes {size(RESERVE)}, other weights "
-                         f"{size(found.others)}, a KV cache of {context * batch:,} tokens "
-                         f"{size(kv_bytes(spec, context * batch))}, and a few experts are needed, too{few}. Give "
-                         f"{-(-needs // 10**6)}MB or more, or a smaller context or batch")
+        raise ValueError(
+            f"{spec.name} does not fit {size(nbytes)}: the process takes {size(RESERVE)}, other weights "
+            f"{size(found.others)}, a KV cache of {context * batch:,} tokens "
+            f"{size(kv_bytes(spec, context * batch))}, and a few experts are needed, too{few}. Give "
+            f"{-(-needs // 10**6)}MB or more, or a smaller context or batch"
+        )
     if simulate:
         from moelab.advice.simulated import simulated
-        return simulated(found, device, nbytes, context=context, batch=batch, loss=allowed, shares=shares,
-                         popularity=popularity, counted=calibration is not None, on_card=elsewhere,
-                         decompress_gbs=decompress_gbs, verify=verify)
+
+        return simulated(
+            found,
+            device,
+            nbytes,
+            context=context,
+            batch=batch,
+            loss=allowed,
+            shares=shares,
+            popularity=popularity,
+            counted=calibration is not None,
+            on_card=elsewhere,
+            decompress_gbs=decompress_gbs,
+            verify=verify,
+        )
 
     ways, notes = fitting(found, ways, allowed) if not elsewhere else (ways, [])
     notes += unmeasured(ways, allowed)
 
     def best_of(ways: list[Way], loss: float = allowed) -> Way:
-        return next(way for way in (ways if elsewhere else fitting(found, ways, loss)[0]) if way.within(loss))
+        return next(
+            way
+            for way in (ways if elsewhere else fitting(found, ways, loss)[0])
+            if way.within(loss)
+        )
+
     through, _ = beyond(device)
-    options = [(f"{size(1.5 * nbytes)} of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
-               (f"a {through} twice as fast", best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)))]
+    options = [
+        (f"{size(1.5 * nbytes)} of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
+        (
+            f"a {through} twice as fast",
+            best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)),
+        ),
+    ]
     if not (few := best_of(ways, math.inf)).within(allowed):
         options.append((f"{few.form} experts, of unknown loss", few))
-    others = [way for part in (0.5, 0.75, 1.5, 2.0) for way in arithmetic(rates, int(part * nbytes))]
-    return Advice(found, device, nbytes, context, batch, allowed, tuple(ways), more_of(best_of(ways), options),
-                  popularity, tuple(way for way in dict.fromkeys(others) if way not in ways), tuple(notes))
+    others = [
+        way for part in (0.5, 0.75, 1.5, 2.0) for way in arithmetic(rates, int(part * nbytes))
+    ]
+    return Advice(
+        found,
+        device,
+        nbytes,
+        context,
+        batch,
+        allowed,
+        tuple(ways),
+        more_of(best_of(ways), options),
+        popularity,
+        tuple(way for way in dict.fromkeys(others) if way not in ways),
+        tuple(notes),
+    )
 
 
 def _has_rates(name: str) -> bool:
@@ -125,50 +190,95 @@ def _has_rates(name: str) -> bool:
 
 
 def parse_loss(loss: str | float) -> float:
-    """A relative increase of language loss: "1%", 0.01; "any" is infinity. ValueError for anything else, a bare 1, too,
-    which somebody means as 1 %."""
+    """A relative increase of language loss: "1%", 0.01; "any" is infinity. ValueError for anything
+    else, a bare 1, too, which somebody means as 1 %."""
     try:
         text = str(loss).strip().lower()
-        value = math.inf if text == "any" else float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        value = (
+            math.inf
+            if text == "any"
+            else float(text[:-1]) / 100
+            if text.endswith("%")
+            else float(text)
+        )
         if 0 <= value < 1 or text in ("any", "100%"):
             return value
     except ValueError:
         pass
-    raise ValueError(f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as '1%' or "
-                     f"0.01, or 'any'")
+    raise ValueError(
+        f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as '1%' or "
+        f"0.01, or 'any'"
+    )
 
 
 def _shares(calibration: str | Path, spec: MoESpec) -> Any:
     """[L, E] of a calibration. ValueError: of another geometry."""
     from moelab.calibration import Calibration
+
     found = Calibration.load(calibration)
     if found.spec.fingerprint() != spec.fingerprint():
-        raise ValueError(f"{calibration} was counted on {found.spec.name}, whose geometry is another than "
-                         f"{spec.name}'s; calibrate this model: moelab calibrate MODEL FILE")
+        raise ValueError(
+            f"{calibration} was counted on {found.spec.name}, whose geometry is another than "
+            f"{spec.name}'s; calibrate this model: moelab calibrate MODEL FILE"
+        )
     counts = found.counts().double()
     return (counts / counts.sum(1, keepdim=True).clamp(min=1) * spec.K).clamp(max=1).numpy()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a card's name, a hub id, a checkpoint folder or a store; without it, "
-                                                 "the small model")
-    parser.add_argument("--memory", type=budget.memory, default="auto", metavar="SIZE",
-                        help="of the whole process, such as 8GB; auto (default): what is available")
-    parser.add_argument("--context", type=whole(1), help=f"tokens of a sequence (default: {CONTEXT}, or "
-                                                           "as many as the model takes)")
-    parser.add_argument("--batch", type=whole(1), default=1, help="sequences at a time (default: 1)")
-    parser.add_argument("--loss", default=0.0, metavar="SHARE",
-                        help="more language loss that few bits may cost, such as 1%%, or any (default: none)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a card's name, a hub id, a checkpoint folder or a store; without it, the small model",
+    )
+    parser.add_argument(
+        "--memory",
+        type=budget.memory,
+        default="auto",
+        metavar="SIZE",
+        help="of the whole process, such as 8GB; auto (default): what is available",
+    )
+    parser.add_argument(
+        "--context",
+        type=whole(1),
+        help=f"tokens of a sequence (default: {CONTEXT}, or as many as the model takes)",
+    )
+    parser.add_argument(
+        "--batch", type=whole(1), default=1, help="sequences at a time (default: 1)"
+    )
+    parser.add_argument(
+        "--loss",
+        default=0.0,
+        metavar="SHARE",
+        help="more language loss that few bits may cost, such as 1%%, or any (default: none)",
+    )
     parser.add_argument("--device", help="a device card's name or a .toml instead of this machine")
-    parser.add_argument("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
-    parser.add_argument("--simulate", action=argparse.BooleanOptionalAction,
-                        help="play the ways in the simulator; by default if the weights are here")
-    parser.add_argument("--decompress-gbs", type=number(above=0), metavar="GB/S", help="exponents that one thread puts "
-                        "out, for Huffman on a --device whose card does not say it")
-    parser.add_argument("--verify", action="store_true", help="run the best ones for real; Ctrl-C stops it and keeps "
-                                                              "what was measured")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are"
+    )
+    parser.add_argument(
+        "--simulate",
+        action=argparse.BooleanOptionalAction,
+        help="play the ways in the simulator; by default if the weights are here",
+    )
+    parser.add_argument(
+        "--decompress-gbs",
+        type=number(above=0),
+        metavar="GB/S",
+        help="exponents that one thread puts "
+        "out, for Huffman on a --device whose card does not say it",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="run the best ones for real; Ctrl-C stops it and keeps what was measured",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    print(advise(**{name: value for name, value in vars(args).items() if name not in ("main", "debug")}))
+    print(
+        advise(
+            **{name: value for name, value in vars(args).items() if name not in ("main", "debug")}
+        )
+    )
     return 0

@@ -1,4 +1,5 @@
-"""The answer of `advise`: what to do, what it will give, what would give more, and the commands that do it."""
+"""The answer of `advise`: what to do, what it will give, what would give more, and the commands
+that do it."""
 
 from __future__ import annotations
 
@@ -50,16 +51,30 @@ class Advice:
     def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
         """(command, source, options) of what to run, in this order."""
         way, source = self.best, self.model.source
-        options: dict[str, Any] = {"memory": "100%" if way.resident else
-                                   f"{way.budget // 10**6}MB" if way.budget >= 10**8 else f"{way.budget // 10**3}kB",
-                                   "executor": way.executor}
+        options: dict[str, Any] = {
+            "memory": "100%"
+            if way.resident
+            else f"{way.budget // 10**6}MB"
+            if way.budget >= 10**8
+            else f"{way.budget // 10**3}kB",
+            "executor": way.executor,
+        }
         if not way.resident:
-            options |= {name: value for name, value, usual in (
-                ("cache", way.cache, DEFAULT_POLICY), ("prefetch", way.prefetch, None), ("workers", way.workers, 1))
-                if value != usual}
+            options |= {
+                name: value
+                for name, value, usual in (
+                    ("cache", way.cache, DEFAULT_POLICY),
+                    ("prefetch", way.prefetch, None),
+                    ("workers", way.workers, 1),
+                )
+                if value != usual
+            }
         if way.form in ("bf12", DECODED):
             store = f"{Path(source).name}.{way.form}"
-            return [("convert", f"{source} {store}", {"codec": way.form}), ("generate", store, options)]
+            return [
+                ("convert", f"{source} {store}", {"codec": way.form}),
+                ("generate", store, options),
+            ]
         if way.form in FORMS:
             return [("generate", source, {"quantize": way.form} | options)]
         if way.resident and self.model.stored is None:
@@ -68,70 +83,117 @@ class Advice:
 
     @property
     def commands(self) -> list[str]:
-        return [" ".join(["moelab", command, source, *(f"--{name} {value}" for name, value in given.items())])
-                for command, source, given in self.steps if command == "convert" or self.best.pools is None]
+        return [
+            " ".join(
+                ["moelab", command, source, *(f"--{name} {value}" for name, value in given.items())]
+            )
+            for command, source, given in self.steps
+            if command == "convert" or self.best.pools is None
+        ]
 
     @property
     def python(self) -> str:
-        """The last of `steps`, in Python; with the pools of compressed experts, which the command line cannot say."""
+        """The last of `steps`, in Python; with the pools of compressed experts, which the command
+        line cannot say."""
         _, source, given = self.steps[-1]
         plan = [f"plan=moelab.{self.best.pools}"] if self.best.pools else []
         return f"moelab.open_model({', '.join([repr(source), *(f'{k}={v!r}' for k, v in given.items()), *plan])})"
 
     def table(self) -> list[dict[str, Any]]:
-        """A row a way, exact, in bytes and seconds: of each form the fastest, what was measured, and others; the
-        fastest first."""
+        """A row a way, exact, in bytes and seconds: of each form the fastest, what was measured,
+        and others; the fastest first."""
         firsts = {way.form: way for way in reversed(self.ways)}
         kept = [way for way in self.ways if way is firsts[way.form] or way.kind == "measured"]
-        kept += [way for way in self.ways if way not in kept][:max(ROWS - len(kept), 0)]
+        kept += [way for way in self.ways if way not in kept][: max(ROWS - len(kept), 0)]
         return [way.row(self.batch) for way in sorted(kept, key=lambda way: way.tpot)]
 
     def rounded(self) -> tuple[list[dict[str, Any]], str]:
-        """The table as a person reads it, and a sentence of what is the same in all rows, which takes no column."""
+        """The table as a person reads it, and a sentence of what is the same in all rows, which
+        takes no column."""
         rows = in_units(self.table())
-        same = {name: value for name, value in rows[0].items() if len(rows) > 1 and all(r[name] == value for r in rows)}
-        told = "; ".join(" ".join([(parts := name.split(", "))[0], str(value), *parts[1:]])
-                         for name, value in same.items() if value != "–")
-        return [{name: value for name, value in row.items() if name not in same} for row in rows], \
-            f"All rows: {told}." if told else ""
+        same = {
+            name: value
+            for name, value in rows[0].items()
+            if len(rows) > 1 and all(r[name] == value for r in rows)
+        }
+        told = "; ".join(
+            " ".join([(parts := name.split(", "))[0], str(value), *parts[1:]])
+            for name, value in same.items()
+            if value != "–"
+        )
+        return [
+            {name: value for name, value in row.items() if name not in same} for row in rows
+        ], f"All rows: {told}." if told else ""
 
     @property
     def words(self) -> str:
         """What to do, what it gives, what gives more, and the commands."""
         way, spec, device, options = self.best, self.model.spec, self.device, self.steps[-1][2]
         rates, (_, outside) = MachineRates.of(device), beyond(device)
-        where = "all of them in memory" if way.resident else \
-            f"{size(way.budget)} of their {size(way.experts)} in memory, the others {outside}"
-        form = "Leave the checkpoint as it is" if way.form == AS_IS else f"Store the experts as {way.form}"
-        loss = ("lossless" if way.lossless else f"at most {100 * way.loss:.2g} % more language loss" if way.loss is not
-                None else "its loss is unknown: --verify measures it")
-        how = ", ".join(f"{name} {value}" for name, value in options.items() if name not in ("memory", "quantize"))
-        more = "; ".join(f"{what}: {duration(other.tpot)} ({plain(way.tpot / other.tpot)}×)"
-                         for what, other in self.more)
+        where = (
+            "all of them in memory"
+            if way.resident
+            else f"{size(way.budget)} of their {size(way.experts)} in memory, the others {outside}"
+        )
+        form = (
+            "Leave the checkpoint as it is"
+            if way.form == AS_IS
+            else f"Store the experts as {way.form}"
+        )
+        loss = (
+            "lossless"
+            if way.lossless
+            else f"at most {100 * way.loss:.2g} % more language loss"
+            if way.loss is not None
+            else "its loss is unknown: --verify measures it"
+        )
+        how = ", ".join(
+            f"{name} {value}"
+            for name, value in options.items()
+            if name not in ("memory", "quantize")
+        )
+        more = "; ".join(
+            f"{what}: {duration(other.tpot)} ({plain(way.tpot / other.tpot)}×)"
+            for what, other in self.more
+        )
         error = "" if way.error is None else f" ± {100 * way.error:.0f} %"
         expected = f", {duration(way.predicted)} expected" if way.predicted else ""
-        return "\n".join([
-            f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
-            f"{size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), "
-            f"KV cache {size(kv_bytes(spec, self.context * self.batch))}, process {size(RESERVE)}",
-            f"{device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at {size(rates.read)}/s; "
-            f"{size(self.memory)} may be used",
-            "",
-            f"Do: {form} ({loss}), {where}; {how}.",
-            f"Gives: {duration(way.tpot)}{error} a token ({plain(self.batch / way.tpot)} tokens/s), "
-            f"{duration(way.ttft)} to the first after a prompt of {self.context:,} tokens; {way.kind}{expected}, "
-            f"limited by {way.limited_by}, with experts chosen {self.popularity}.",
-            f"More: {more or 'nothing that was tried here'}.",
-            "", *(f"  {command}" for command in self.commands), f"  {self.python}"])
+        return "\n".join(
+            [
+                f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
+                f"{size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), "
+                f"KV cache {size(kv_bytes(spec, self.context * self.batch))}, process {size(RESERVE)}",
+                f"{device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at {size(rates.read)}/s; "
+                f"{size(self.memory)} may be used",
+                "",
+                f"Do: {form} ({loss}), {where}; {how}.",
+                f"Gives: {duration(way.tpot)}{error} a token ({plain(self.batch / way.tpot)} tokens/s), "
+                f"{duration(way.ttft)} to the first after a prompt of {self.context:,} tokens; {way.kind}{expected}, "
+                f"limited by {way.limited_by}, with experts chosen {self.popularity}.",
+                f"More: {more or 'nothing that was tried here'}.",
+                "",
+                *(f"  {command}" for command in self.commands),
+                f"  {self.python}",
+            ]
+        )
 
     def __str__(self) -> str:
         rows, common = self.rounded()
-        return filled("\n".join([self.words, "", text_table(*head_and_rows(rows)), "",
-                                 *filter(None, (common, *self.notes))]))
+        return filled(
+            "\n".join(
+                [
+                    self.words,
+                    "",
+                    text_table(*head_and_rows(rows)),
+                    "",
+                    *filter(None, (common, *self.notes)),
+                ]
+            )
+        )
 
     def _ipython_display_(self) -> None:
         """Words, figure and table; words alone where nothing can be drawn."""
-        try:                            # by name: figures stand above advice, which works without their packages
+        try:  # by name: figures stand above advice, which works without their packages
             draw = import_module("moelab.viz.advice_figure").draw
         except ModuleNotFoundError:
             return print(self)
@@ -142,16 +204,26 @@ def unmeasured(ways: Iterable[Way], loss: float) -> list[str]:
     """A note where the loss that is allowed changes nothing."""
     if not 0 < loss < math.inf or any(way.loss for way in ways):
         return []
-    return ["The loss that is allowed changes nothing, as that of few bits has not been measured of this model: "
-            "--verify measures it, --loss any does without"]
+    return [
+        "The loss that is allowed changes nothing, as that of few bits has not been measured of this model: "
+        "--verify measures it, --loss any does without"
+    ]
 
 
 def beyond(device: DeviceSpec) -> tuple[str, str]:
     """(What experts come through that are not in memory, where they are.)"""
-    return ("host link", "in host memory") if "link_bandwidth_gbs" in device.figures else ("disk", "on disk")
+    return (
+        ("host link", "in host memory")
+        if "link_bandwidth_gbs" in device.figures
+        else ("disk", "on disk")
+    )
 
 
 def more_of(best: Way, options: list[tuple[str, Way | None]]) -> tuple[tuple[str, Way], ...]:
     """What gives more than the best, by 2 % at least, the most first."""
-    return tuple(sorted((one for one in options if one[1] and one[1].tpot < 0.98 * best.tpot),
-                        key=lambda one: one[1].tpot))
+    return tuple(
+        sorted(
+            (one for one in options if one[1] and one[1].tpot < 0.98 * best.tpot),
+            key=lambda one: one[1].tpot,
+        )
+    )

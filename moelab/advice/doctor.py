@@ -19,23 +19,43 @@ from moelab.offloading.budget import available
 from moelab.table import size
 
 #: processor's features that the kernels or torch's products use → what they are good for
-FEATURES = {"avx2": "vectors of 8", "avx512bw": "vectors of 16", "avx512bf16": "bf16 products",
-            "amx-bf16": "bf16 products in tiles", "neon": "vectors of 4", "bf16": "bf16 products"}
+FEATURES = {
+    "avx2": "vectors of 8",
+    "avx512bw": "vectors of 16",
+    "avx512bf16": "bf16 products",
+    "amx-bf16": "bf16 products in tiles",
+    "neon": "vectors of 4",
+    "bf16": "bf16 products",
+}
 #: package → what does not run without it
 PACKAGES = {
-    "torch": "everything", "transformers": "opening models", "numba": "opening models",
+    "torch": "everything",
+    "transformers": "opening models",
+    "numba": "opening models",
     "zstandard": "the codecs zstd and zstd-huffman",
-    "coremltools": "converting for the Neural Engine", "plotly": "figures", "ipywidgets": "widgets",
-    "papermill": "reproduce and run", "lm_eval": "evaluate with lm-eval's tasks",
-    "accelerate": "bench engine's peer accelerate"}
+    "coremltools": "converting for the Neural Engine",
+    "plotly": "figures",
+    "ipywidgets": "widgets",
+    "papermill": "reproduce and run",
+    "lm_eval": "evaluate with lm-eval's tasks",
+    "accelerate": "bench engine's peer accelerate",
+}
 HUB = "huggingface.co"
 
 
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
     """(what, what was found) of this machine; `folder` is on the disk that is measured."""
-    for what, find in {"system": _system, "cores": lambda: f"{os.cpu_count()}; {_features()}", "memory": _memory,
-                       "disk": lambda: _disk(Path(folder).absolute()), "CUDA": _cuda, "Neural Engine": _ane,
-                       "hub": _hub, "kernels": _kernels, "cache": _cache}.items():
+    for what, find in {
+        "system": _system,
+        "cores": lambda: f"{os.cpu_count()}; {_features()}",
+        "memory": _memory,
+        "disk": lambda: _disk(Path(folder).absolute()),
+        "CUDA": _cuda,
+        "Neural Engine": _ane,
+        "hub": _hub,
+        "kernels": _kernels,
+        "cache": _cache,
+    }.items():
         try:
             yield what, find()
         except OSError as error:
@@ -58,15 +78,22 @@ def _memory() -> str:
 
 def _disk(folder: Path) -> str:
     rates = {requests: disk_rate(folder, requests) for requests in (1, 4, 16)}
-    return (", ".join(f"{size(rate)}/s with {requests} request{'s' * (requests > 1)}"
-                      for requests, (rate, _) in rates.items())
-            + f" ({rates[1][1]}); {size(shutil.disk_usage(folder).free)} free"
-            + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(folder)) else ""))
+    return (
+        ", ".join(
+            f"{size(rate)}/s with {requests} request{'s' * (requests > 1)}"
+            for requests, (rate, _) in rates.items()
+        )
+        + f" ({rates[1][1]}); {size(shutil.disk_usage(folder).free)} free"
+        + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(folder)) else "")
+    )
 
 
 def _ane() -> str:
-    return ("Core ML can run models here" if sys.platform == "darwin" else
-            "none: this is no Mac; models can be converted and checked, not run")
+    return (
+        "Core ML can run models here"
+        if sys.platform == "darwin"
+        else "none: this is no Mac; models can be converted and checked, not run"
+    )
 
 
 def _cache() -> str:
@@ -120,12 +147,16 @@ def _kernels() -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default=".", help="on the disk that shall be measured (default: here)")
+    parser.add_argument(
+        "folder", nargs="?", default=".", help="on the disk that shall be measured (default: here)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     if not Path(args.folder).is_dir():
-        raise FileNotFoundError(f"there is no folder at {args.folder}, on whose disk reads could be measured")
+        raise FileNotFoundError(
+            f"there is no folder at {args.folder}, on whose disk reads could be measured"
+        )
     for what, found in findings(args.folder):
         print(f"{what:<14}{found}", flush=True)
     return 0

@@ -1,7 +1,8 @@
-"""What this machine delivers, measured in a moment: memory, disk and arithmetic. No torch, which takes seconds to load.
+"""What this machine delivers, measured in a moment: memory, disk and arithmetic. No torch, which
+takes seconds to load.
 
-Rates are bounds to compare with, the best of a few tries; `moelab.profile` measures what an engine meets.
-"""
+Rates are bounds to compare with, the best of a few tries; `moelab.profile` measures what an engine
+meets."""
 
 from __future__ import annotations
 
@@ -28,16 +29,24 @@ PROBE = 64 << 20
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:
-    """A card of this machine, measured; the disk where `folder` is, or else the system's temporary folder."""
+    """A card of this machine, measured; the disk where `folder` is, or else the system's temporary
+    folder."""
     disk, how = disk_rate(folder)
 
     def figure(value: float, unit: str, how: str) -> Figure:
         return Figure(value / (1e12 if unit == "TFLOPS" else 1e9), unit, "measured", how)
-    return DeviceSpec(f"this machine ({os.cpu_count()} cores)", {
-        "memory_bandwidth_gbs": figure(memory_rate(), "GB/s", "the best of reading 128 MB by all cores"),
-        "storage_read_gbs": figure(disk, "GB/s", how),
-        "fp32_tflops": figure(flops(), "TFLOPS", "the best of a product by numpy"),
-        "memory_gb": figure(available(), "GB", "available now")})
+
+    return DeviceSpec(
+        f"this machine ({os.cpu_count()} cores)",
+        {
+            "memory_bandwidth_gbs": figure(
+                memory_rate(), "GB/s", "the best of reading 128 MB by all cores"
+            ),
+            "storage_read_gbs": figure(disk, "GB/s", how),
+            "fp32_tflops": figure(flops(), "TFLOPS", "the best of a product by numpy"),
+            "memory_gb": figure(available(), "GB", "available now"),
+        },
+    )
 
 
 def _best(act: Callable[[], object], tries: int = 3) -> float:
@@ -63,15 +72,22 @@ def flops(n: int = 768) -> float:
     return 2 * n**3 / _best(lambda: a @ a)
 
 
-def disk_rate(folder: str | Path | None = None, requests: int = 1, total: int = 48 << 20) -> tuple[float, str]:
-    """(bytes/s of reads of `READ` bytes at random places past the page cache, so many at a time; what was read).
+def disk_rate(
+    folder: str | Path | None = None, requests: int = 1, total: int = 48 << 20
+) -> tuple[float, str]:
+    """(bytes/s of reads of `READ` bytes at random places past the page cache, so many at a time;
+    what was read).
 
-    folder : of the model, whose largest file is read; where it has none itself, a file is written and removed again.
+    folder : of the model, whose largest file is read; where it has none itself, a file is written
+        and removed again.
 
     Raises OSError: nothing can be read or written there.
     """
-    files = [path for path in Path(folder).iterdir() if path.is_file() and path.stat().st_size >= PROBE] \
-        if folder is not None else []
+    files = (
+        [path for path in Path(folder).iterdir() if path.is_file() and path.stat().st_size >= PROBE]
+        if folder is not None
+        else []
+    )
     if files:
         file = max(files, key=lambda path: path.stat().st_size)
         rate, way = _read(file, requests, total)
@@ -89,18 +105,19 @@ def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
     try:
         fd = os.open(file, os.O_RDONLY | direct)
         os.preadv(fd, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
-    except OSError:                                             # a file system that has no direct reads
+    except OSError:  # a file system that has no direct reads
         fd, direct = os.open(file, os.O_RDONLY), 0
     if not direct and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     places = list(range(0, os.fstat(fd).st_size - READ + 1, READ))
     random.Random(0).shuffle(places)
-    places = places[:max(total // READ, requests)]
+    places = places[: max(total // READ, requests)]
     buffers = [mmap.mmap(-1, READ) for _ in range(requests)]
 
     def read(i: int) -> None:
         for place in places[i::requests]:
             os.preadv(fd, [buffers[i]], place)
+
     with closing(os.fdopen(fd, "rb", closefd=True)), ThreadPoolExecutor(requests) as pool:
         rate = len(places) * READ / _best(lambda: list(pool.map(read, range(requests))))
     return rate, f"{'direct' if direct else 'buffered'} reads of {READ >> 20} MB"
@@ -118,6 +135,12 @@ def clock_mhz() -> float | None:
 def others_seconds() -> float:
     """Seconds that cores have worked, so far, for others than this process."""
     import psutil
+
     now = psutil.cpu_times()
-    return sum(getattr(now, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")) \
+    return (
+        sum(
+            getattr(now, name, 0.0)
+            for name in ("user", "nice", "system", "irq", "softirq", "steal")
+        )
         - time.process_time()
+    )

@@ -1,8 +1,8 @@
-"""A model without its weights: its geometry, the bytes of all that is not experts, and how its experts may be stored.
+"""A model without its weights: its geometry, the bytes of all that is not experts, and how its
+experts may be stored.
 
-Everything follows from a card, a config or a checkpoint's headers; only a config is ever downloaded. No torch, unless
-a config leaves its facts to transformers' defaults.
-"""
+Everything follows from a card, a config or a checkpoint's headers; only a config is ever
+downloaded. No torch, unless a config leaves its facts to transformers' defaults."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from moelab.configs import NESTED, spec_from_config
 from moelab.files import from_hub, small_model
 from moelab.specs import DTYPE_BYTES, MoESpec
 
-#: how bf16 experts may be stored and multiplied as they lie → (bits a weight, whether lossless): `moelab.store`
-FORMS = {"bf12": (12, True), "int8": (8.5, False), "fp8": (8.002, False), "int4": (4.5, False),
-         "mxfp4": (4.25, False)}
+#: how bf16 experts may be stored and multiplied as they lie → (bits a weight, whether lossless):
+#: `moelab.store`
+FORMS = {
+    "bf12": (12, True),
+    "int8": (8.5, False),
+    "fp8": (8.002, False),
+    "int4": (4.5, False),
+    "mxfp4": (4.25, False),
+}
 #: what else they may be stored as, decoded before it is multiplied
 DECODED = "huffman"
 AS_IS = "as it is"
@@ -29,9 +35,9 @@ AS_IS = "as it is"
 
 @dataclass(frozen=True)
 class Model:
-    """A model without its weights: what opens it, its geometry, bytes of all other weights and how they are known, its
-    folder if it is here, the form that an expert store has, how many tokens a sequence may have, if that is known, and
-    how many bytes of weights are to be downloaded."""
+    """A model without its weights: what opens it, its geometry, bytes of all other weights and how
+    they are known, its folder if it is here, the form that an expert store has, how many tokens a
+    sequence may have, if that is known, and how many bytes of weights are to be downloaded."""
 
     source: str
     spec: MoESpec
@@ -44,16 +50,25 @@ class Model:
 
     @property
     def dense(self) -> int:
-        """Bytes of other weights that a token needs: of the embedding one row, but all of the head."""
+        """Bytes of other weights that a token needs: of the embedding one row, but all of the
+        head."""
         return max(self.others - self.spec.vocab * self.spec.H * 2, 0)
 
     def forms(self) -> dict[str, tuple[float, bool]]:
-        """How its experts may be stored → (bits a weight, whether lossless), of what is multiplied as it lies."""
+        """How its experts may be stored → (bits a weight, whether lossless), of what is multiplied
+        as it lies."""
         own = 8 * DTYPE_BYTES[self.spec.dtype]
         if self.stored in FORMS:
             own, _ = FORMS[self.stored]
-        offered = {name: form for name, form in FORMS.items() if form[0] < own
-                   and (name != "bf12" or self.spec.dtype == "bfloat16")} if own > 8.5 else {}
+        offered = (
+            {
+                name: form
+                for name, form in FORMS.items()
+                if form[0] < own and (name != "bf12" or self.spec.dtype == "bfloat16")
+            }
+            if own > 8.5
+            else {}
+        )
         # what has to be decoded before it is multiplied is not compared by its bytes
         return ({} if self.stored not in (None, "raw", *FORMS) else {AS_IS: (own, True)}) | offered
 
@@ -62,32 +77,47 @@ def find_model(model: str | Path | None) -> Model:
     """A model's geometry and bytes, without its weights. Raises FileNotFoundError, ValueError."""
     text, path = str(model), small_model() if model is None else Path(model).expanduser()
     for name in registry.names("model"):
-        if text.lower() in (name.lower(), load_card(name).get("hub", "").lower()) and not path.exists():
+        if (
+            text.lower() in (name.lower(), load_card(name).get("hub", "").lower())
+            and not path.exists()
+        ):
             return _to_download(_of_card(name))
     if not path.exists() and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
-    home = path if path.exists() or text.count("/") != 1 else from_hub(text, ["config.json", "hf_quant_config.json"])
+    home = (
+        path
+        if path.exists() or text.count("/") != 1
+        else from_hub(text, ["config.json", "hf_quant_config.json"])
+    )
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
         spec, config = _read_config(file, path.resolve().name if path.exists() else text)
-        found = Model(text, spec, _others(spec, config), "estimated from its geometry", most=_most(config))
+        found = Model(
+            text, spec, _others(spec, config), "estimated from its geometry", most=_most(config)
+        )
         return found if path.exists() else _to_download(found)
     from moelab.models.checkpoint import Checkpoint
     from moelab.models.opening import find, model_name
+
     folder = find(model)
     checkpoint = Checkpoint.at(folder)
     config = checkpoint.config()
     spec = spec_from_config(config, model_name(model, folder))
     everything, most = sum(entry.nbytes for entry in checkpoint.tensors.values()), _most(config)
     if (store := checkpoint.store) is not None:
-        return Model(str(folder), spec, everything, "exact", folder, store.quantized or store.codec, most)
-    return Model(str(folder), spec, max(everything - spec.experts_bytes, 0), "exact", folder, most=most)
+        return Model(
+            str(folder), spec, everything, "exact", folder, store.quantized or store.codec, most
+        )
+    return Model(
+        str(folder), spec, max(everything - spec.experts_bytes, 0), "exact", folder, most=most
+    )
 
 
 def _to_download(model: Model) -> Model:
     """A model on the hub, with the bytes of its weights that are not in the hub client's cache."""
-    if "/" not in model.source:                                     # a card's own, which the hub does not have
+    if "/" not in model.source:  # a card's own, which the hub does not have
         return model
     from huggingface_hub.constants import HF_HUB_CACHE
+
     kept = Path(HF_HUB_CACHE, f"models--{model.source.replace('/', '--')}", "blobs")
     here = sum(file.stat().st_size for file in kept.glob("*"))
     return replace(model, download=max(model.spec.experts_bytes + model.others - here, 0))
@@ -104,36 +134,52 @@ def _of_card(name: str) -> Model:
 
 def _most(config: Any) -> int | None:
     """Tokens of a sequence that a config allows."""
-    of = next((inner for key in NESTED if (inner := getattr(config, key, None)) is not None), config)
+    of = next(
+        (inner for key in NESTED if (inner := getattr(config, key, None)) is not None), config
+    )
     most = getattr(of, "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
 
 
 def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:
-    """Geometry and config, by the file's own words; what it leaves to transformers' defaults, by transformers."""
-    if not file.with_name("hf_quant_config.json").exists():         # which `load_config` reads, too
+    """Geometry and config, by the file's own words; what it leaves to transformers' defaults, by
+    transformers."""
+    if not file.with_name("hf_quant_config.json").exists():  # which `load_config` reads, too
         with suppress(ValueError, AttributeError, TypeError):
-            config = json.loads(file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
+            config = json.loads(
+                file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields)
+            )
             return spec_from_config(config, name), config
     from moelab.models.checkpoint import load_config
+
     config = load_config(file.parent)
     return spec_from_config(config, name), config
 
 
 def _others(spec: MoESpec, config: Any = None) -> int:
-    """Bytes of all weights but the routed experts: embedding, head, attention, routers, shared and dense layers.
+    """Bytes of all weights but the routed experts: embedding, head, attention, routers, shared and
+    dense layers.
 
-    config : says the ranks of multi-head latent attention, whose projections are small; without it, each head counts as
-        an ordinary one.
+    config : says the ranks of multi-head latent attention, whose projections are small; without it,
+        each head counts as an ordinary one.
     """
     H, dense = spec.H, spec.num_layers - spec.L
     attention = H * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     if rank := getattr(config, "kv_lora_rank", None):
         keys, turned = config.qk_nope_head_dim, config.qk_rope_head_dim
         queries = getattr(config, "q_lora_rank", None)
-        attention = (H * queries + queries * spec.heads * (keys + turned) if queries else
-                     H * spec.heads * (keys + turned))
-        attention += H * (rank + turned) + spec.heads * (rank * (keys + spec.head_dim) + spec.head_dim * H)
-    weights = 2 * spec.vocab * H + spec.num_layers * attention + dense * 3 * H * spec.dense_I \
+        attention = (
+            H * queries + queries * spec.heads * (keys + turned)
+            if queries
+            else H * spec.heads * (keys + turned)
+        )
+        attention += H * (rank + turned) + spec.heads * (
+            rank * (keys + spec.head_dim) + spec.head_dim * H
+        )
+    weights = (
+        2 * spec.vocab * H
+        + spec.num_layers * attention
+        + dense * 3 * H * spec.dense_I
         + spec.L * (H * spec.E + 3 * H * spec.shared_I)
+    )
     return round(weights * max(DTYPE_BYTES[spec.dtype], 2.0))

@@ -1,11 +1,12 @@
-"""What experts of a geometry cost on this machine in every form, measured on a small sample of them, and kept.
+"""What experts of a geometry cost on this machine in every form, measured on a small sample of
+them, and kept.
 
-A model that is here is in one form only, and one that is not here in none. So a sample is synthesized: a layer or two
-of Qwen3-MoE with experts, attention and routing of the model's sizes, in the form that is asked for, on the disk where
-moelab keeps its files. `moelab.offloading.profile` measures it, the same way as a model; the profile is kept, so the
-next advice asks nothing of the disk. What a model has besides, a longer head, shared experts, dense layers, is added as
-bytes over the rate of memory.
-"""
+A model that is here is in one form only, and one that is not here in none. So a sample is
+synthesized: a layer or two of Qwen3-MoE with experts, attention and routing of the model's sizes,
+in the form that is asked for, on the disk where moelab keeps its files. `moelab.offloading.profile`
+measures it, the same way as a model; the profile is kept, so the next advice asks nothing of the
+disk. What a model has besides, a longer head, shared experts, dense layers, is added as bytes over
+the rate of memory."""
 
 from __future__ import annotations
 
@@ -44,14 +45,24 @@ from moelab.store.layout import ExpertStore, aligned
 VERSION = "moelab.sample/7"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it, each of two times
 SIZE, SECONDS = 160 << 20, 0.8
-#: forms without which there is no advice; seconds that a form's tokens in memory take beside others', about
+#: forms without which there is no advice; seconds that a form's tokens in memory take beside
+#: others', about
 LEAST, TURNS = 2, 1.5
-#: bytes beyond which it makes no difference how many more a processor's cache has to let go of a sample for
+#: bytes beyond which it makes no difference how many more a processor's cache has to let go of a
+#: sample for
 PUSHED = 128 << 20
-#: cores that others keep busy, above which what is measured meanwhile is measured again the next time
+#: cores that others keep busy, above which what is measured meanwhile is measured again the next
+#: time
 DISTURBED = 0.25
 #: dtype of experts as they are → the form of a sample that costs as much
-STORED = {"bfloat16": "raw", "float16": "raw", "int8": "int8", "float8_e4m3fn": "fp8", "mxfp4": "mxfp4", "int4": "int4"}
+STORED = {
+    "bfloat16": "raw",
+    "float16": "raw",
+    "int8": "int8",
+    "float8_e4m3fn": "fp8",
+    "mxfp4": "mxfp4",
+    "int4": "int4",
+}
 
 
 def machine() -> str:
@@ -61,14 +72,32 @@ def machine() -> str:
 
 def sample_spec(spec: MoESpec) -> MoESpec:
     """A few layers of a few experts of the spec's size in a model as small as possible."""
-    I = spec.I if spec.gated else max(spec.I * 2 // 3 // 32 * 32, 32)           # three matrices of as many bytes
+    I = (
+        spec.I if spec.gated else max(spec.I * 2 // 3 // 32 * 32, 32)
+    )  # three matrices of as many bytes
     bytes_each = 6 * spec.H * I
     layers = min(max(SIZE // (2 * spec.K * bytes_each), 2 if bytes_each < SIZE // 4 else 1), spec.L)
     E = min(spec.E, max(2, SIZE // layers // bytes_each))
-    return replace(spec, name="a sample", model_type="qwen3_moe", num_layers=layers, moe_layers=tuple(range(layers)),
-                   E=E, K=min(spec.K, E), I=I, router="softmax", gated=True, bias=False, shared_I=0, dense_I=0,
-                   vocab=VOCABULARY, heads=spec.heads or 8, kv_heads=spec.kv_heads or 8,
-                   head_dim=max(spec.head_dim, 2) // 2 * 2 or 64, dtype="bfloat16")
+    return replace(
+        spec,
+        name="a sample",
+        model_type="qwen3_moe",
+        num_layers=layers,
+        moe_layers=tuple(range(layers)),
+        E=E,
+        K=min(spec.K, E),
+        I=I,
+        router="softmax",
+        gated=True,
+        bias=False,
+        shared_I=0,
+        dense_I=0,
+        vocab=VOCABULARY,
+        heads=spec.heads or 8,
+        kv_heads=spec.kv_heads or 8,
+        head_dim=max(spec.head_dim, 2) // 2 * 2 or 64,
+        dtype="bfloat16",
+    )
 
 
 def attention_bytes(sample: MoESpec) -> int:
@@ -77,8 +106,9 @@ def attention_bytes(sample: MoESpec) -> int:
 
 
 def between(model: Model, expert: int) -> int:
-    """Bytes to read between two tokens of a model's sample, so that it meets each of its weights after as many others
-    as the model would: a processor's cache, which may hold a sample in few bits, keeps what it would of the model.
+    """Bytes to read between two tokens of a model's sample, so that it meets each of its weights
+    after as many others as the model would: a processor's cache, which may hold a sample in few
+    bits, keeps what it would of the model.
 
     expert : bytes of an expert in memory.    An expert comes again after E/K tokens, all other weights in each.
     """
@@ -88,15 +118,22 @@ def between(model: Model, expert: int) -> int:
     return min(experts + max(others, 0), PUSHED)
 
 
-def measured(model: Model, forms: Sequence[str], executor: str, end: float = math.inf) -> dict[str, Profile]:
-    """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few seconds each; of one
-    that was disturbed and is measured again, the less disturbed. `LEAST` of them are measured however long it takes;
-    others, that would not be done by `end`, of time.monotonic(), are left out."""
+def measured(
+    model: Model, forms: Sequence[str], executor: str, end: float = math.inf
+) -> dict[str, Profile]:
+    """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few
+    seconds each; of one that was disturbed and is measured again, the less disturbed. `LEAST` of
+    them are measured however long it takes; others, that would not be done by `end`, of
+    time.monotonic(), are left out."""
     sample, files, found = sample_spec(model.spec), {}, {}
     for form in forms:
-        key = "\n".join(map(str, (VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor)))
-        files[form] = cache_folder("advice") / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
-        with suppress(FileNotFoundError, ValueError):       # of a damaged one: it is measured anew
+        key = "\n".join(
+            map(str, (VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor))
+        )
+        files[form] = (
+            cache_folder("advice") / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
+        )
+        with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
             found[form] = Profile.load(files[form])
     wanted = [form for form in forms if form not in found or disturbed(found[form])]
     start, least = time.monotonic(), max(LEAST - len(found), 0)
@@ -111,8 +148,11 @@ def measured(model: Model, forms: Sequence[str], executor: str, end: float = mat
             new[form] = of_store(stores[form], executor)
         others = {form: between(model, profile.nbytes["full"]) for form, profile in new.items()}
         for form, store in progress(stores.items(), "and once more", unit="forms") if new else ():
-            if len(new) <= LEAST or time.monotonic() + (time.monotonic() - start) / (2 * len(new)) < end:
-                new[form] += of_store(store, executor)      # what disturbed the machine may be over
+            if (
+                len(new) <= LEAST
+                or time.monotonic() + (time.monotonic() - start) / (2 * len(new)) < end
+            ):
+                new[form] += of_store(store, executor)  # what disturbed the machine may be over
             new[form] = new[form].calm()
         for form, seconds in resident_tokens(stores, executor, others).items():
             new[form].seconds["resident"] = seconds
@@ -137,33 +177,52 @@ def of_store(store: ExpertStore, executor: str) -> Profile:
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
 
-def resident_tokens(stores: Mapping[str, ExpertStore], executor: str, others: Mapping[str, int], rounds: int = 8,
-                    tokens: int = 16) -> dict[str, list[float]]:
-    """Seconds of single tokens, with all of a store's experts in memory and so many bytes of `others` read before each:
-    of all stores in turn, of each its least disturbed turn. The first round, which meets new memory, and the first half
-    of a turn, which meets the cache as another store has left it, do not count."""
+def resident_tokens(
+    stores: Mapping[str, ExpertStore],
+    executor: str,
+    others: Mapping[str, int],
+    rounds: int = 8,
+    tokens: int = 16,
+) -> dict[str, list[float]]:
+    """Seconds of single tokens, with all of a store's experts in memory and so many bytes of
+    `others` read before each: of all stores in turn, of each its least disturbed turn. The first
+    round, which meets new memory, and the first half of a turn, which meets the cache as another
+    store has left it, do not count."""
     import torch
     from transformers import DynamicCache
 
     from moelab.opening import open_model
+
     with ExitStack() as stack, torch.inference_mode():
-        models = {form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
-                  for form, store in stores.items()}
+        models = {
+            form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
+            for form, store in stores.items()
+        }
         beside = torch.zeros(max(others.values(), default=0) // 8, dtype=torch.int64)
         caches = {form: DynamicCache(config=lm.config) for form, lm in models.items()}
         for ids in torch.arange(rounds * tokens).split(tokens):
             for form, lm in models.items():
                 for one in ids[:, None, None] % lm.config.vocab_size:
-                    beside[:others[form] // 8].sum()    # reads it; written lines would be in the token's way
+                    beside[
+                        : others[form] // 8
+                    ].sum()  # reads it; written lines would be in the token's way
                     lm(input_ids=one, past_key_values=caches[form], use_cache=True)
-        seconds = {form: [forward.end - forward.start for forward in lm.moelab.forwards] for form, lm in models.items()}
-        return {form: min((of[i + tokens // 2:i + tokens] for i in range(tokens, len(of), tokens)), key=median)
-                for form, of in seconds.items()}
+        seconds = {
+            form: [forward.end - forward.start for forward in lm.moelab.forwards]
+            for form, lm in models.items()
+        }
+        return {
+            form: min(
+                (of[i + tokens // 2 : i + tokens] for i in range(tokens, len(of), tokens)),
+                key=median,
+            )
+            for form, of in seconds.items()
+        }
 
 
 def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float:
-    """Seconds before a layer's experts in a sample whose experts are all in memory: what its tokens took, without their
-    experts and the head as they are simulated."""
+    """Seconds before a layer's experts in a sample whose experts are all in memory: what its tokens
+    took, without their experts and the head as they are simulated."""
     residency = Residency(sample.L, sample.E, Pools(F=sample.L * sample.E))
     token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
     residency.fill()
@@ -182,20 +241,31 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         attention = spec.num_layers * attention_bytes(here)
         head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / rate
         more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
-        base = base * spec.num_layers / spec.L + more       # a dense layer's attention is its successor's
+        base = (
+            base * spec.num_layers / spec.L + more
+        )  # a dense layer's attention is its successor's
         resident = before_experts(found, here, delays) * spec.num_layers / spec.L + more
         rest = resident * spec.L + head + head_token
-    return Costs(delays, (base, token), (head, head_token),
-                 Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True), e + sm, resident, rest)
+    return Costs(
+        delays,
+        (base, token),
+        (head, head_token),
+        Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True),
+        e + sm,
+        resident,
+        rest,
+    )
 
 
-def sample_costs(model: Model, forms: list[str], look: Look | None = None, end: float = math.inf
-                 ) -> Callable[..., Costs | None]:
-    """What each form costs here, measured for those of `forms`, fast, and whatever is asked for later; None for what
-    is not known at `end`, see `measured`.
+def sample_costs(
+    model: Model, forms: list[str], look: Look | None = None, end: float = math.inf
+) -> Callable[..., Costs | None]:
+    """What each form costs here, measured for those of `forms`, fast, and whatever is asked for
+    later; None for what is not known at `end`, see `measured`.
 
-    look : at the model itself, as it is and fast; what is not of an expert took so long in that run, in every form.
-    """
+    look : at the model itself, as it is and fast; what is not of an expert took so long in that
+    run, in every form."""
+
     def stored_as(form: str) -> str | None:
         if form != AS_IS:
             return form
@@ -210,20 +280,42 @@ def sample_costs(model: Model, forms: list[str], look: Look | None = None, end: 
         if time.monotonic() > end - 4 * TURNS:
             return None
         return costs(measured(model, [name], executor)[name], model, False)
-    together = measured(model, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast", end)
+
+    together = measured(
+        model, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast", end
+    )
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
         found = sampled(form, executor)
         if look is None or found is None and form != AS_IS:
             return found
-        own, seen, L = costs(look.itself, model, True), Observed(*look.ran["observed"]), model.spec.L
-        if executor != "fast":                                  # of which no run has told more than that
-            return found and replace(found, predict=seen.predict,
-                                     around=partial(replace, decide=seen.decide, handover=seen.handover))
-        awake = None                                            # the run knows its head, and more layers than a sample
+        own, seen, L = (
+            costs(look.itself, model, True),
+            Observed(*look.ran["observed"]),
+            model.spec.L,
+        )
+        if executor != "fast":  # of which no run has told more than that
+            return found and replace(
+                found,
+                predict=seen.predict,
+                around=partial(replace, decide=seen.decide, handover=seen.handover),
+            )
+        awake = None  # the run knows its head, and more layers than a sample
         if found:
-            awake = max(found.resident + (sum(found.head) - sum(seen.head) + seen.first) / L
-                        - seen.first / sample_spec(model.spec).L, 0.0)
-        return replace(own if form == AS_IS else found, other=seen.other, head=seen.head, predict=seen.predict,
-                       resident=awake, rest=found and found.rest, around=partial(seen.around, own.delays))
+            awake = max(
+                found.resident
+                + (sum(found.head) - sum(seen.head) + seen.first) / L
+                - seen.first / sample_spec(model.spec).L,
+                0.0,
+            )
+        return replace(
+            own if form == AS_IS else found,
+            other=seen.other,
+            head=seen.head,
+            predict=seen.predict,
+            resident=awake,
+            rest=found and found.rest,
+            around=partial(seen.around, own.delays),
+        )
+
     return costs_of

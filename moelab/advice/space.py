@@ -1,14 +1,16 @@
-"""The space of ways to run a model, simulated: form × cache × prefetcher × workers × executor × memory.
+"""The space of ways to run a model, simulated: form × cache × prefetcher × workers × executor ×
+memory.
 
-Every form is played once, with the default cache. Then the fastest that lose no more than allowed, and the fastest of
-all, are changed in one respect after another, and a change that is faster stays. That is some forty simulations of the
-thousands that there are; what pays together but not alone is missed. Tokens are the model's own, recorded here, or are
-drawn by popularity, each by itself; a real token repeats more of the one before.
+Every form is played once, with the default cache. Then the fastest that lose no more than allowed,
+and the fastest of all, are changed in one respect after another, and a change that is faster stays.
+That is some forty simulations of the thousands that there are; what pays together but not alone is
+missed. Tokens are the model's own, recorded here, or are drawn by popularity, each by itself; a
+real token repeats more of the one before.
 
-What an expert costs in each form is a `Costs`: measured here (`moelab.advice.sample`), or by a card's figures. Left
-out: predictors that have to be trained or fitted first; predictions more than one layer ahead, which the engine does
-not make; scopes and margins of a cache; sampling between two forwards.
-"""
+What an expert costs in each form is a `Costs`: measured here (`moelab.advice.sample`), or by a
+card's figures. Left out: predictors that have to be trained or fitted first; predictions more than
+one layer ahead, which the engine does not make; scopes and margins of a cache; sampling between two
+forwards."""
 
 from __future__ import annotations
 
@@ -34,7 +36,16 @@ from moelab.offloading.limits import MachineRates
 from moelab.offloading.planner import best_pools, drawn
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.profile import Profile
-from moelab.offloading.simulator import RHO, Linear, Predictions, Simulation, Steps, delays_of, flat, simulate
+from moelab.offloading.simulator import (
+    RHO,
+    Linear,
+    Predictions,
+    Simulation,
+    Steps,
+    delays_of,
+    flat,
+    simulate,
+)
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
 from moelab.schedule.requests import Delays
@@ -49,17 +60,17 @@ PROMPT, WARM, TIMED = 64, 24, 24
 SECONDS = 20.0
 #: plans of a compressed cache, and tokens, by which its division is chosen
 FEW = 4
-#: the prefetcher that needs no preparation, and the share of experts that it finds where nothing was recorded: about
-#: what it finds of the small model's (notebook 04)
+#: the prefetcher that needs no preparation, and the share of experts that it finds where nothing
+#: was recorded: about what it finds of the small model's (notebook 04)
 PREFETCH, RECALL = "router", 0.75
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a form costs on a machine: an expert's delays, seconds before a layer's experts and after the last layer,
-    bytes of a slot, bytes of an expert on disk; with everything in memory, where nothing is decided, seconds before a
-    layer's experts, and of a token without any experts (None: as `other` and `head`); seconds of a prediction; what an
-    engine adds to the delays."""
+    """What a form costs on a machine: an expert's delays, seconds before a layer's experts and
+    after the last layer, bytes of a slot, bytes of an expert on disk; with everything in memory,
+    where nothing is decided, seconds before a layer's experts, and of a token without any experts
+    (None: as `other` and `head`); seconds of a prediction; what an engine adds to the delays."""
 
     delays: Delays
     other: Linear
@@ -88,7 +99,8 @@ class Scene:
 
 
 class Look(NamedTuple):
-    """What a model showed when it ran here once: its tokens, its profile, and what `verify.run` reported."""
+    """What a model showed when it ran here once: its tokens, its profile, and what `verify.run`
+    reported."""
 
     seen: Scene
     itself: Profile
@@ -98,12 +110,18 @@ class Look(NamedTuple):
 def predicted(steps: Steps, E: int, recall: float = RECALL, seed: int = 0) -> Predictions:
     """Predictions that find such a share of each step's experts; others are random."""
     rng = np.random.default_rng(seed)
-    return [[(layer, [e if rng.random() < recall else int(rng.integers(E)) for e in experts])
-             for layer, experts in step[1:]] for step in steps]
+    return [
+        [
+            (layer, [e if rng.random() < recall else int(rng.integers(E)) for e in experts])
+            for layer, experts in step[1:]
+        ]
+        for step in steps
+    ]
 
 
 def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
-    """Tokens drawn by popularity, and predictions that find `RECALL` of their experts; shares [L, E]."""
+    """Tokens drawn by popularity, and predictions that find `RECALL` of their experts; shares [L,
+    E]."""
     tokens = iter(drawn(shares, batch * (PROMPT + WARM + TIMED), seed))
     steps, forwards = [], []
     for n, phase in [(PROMPT, "prefill")] + [(1, "decode")] * (WARM + TIMED):
@@ -117,7 +135,8 @@ def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
 
 
 def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:
-    """A way with what the simulator finds; None where its memory holds no expert beside those that are loaded."""
+    """A way with what the simulator finds; None where its memory holds no expert beside those that
+    are loaded."""
     spec, sizes = model.spec, costs.sizes
     delays = costs.delays if way.resident or costs.around is None else costs.around(costs.delays)
     pools, ahead, staging, batch = Pools(F=spec.L * spec.E), 0, 1, seen.batch
@@ -132,38 +151,86 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         pools, staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
         ahead = min(spec.K, staging - 1) if way.prefetch else 0
         if sizes.sm:
-            pools = way.pools or best_pools(
-                seen.shares, seen.steps[:1 + WARM + FEW], room - staging * sizes.in_flight, sizes, delays, most=FEW,
-                workers=way.workers, staging=staging, policy=way.cache, warm=1 + WARM, other=other)[0].pools
+            pools = (
+                way.pools
+                or best_pools(
+                    seen.shares,
+                    seen.steps[: 1 + WARM + FEW],
+                    room - staging * sizes.in_flight,
+                    sizes,
+                    delays,
+                    most=FEW,
+                    workers=way.workers,
+                    staging=staging,
+                    policy=way.cache,
+                    warm=1 + WARM,
+                    other=other,
+                )[0].pools
+            )
     gate, across = PrefetchGate(), CrossToken(spec.E)
 
-    def run(residency: Residency, steps: Steps, forwards: list[tuple[int, str]], predictions: Predictions,
-            other: Linear = other, head: Linear = head) -> Simulation:
-        return simulate(steps, forwards, residency, delays, workers=way.workers, staging=staging, other=other,
-                        head=head, quiet=True, **({} if not ahead else {
-                            "predictions": predictions, "ahead": ahead, "gate": gate, "across": across,
-                            "predict": costs.predict}),
-                        awake=None if costs.around is None else costs.resident)
+    def run(
+        residency: Residency,
+        steps: Steps,
+        forwards: list[tuple[int, str]],
+        predictions: Predictions,
+        other: Linear = other,
+        head: Linear = head,
+    ) -> Simulation:
+        return simulate(
+            steps,
+            forwards,
+            residency,
+            delays,
+            workers=way.workers,
+            staging=staging,
+            other=other,
+            head=head,
+            quiet=True,
+            **(
+                {}
+                if not ahead
+                else {
+                    "predictions": predictions,
+                    "ahead": ahead,
+                    "gate": gate,
+                    "across": across,
+                    "predict": costs.predict,
+                }
+            ),
+            awake=None if costs.around is None else costs.resident,
+        )
+
     tokens = batch * context
-    whole = [[(layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))}) for layer, f in
-              enumerate(seen.shares)]]
+    whole = [
+        [
+            (layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))})
+            for layer, f in enumerate(seen.shares)
+        ]
+    ]
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
     long, residency = (Residency(spec.L, spec.E, pools, way.cache) for _ in range(2))
-    if way.resident:                                                        # all is read when the model is opened
+    if way.resident:  # all is read when the model is opened
         residency.fill()
         long.fill()
     prompt = run(long, whole, [(tokens, "prefill")], [[]], costs.other, costs.head)
-    first, gone = 1 + WARM, 0 if ahead else WARM            # the gate has to learn, a cache just to be filled
+    first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
     run(residency, seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
     timed = run(residency, seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
     found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
     return replace(
-        way, hit_rate=timed.counters.hit_rate(), read=found.read_bytes / len(timed.forwards), tpot=tpot,
-        ttft=prompt.ttft, pools=pools if sizes.sm and not way.resident else None, kind="simulated",
+        way,
+        hit_rate=timed.counters.hit_rate(),
+        read=found.read_bytes / len(timed.forwards),
+        tpot=tpot,
+        ttft=prompt.ttft,
+        pools=pools if sizes.sm and not way.resident else None,
+        kind="simulated",
         limited_by="loading" if (found.stall_per_step or 0) > tpot / 2 else "computing",
-        written=0 if way.form == AS_IS else spec.L * spec.E * costs.disk + model.others)
+        written=0 if way.form == AS_IS else spec.L * spec.E * costs.disk + model.others,
+    )
 
 
 class Search:
@@ -177,8 +244,17 @@ class Search:
     memory : bytes for everything.
     """
 
-    def __init__(self, model: Model, costs_of: Callable[[str, str], Costs | None], seen: Scene, memory: int,
-                 context: int, batch: int, loss: Callable[[str], float | None], allowed: float) -> None:
+    def __init__(
+        self,
+        model: Model,
+        costs_of: Callable[[str, str], Costs | None],
+        seen: Scene,
+        memory: int,
+        context: int,
+        batch: int,
+        loss: Callable[[str], float | None],
+        allowed: float,
+    ) -> None:
         self.model, self.costs_of, self.seen, self.memory = model, costs_of, seen, memory
         self.context, self.batch, self.loss, self.allowed = context, batch, loss, allowed
         self.found: list[Way] = []
@@ -197,8 +273,15 @@ class Search:
         """The plain way of a form; None if it does not fit, or nobody knows what it costs."""
         if (costs := self.costs_of(form, executor)) is None:
             self.left.append(form)
-        return costs and fitted(self.model, form, self.loss(form), costs.sizes.full, memory or self.memory,
-                                self.context, self.batch)
+        return costs and fitted(
+            self.model,
+            form,
+            self.loss(form),
+            costs.sizes.full,
+            memory or self.memory,
+            self.context,
+            self.batch,
+        )
 
     def play(self, way: Way, kept: list[Way]) -> Way | None:
         if way not in self.played:
@@ -225,7 +308,8 @@ class Search:
                     self.other(way, memory)
 
     def leaders(self) -> list[Way]:
-        """The two fastest that lose no more than allowed, and the fastest of all, each of another form."""
+        """The two fastest that lose no more than allowed, and the fastest of all, each of another
+        form."""
         best: dict[str, Way] = {}
         for way in sorted(self.found, key=lambda way: way.tpot):
             best.setdefault(way.form, way)
@@ -234,26 +318,47 @@ class Search:
 
     def change(self, way: Way) -> None:
         """Change a way in one respect after another; what is faster stays."""
-        caches = [name for name, (_, use) in registry.describe("cache").items() if use == "use" and name not in NEEDS]
-        groups: list[list[dict[str, Any]]] = [] if way.resident else [
-            [{"cache": name} for name in caches if name != way.cache], [{"prefetch": PREFETCH, "pools": None}],
-            # a core is left for what computes: beside it, so many threads wait for each other
-            [{"workers": n, "pools": None} for n in (2, 4) if n < (os.cpu_count() or 1) and way.pools]]
+        caches = [
+            name
+            for name, (_, use) in registry.describe("cache").items()
+            if use == "use" and name not in NEEDS
+        ]
+        groups: list[list[dict[str, Any]]] = (
+            []
+            if way.resident
+            else [
+                [{"cache": name} for name in caches if name != way.cache],
+                [{"prefetch": PREFETCH, "pools": None}],
+                # a core is left for what computes: beside it, so many threads wait for each other
+                [
+                    {"workers": n, "pools": None}
+                    for n in (2, 4)
+                    if n < (os.cpu_count() or 1) and way.pools
+                ],
+            ]
+        )
         for group in [*groups, [{"executor": "exact"}]]:
-            tried = [self.play(other, self.found) for change in group
-                     if not self.late((other := replace(way, **change)).name)]
+            tried = [
+                self.play(other, self.found)
+                for change in group
+                if not self.late((other := replace(way, **change)).name)
+            ]
             way = min([way, *filter(None, tried)], key=lambda one: one.tpot)
 
     def other(self, way: Way, memory: int) -> Way | None:
         """The same way in other memory."""
         there = self.way(way.form, memory, way.executor)
-        return there and self.play(replace(there, cache=way.cache, prefetch=way.prefetch, workers=way.workers),
-                                   self.elsewhere)
+        return there and self.play(
+            replace(there, cache=way.cache, prefetch=way.prefetch, workers=way.workers),
+            self.elsewhere,
+        )
 
 
-def card_costs(device: DeviceSpec, model: Model, decompress_gbs: float | None = None) -> Callable[..., Costs | None]:
-    """What forms cost by the figures of a card: kernels multiply each as it lies, at the rate of memory, but a Huffman
-    code, which is left out if nobody says how fast a thread decodes it."""
+def card_costs(
+    device: DeviceSpec, model: Model, decompress_gbs: float | None = None
+) -> Callable[..., Costs | None]:
+    """What forms cost by the figures of a card: kernels multiply each as it lies, at the rate of
+    memory, but a Huffman code, which is left out if nobody says how fast a thread decodes it."""
     spec, rates = model.spec.with_dtype("bfloat16"), MachineRates.of(device)
     decodes = decompress_gbs or "decompress_gbs" in device.figures
 
@@ -262,13 +367,26 @@ def card_costs(device: DeviceSpec, model: Model, decompress_gbs: float | None = 
             return None
         if form == DECODED:
             delays, other = delays_of(device, spec, RHO, model.dense, decompress_gbs)
-            return Costs(delays, other, (0.0, 0.0), Sizes(spec.expert_bytes, aligned(delays.e_bytes),
-                                                          aligned(delays.sm_bytes)), delays.e_bytes + delays.sm_bytes)
+            return Costs(
+                delays,
+                other,
+                (0.0, 0.0),
+                Sizes(spec.expert_bytes, aligned(delays.e_bytes), aligned(delays.sm_bytes)),
+                delays.e_bytes + delays.sm_bytes,
+            )
         full = stored_bytes(model.spec, form)
         delays, other = delays_of(device, spec, 1.0, model.dense, math.inf)
-        delays = replace(delays, e_read=full / rates.read, sm_read=0.0, recover=0.0, e_bytes=full, sm_bytes=0,
-                         expert_base=full / rates.memory)
+        delays = replace(
+            delays,
+            e_read=full / rates.read,
+            sm_read=0.0,
+            recover=0.0,
+            e_bytes=full,
+            sm_bytes=0,
+            expert_base=full / rates.memory,
+        )
         return Costs(delays, other, (0.0, 0.0), Sizes(full, 0, 0, True), full)
+
     return costs_of
 
 
@@ -284,24 +402,39 @@ def forms_of(model: Model) -> list[str]:
     """As it is, and whatever else its experts may be stored as."""
     few = model.spec.H % fewbit.GROUP == model.spec.I % fewbit.GROUP == 0
     offered = [form for form in model.forms() if few or form not in fewbit.FORMATS] or [AS_IS]
-    return [*offered, *([DECODED] if model.spec.dtype == "bfloat16" and model.stored is None else [])]
+    return [
+        *offered,
+        *([DECODED] if model.spec.dtype == "bfloat16" and model.stored is None else []),
+    ]
 
 
 def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs | None]:
     """The same machine with a disk twice as fast."""
+
     def halved(form: str, executor: str = "fast") -> Costs | None:
         costs = costs_of(form, executor)
         if costs is None:
             return None
         d = costs.delays
-        return replace(costs, delays=replace(d, e_read=d.e_read / 2, sm_read=d.sm_read / 2, read_both=None if
-                                             d.read_both is None else d.read_both / 2))
+        return replace(
+            costs,
+            delays=replace(
+                d,
+                e_read=d.e_read / 2,
+                sm_read=d.sm_read / 2,
+                read_both=None if d.read_both is None else d.read_both / 2,
+            ),
+        )
+
     return halved
 
 
-def at_rate(costs_of: Callable[..., Costs | None], rate: float, late: float = 0.0) -> Callable[..., Costs | None]:
-    """The same machine with reads throttled to so many bytes a second, which then wake up `late` by so many seconds.
-    While they wait, the disk disturbs nobody."""
+def at_rate(
+    costs_of: Callable[..., Costs | None], rate: float, late: float = 0.0
+) -> Callable[..., Costs | None]:
+    """The same machine with reads throttled to so many bytes a second, which then wake up `late` by
+    so many seconds. While they wait, the disk disturbs nobody."""
+
     def throttled(form: str, executor: str = "fast") -> Costs | None:
         costs = costs_of(form, executor)
         if costs is None:
@@ -310,15 +443,23 @@ def at_rate(costs_of: Callable[..., Costs | None], rate: float, late: float = 0.
         both, e, sm = d.miss_read, d.e_bytes / rate + late, d.sm_bytes and d.sm_bytes / rate + late
         least = (d.e_bytes + d.sm_bytes) / rate + late
         busy = min(both / least, 1.0) if least else 1.0
-        return replace(costs, delays=replace(
-            d, e_read=max(d.e_read, e), sm_read=max(d.sm_read, sm),
-            read_both=None if d.read_both is None else max(d.read_both, least),
-            beside={name: part_of_the_time(name, d.beside, busy) for name in d.beside}))
+        return replace(
+            costs,
+            delays=replace(
+                d,
+                e_read=max(d.e_read, e),
+                sm_read=max(d.sm_read, sm),
+                read_both=None if d.read_both is None else max(d.read_both, least),
+                beside={name: part_of_the_time(name, d.beside, busy) for name in d.beside},
+            ),
+        )
+
     return throttled
 
 
 def part_of_the_time(name: str, beside: Mapping[str, float], busy: float) -> float:
-    """A factor of `Delays.beside` where the disk is at work for a share of the time that it is asked to be."""
+    """A factor of `Delays.beside` where the disk is at work for a share of the time that it is
+    asked to be."""
     what, _, others = name.partition(" beside ")
     rest = " and ".join(other for other in others.split(" and ") if other != "read")
     without = 1.0 if what == "read" else beside.get(f"{what} beside {rest}", 1.0)

@@ -1,10 +1,10 @@
 """One way of running a model, and what each gives by arithmetic: bytes over rates.
 
-Source: the limits of `moelab.offloading.limits`: a layer takes as long as reading its missing experts or multiplying
-all of them, whichever is longer, after what comes before. A cache is taken to hold the most popular experts, as it does
-at best. Left out: codecs that are decoded before they are multiplied; prefetching, which hides reads behind other work
-but reads no fewer bytes; whatever an engine does besides.
-"""
+Source: the limits of `moelab.offloading.limits`: a layer takes as long as reading its missing
+experts or multiplying all of them, whichever is longer, after what comes before. A cache is taken
+to hold the most popular experts, as it does at best. Left out: codecs that are decoded before they
+are multiplied; prefetching, which hides reads behind other work but reads no fewer bytes; whatever
+an engine does besides."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from moelab.offloading.limits import MachineRates, kv_bytes
 from moelab.specs import MoESpec
 from moelab.table import percent
 
-#: experts that must have slots beside those that are kept, so that a layer can load while it computes
+#: experts that must have slots beside those that are kept, so that a layer can load while it
+#: computes
 STAGING = 2
-#: assumed popularity where nobody has counted: a Zipf law by rank, whose busiest of 32 experts has twice the mean load,
-#: about as in the decoded tokens of the small model that is shipped (notebook 01)
+#: assumed popularity where nobody has counted: a Zipf law by rank, whose busiest of 32 experts has
+#: twice the mean load, about as in the decoded tokens of the small model that is shipped (notebook
+#: 01)
 ZIPF = 0.3
 
 
@@ -75,39 +77,70 @@ class Way:
     @property
     def settings(self) -> dict[str, Any]:
         """What tells it from other ways of running the model, as plain values."""
-        return {"form": self.form, "executor": self.executor, "budget": self.budget} | ({} if self.resident else {
-            "cache": self.cache, "prefetch": self.prefetch, "workers": self.workers})
+        return {"form": self.form, "executor": self.executor, "budget": self.budget} | (
+            {}
+            if self.resident
+            else {"cache": self.cache, "prefetch": self.prefetch, "workers": self.workers}
+        )
 
     @property
     def name(self) -> str:
         """In a few words."""
-        parts = [self.form, self.executor, *([] if self.resident else [self.cache, *(
-            [f"prefetch {self.prefetch}"] if self.prefetch else []), *(
-            [f"{self.workers} workers"] if self.workers > 1 else [])])]
+        parts = [
+            self.form,
+            self.executor,
+            *(
+                []
+                if self.resident
+                else [
+                    self.cache,
+                    *([f"prefetch {self.prefetch}"] if self.prefetch else []),
+                    *([f"{self.workers} workers"] if self.workers > 1 else []),
+                ]
+            ),
+        ]
         return ", ".join(parts)
 
     @property
     def loses(self) -> str:
         """Its loss in words."""
-        return "lossless" if self.lossless else "loss unknown" if self.loss is None else \
-            f"{percent(self.loss, 2)} more loss"
+        return (
+            "lossless"
+            if self.lossless
+            else "loss unknown"
+            if self.loss is None
+            else f"{percent(self.loss, 2)} more loss"
+        )
 
     def row(self, batch: int) -> dict[str, Any]:
-        """All that is known of it, in bytes and seconds; `moelab.table.in_units` makes it readable."""
-        return {"experts as": self.form, "executor": self.executor, "cache": "–" if self.resident else self.cache,
-                "prefetch": self.prefetch or "–", "TPOT, s": self.tpot,
-                "±": "–" if self.error is None else f"{100 * self.error:.0f} %",
-                "tokens/s": batch / self.tpot, "TTFT, s": self.ttft, "memory, B": self.memory,
-                "experts in memory, B": self.budget, "written, B": self.written, "hit rate": self.hit_rate,
-                "read a token, B": self.read / batch, "loss": self.loses, "limited by": self.limited_by,
-                "kind": self.kind}
+        """All that is known of it, in bytes and seconds; `moelab.table.in_units` makes it
+        readable."""
+        return {
+            "experts as": self.form,
+            "executor": self.executor,
+            "cache": "–" if self.resident else self.cache,
+            "prefetch": self.prefetch or "–",
+            "TPOT, s": self.tpot,
+            "±": "–" if self.error is None else f"{100 * self.error:.0f} %",
+            "tokens/s": batch / self.tpot,
+            "TTFT, s": self.ttft,
+            "memory, B": self.memory,
+            "experts in memory, B": self.budget,
+            "written, B": self.written,
+            "hit rate": self.hit_rate,
+            "read a token, B": self.read / batch,
+            "loss": self.loses,
+            "limited by": self.limited_by,
+            "kind": self.kind,
+        }
 
 
 def zipf(spec: MoESpec, exponent: float = ZIPF) -> np.ndarray:
-    """Share of tokens that need each expert, [L, E], by rank⁻ᵉ; no more than all, K together in each layer."""
+    """Share of tokens that need each expert, [L, E], by rank⁻ᵉ; no more than all, K together in
+    each layer."""
     f = np.arange(1, spec.E + 1) ** -exponent
     certain = 0
-    while True:                                     # who is needed by all tokens leaves less for the others
+    while True:  # who is needed by all tokens leaves less for the others
         f[certain:] *= (spec.K - certain) / f[certain:].sum()
         if f.max(initial=0) <= 1 + 1e-12:
             return np.tile(np.minimum(f, 1), (spec.L, 1))
@@ -116,9 +149,12 @@ def zipf(spec: MoESpec, exponent: float = ZIPF) -> np.ndarray:
 
 
 def hit_rates(shares: np.ndarray) -> Callable[[int], float]:
-    """Kept experts (of all L·E) → share of a token's experts among them, if the most popular are kept."""
+    """Kept experts (of all L·E) → share of a token's experts among them, if the most popular are
+    kept."""
     popular = np.sort(shares, axis=None)[::-1].cumsum()
-    return lambda kept: float(popular[min(kept, len(popular)) - 1] / popular[-1]) if kept > 0 else 0.0
+    return lambda kept: (
+        float(popular[min(kept, len(popular)) - 1] / popular[-1]) if kept > 0 else 0.0
+    )
 
 
 def needed(model: Model, context: int, batch: int) -> int:
@@ -131,27 +167,45 @@ def least(model: Model, context: int, batch: int) -> int:
     return needed(model, context, batch) + (STAGING + model.spec.K) * model.spec.expert_bytes
 
 
-def fitted(model: Model, form: str, loss: float | None, expert: int, memory: int, context: int, batch: int
-           ) -> Way | None:
-    """A way of so many bytes an expert in so much memory, of which nothing else is known yet; None if it does not fit.
+def fitted(
+    model: Model, form: str, loss: float | None, expert: int, memory: int, context: int, batch: int
+) -> Way | None:
+    """A way of so many bytes an expert in so much memory, of which nothing else is known yet; None
+    if it does not fit.
 
-    What is decoded before it is multiplied (`DECODED`) takes less on disk than in memory; `written` then says too much.
-    """
+    What is decoded before it is multiplied (`DECODED`) takes less on disk than in memory; `written`
+    then says too much."""
     count, fixed = model.spec.L * model.spec.E, needed(model, context, batch)
     budget = min(memory - fixed, count * expert)
     if budget < min(STAGING + model.spec.K, count) * expert:
         return None
-    return Way(form, loss, count * expert, budget, fixed + budget, 0.0, 0.0, math.inf, math.inf,
-               written=0 if form == AS_IS else count * expert + model.others)
+    return Way(
+        form,
+        loss,
+        count * expert,
+        budget,
+        fixed + budget,
+        0.0,
+        0.0,
+        math.inf,
+        math.inf,
+        written=0 if form == AS_IS else count * expert + model.others,
+    )
 
 
-def possible(model: Model, rates: MachineRates, memory: int, context: int, batch: int,
-             hits: Callable[[int], float]) -> list[Way]:
+def possible(
+    model: Model,
+    rates: MachineRates,
+    memory: int,
+    context: int,
+    batch: int,
+    hits: Callable[[int], float],
+) -> list[Way]:
     """All ways that fit `memory`, the fastest first; of equally fast ones, the lossless first."""
     spec, dense, ways = model.spec, model.dense, []
     kv, count = kv_bytes(spec, context * batch), spec.L * spec.E
-    visits = count * (1 - (1 - spec.K / spec.E) ** batch)                   # experts of a step, if chosen at random
-    weights = spec.L * spec.K * spec.expert_params + dense / 2              # that each token multiplies
+    visits = count * (1 - (1 - spec.K / spec.E) ** batch)  # experts of a step, if chosen at random
+    weights = spec.L * spec.K * spec.expert_params + dense / 2  # that each token multiplies
     for form, (bits, lossless) in model.forms().items():
         expert = round(spec.expert_params * bits / 8)
         way = fitted(model, form, 0.0 if lossless else None, expert, memory, context, batch)
@@ -159,20 +213,41 @@ def possible(model: Model, rates: MachineRates, memory: int, context: int, batch
             continue
         kept = count if way.resident else max(way.budget // expert - STAGING, 0)
         hit, touched = hits(kept), visits * expert
-        parts = {"memory bandwidth": touched / rates.memory, "reading experts": touched * (1 - hit) / rates.read}
-        prompt = ((dense + way.experts) / rates.memory, (count - kept) * expert / rates.read,
-                  2 * context * batch * weights / rates.flops)
-        ways.append(replace(way, hit_rate=hit, read=touched * (1 - hit), ttft=max(prompt),
-                            tpot=(dense + kv) / rates.memory + max(parts.values()),
-                            limited_by=max(parts, key=parts.get)))
+        parts = {
+            "memory bandwidth": touched / rates.memory,
+            "reading experts": touched * (1 - hit) / rates.read,
+        }
+        prompt = (
+            (dense + way.experts) / rates.memory,
+            (count - kept) * expert / rates.read,
+            2 * context * batch * weights / rates.flops,
+        )
+        ways.append(
+            replace(
+                way,
+                hit_rate=hit,
+                read=touched * (1 - hit),
+                ttft=max(prompt),
+                tpot=(dense + kv) / rates.memory + max(parts.values()),
+                limited_by=max(parts, key=parts.get),
+            )
+        )
     return sorted(ways, key=lambda way: (way.tpot, not way.lossless))
 
 
 def front(ways: Iterable[Way]) -> list[Way]:
-    """The Pareto front: ways that no other beats in TPOT, memory and loss at once; an unknown loss is the worst."""
+    """The Pareto front: ways that no other beats in TPOT, memory and loss at once; an unknown loss
+    is the worst."""
+
     def cost(way: Way) -> tuple[float, float, float]:
         return way.tpot, way.memory, math.inf if way.loss is None else way.loss
-    ways = list(ways)
-    return [way for way in ways if not any(
-        all(a <= b for a, b in zip(cost(other), cost(way))) and cost(other) != cost(way) for other in ways)]
 
+    ways = list(ways)
+    return [
+        way
+        for way in ways
+        if not any(
+            all(a <= b for a, b in zip(cost(other), cost(way))) and cost(other) != cost(way)
+            for other in ways
+        )
+    ]

@@ -1,4 +1,5 @@
-"""Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE §3.1).
+"""Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE
+§3.1).
 
     TorchBackend        the model's own weights and arithmetic in the same static shapes: fast, for counts and accuracy
     ConvertedBackend    the saved packages: by the evaluator on any machine, which checks a conversion, or by Core ML on
@@ -6,9 +7,9 @@
 
     launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
 
-C is a group's capacity; where its package has a function for each tier, the smallest that has room for a launch's
-fullest expert. The KV cache stays transformers' own; a graph gets it as its fixed-shape input.
-"""
+C is a group's capacity; where its package has a function for each tier, the smallest that has room
+for a launch's fullest expert. The KV cache stays transformers' own; a graph gets it as its
+fixed-shape input."""
 
 from __future__ import annotations
 
@@ -36,8 +37,11 @@ class Backend(ABC):
     plan: ANEPlan
 
     @abstractmethod
-    def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
-        """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G, C, H]."""
+    def experts(
+        self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
+    ) -> Tensor:
+        """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G,
+        C, H]."""
 
     def capacity(self, layer: int, group: int, fullest: int) -> int:
         """C of a launch whose fullest expert has that many tokens."""
@@ -49,22 +53,31 @@ class Backend(ABC):
 
 
 class TorchBackend(Backend):
-    """The model's own weights and arithmetic; a group's experts in one batched product if they are in plain banks."""
+    """The model's own weights and arithmetic; a group's experts in one batched product if they are
+    in plain banks."""
 
     name = "torch"
 
     def __init__(self, plan: ANEPlan) -> None:
         self.plan = plan
 
-    def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
+    def experts(
+        self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
+    ) -> Tensor:
         members = list(self.plan.layers[layer].groups[group].experts)
         if not plain(experts) or banks(experts, "down_proj") is None:
-            return torch.stack([experts.weighted(rows, w, experts.weights(e))
-                                for e, rows, w in zip(members, buffer, scale)])
+            return torch.stack(
+                [
+                    experts.weighted(rows, w, experts.weights(e))
+                    for e, rows, w in zip(members, buffer, scale)
+                ]
+            )
+
         def linear(x: Tensor, name: str) -> Tensor:
             weights = banks(experts, name)[members]
             y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
             return y + getattr(experts, name + "_bias")[members][:, None] if experts.has_bias else y
+
         up, down = names(experts)
         return linear(activate(experts, linear(buffer, up)), down) * scale[..., None]
 
@@ -72,12 +85,19 @@ class TorchBackend(Backend):
 class ConvertedBackend(Backend):
     """The packages of a converted model, each loaded when it is first needed.
 
-    mode : of the evaluator, "double" or "fp16". runner : makes what runs a package instead of it; `name` says what.
-    """
+    mode : of the evaluator, "double" or "fp16". runner : makes what runs a package instead of it;
+    `name` says what."""
 
-    def __init__(self, converted: ConvertedModel | str | Path, mode: str = "double", runner: Runner | None = None,
-                 name: str = "evaluator") -> None:
-        self.converted = converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
+    def __init__(
+        self,
+        converted: ConvertedModel | str | Path,
+        mode: str = "double",
+        runner: Runner | None = None,
+        name: str = "evaluator",
+    ) -> None:
+        self.converted = (
+            converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
+        )
         self.name, self.mode, self.runner, self.plan = name, mode, runner, self.converted.plan
         self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers}
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -86,11 +106,17 @@ class ConvertedBackend(Backend):
 
     @property
     def alarms(self) -> list[Alarm]:
-        """What the evaluator's fp16 mode has met in any graph, the worst of each operation and kind."""
-        return [alarm for graph in (*self._groups.values(), *self._attention.values())
-                for alarm in getattr(graph.run, "alarms", ())]
+        """What the evaluator's fp16 mode has met in any graph, the worst of each operation and
+        kind."""
+        return [
+            alarm
+            for graph in (*self._groups.values(), *self._attention.values())
+            for alarm in getattr(graph.run, "alarms", ())
+        ]
 
-    def experts(self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any) -> Tensor:
+    def experts(
+        self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
+    ) -> Tensor:
         at = self._decoder_layer[layer], group, buffer.shape[1]
         if at not in self._groups:
             self._groups[at] = self.converted.group(*at[:2], self.mode, at[2], self.runner)
@@ -108,41 +134,69 @@ class ConvertedBackend(Backend):
             for entry in self.converted.layers:
                 if "file" in entry["attention"]:
                     attention = model.base_model.layers[entry["layer"]].self_attn
-                    patches.wrap(attention, "forward", partial(self._chunk_attention, attention, entry["layer"]))
+                    patches.wrap(
+                        attention,
+                        "forward",
+                        partial(self._chunk_attention, attention, entry["layer"]),
+                    )
             return patches.pop_all()
 
     def _chunk_attention(self, attention: nn.Module, layer: int, own: Any) -> Any:
         """A forward of the attention around its `own`, which single tokens take."""
-        def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any = None,
-                    past_key_values: Any = None, **options: Any) -> tuple[Tensor, None]:
+
+        def forward(
+            hidden_states: Tensor,
+            position_embeddings: tuple[Tensor, Tensor],
+            attention_mask: Any = None,
+            past_key_values: Any = None,
+            **options: Any,
+        ) -> tuple[Tensor, None]:
             if hidden_states.shape[1] == 1:
-                return own(hidden_states=hidden_states, position_embeddings=position_embeddings,
-                           attention_mask=attention_mask, past_key_values=past_key_values, **options)
+                return own(
+                    hidden_states=hidden_states,
+                    position_embeddings=position_embeddings,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    **options,
+                )
             if layer not in self._attention:
                 self._attention[layer] = self.converted.attention(layer, self.mode, self.runner)
             graph, (cos, sin) = self._attention[layer], position_embeddings
-            y, *new = graph(hidden_states[0], cos[0], sin[0], *cached(graph, past_key_values, attention.layer_idx),
-                            getattr(attention, "sliding_window", None))
+            y, *new = graph(
+                hidden_states[0],
+                cos[0],
+                sin[0],
+                *cached(graph, past_key_values, attention.layer_idx),
+                getattr(attention, "sliding_window", None),
+            )
             if past_key_values is not None:
-                past_key_values.update(*(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx)
+                past_key_values.update(
+                    *(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx
+                )
             return y[None].to(hidden_states.dtype), None
+
         return forward
 
 
 def cached(graph: AttentionGraph, cache: Any, layer: int) -> tuple[Tensor, Tensor, int]:
-    """transformers' cache of one layer in a graph's fixed shape: keys, values (1, KV, D, P), how many are filled.
+    """transformers' cache of one layer in a graph's fixed shape: keys, values (1, KV, D, P), how
+    many are filled.
 
     Raises ValueError: more tokens than the graph's context holds, or a cache that has dropped some.
     """
     k, v = torch.zeros(2, *graph.shape.cache, dtype=getattr(graph.run, "dtype", torch.float32))
     length = 0 if cache is None else cache.get_seq_length(layer)
     if length > graph.shape.context:
-        raise ValueError(f"{length} tokens are in the cache, and this attention was converted for a context of "
-                         f"{graph.shape.context}: convert it for a longer one")
+        raise ValueError(
+            f"{length} tokens are in the cache, and this attention was converted for a context of "
+            f"{graph.shape.context}: convert it for a longer one"
+        )
     if length:
-        keys, values = cache.layers[layer].keys, cache.layers[layer].values                 # [1, KV, length, D]
+        keys, values = cache.layers[layer].keys, cache.layers[layer].values  # [1, KV, length, D]
         if keys.shape[2] != length:
-            raise ValueError(f"the cache of layer {layer} holds {keys.shape[2]} of {length} tokens (a sliding window); "
-                             f"a graph with a fixed-shape cache needs all")
+            raise ValueError(
+                f"the cache of layer {layer} holds {keys.shape[2]} of {length} tokens (a sliding window); "
+                f"a graph with a fixed-shape cache needs all"
+            )
         k[..., :length], v[..., :length] = keys.mT, values.mT
     return k, v, length

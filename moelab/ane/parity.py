@@ -1,10 +1,11 @@
-"""Does a converted model compute what the model computes? Logits of whole prefills, prompt by prompt.
+"""Does a converted model compute what the model computes? Logits of whole prefills, prompt by
+prompt.
 
-Nothing is dropped (a group that overflows is launched again), so the unconverted model in float32 is the reference.
-With the evaluator in double precision the difference is at most the rounding of weights to fp16, and `LOGITS` is the
-limit. In fp16, and on a Mac, the arithmetic adds to it, and a near tie in a router may send a token to another expert,
-so no number fits all models: a Mac is judged by what the evaluator's fp16 makes of the same prompts.
-"""
+Nothing is dropped (a group that overflows is launched again), so the unconverted model in float32
+is the reference. With the evaluator in double precision the difference is at most the rounding of
+weights to fp16, and `LOGITS` is the limit. In fp16, and on a Mac, the arithmetic adds to it, and a
+near tie in a router may send a token to another expert, so no number fits all models: a Mac is
+judged by what the evaluator's fp16 makes of the same prompts."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from moelab.ane.plan import Account
 from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
 
-#: of a good conversion: largest difference of a logit in double precision, least share of equal next tokens
+#: of a good conversion: largest difference of a logit in double precision, least share of equal
+#: next tokens
 LOGITS, SAME = 1e-2, 0.99
-#: how many times the largest difference of the evaluator's fp16 a device's may be: it adds in another order; ours
+#: how many times the largest difference of the evaluator's fp16 a device's may be: it adds in
+#: another order; ours
 ROUNDING = 3
 
 
@@ -34,44 +37,64 @@ class Parity:
     """What `parity` found, for n prompts."""
 
     backend: str
-    last: np.ndarray            # float64 [n], largest difference of a logit after the last token
-    worst: np.ndarray           # float64 [n], the same after any token
-    same: np.ndarray            # bool [n], whether the most likely next token is the same
+    last: np.ndarray  # float64 [n], largest difference of a logit after the last token
+    worst: np.ndarray  # float64 [n], the same after any token
+    same: np.ndarray  # bool [n], whether the most likely next token is the same
     counts: Account
     alarms: tuple[Alarm, ...] = ()
-    limit: float = LOGITS       # of `last` in a good conversion
-    least: float = SAME         # share of `same` in a good conversion
+    limit: float = LOGITS  # of `last` in a good conversion
+    least: float = SAME  # share of `same` in a good conversion
 
     @property
     def ok(self) -> bool:
-        """The next token's logits within the limit on every prompt, and the same token on enough of them."""
+        """The next token's logits within the limit on every prompt, and the same token on enough of
+        them."""
         return bool((self.last <= self.limit).all()) and float(self.same.mean()) >= self.least
 
     def summary(self) -> dict[str, Any]:
-        return {"backend": self.backend, "prompts": len(self.same), "same next token": float(self.same.mean()),
-                "largest difference, next token": float(self.last.max()), "allowed": self.limit,
-                "median of these": float(np.median(self.last)),
-                "largest difference, any token": float(self.worst.max()),
-                "expert graphs run": self.counts.launches, "alarms": len(self.alarms), "passed": self.ok}
+        return {
+            "backend": self.backend,
+            "prompts": len(self.same),
+            "same next token": float(self.same.mean()),
+            "largest difference, next token": float(self.last.max()),
+            "allowed": self.limit,
+            "median of these": float(np.median(self.last)),
+            "largest difference, any token": float(self.worst.max()),
+            "expert graphs run": self.counts.launches,
+            "alarms": len(self.alarms),
+            "passed": self.ok,
+        }
 
 
-def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any, prompts: Sequence[Sequence[int]],
-           mode: str = "double", rounding: Parity | None = None) -> Parity:
+def parity(
+    converted: ConvertedModel | ConvertedBackend | str | Path,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    mode: str = "double",
+    rounding: Parity | None = None,
+) -> Parity:
     """Prefill every prompt twice, through the packages and through the model.
 
-    model : the model that was converted; its weights are widened to float32 for good. prompts : token ids.
+    model : the model that was converted; its weights are widened to float32 for good. prompts :
+        token ids.
     mode : of the evaluator, unless a backend is given.
     rounding : what the evaluator's fp16 mode made of the same prompts, to judge a device by.
 
-    Raises ValueError: no prompts, one longer than the graphs' context, a damaged or another model's conversion.
-    """
+    Raises ValueError: no prompts, one longer than the graphs' context, a damaged or another model's
+    conversion."""
     if not len(prompts):
         raise ValueError("there are no prompts to compare on; give at least one")
-    backend = converted if isinstance(converted, ConvertedBackend) else ConvertedBackend(converted, mode)
+    backend = (
+        converted if isinstance(converted, ConvertedBackend) else ConvertedBackend(converted, mode)
+    )
     limit, least = LOGITS, SAME
     if backend.mode == "fp16" or backend.runner is not None:
-        limit = float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
-        least = SAME if rounding is None else min(SAME, float(rounding.same.mean()) - 1 / len(prompts))
+        limit = (
+            float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
+        )
+        least = (
+            SAME if rounding is None else min(SAME, float(rounding.same.mean()) - 1 / len(prompts))
+        )
     model = model.float().eval()
     rows, counts = [], Account()
     with torch.no_grad():
@@ -81,7 +104,9 @@ def parity(converted: ConvertedModel | ConvertedBackend | str | Path, model: Any
             with prefill_through(model, backend=backend, overflow="pad") as ane:
                 found = model(ids, use_cache=False).logits[0]
             counts += ane.total
-            difference = (found - expected).abs().amax(-1)                                      # [S]
+            difference = (found - expected).abs().amax(-1)  # [S]
             same = bool(found[-1].argmax() == expected[-1].argmax())
             rows.append((float(difference[-1]), float(difference.max()), same))
-    return Parity(backend.name, *map(np.array, zip(*rows)), counts, tuple(backend.alarms), limit, least)
+    return Parity(
+        backend.name, *map(np.array, zip(*rows)), counts, tuple(backend.alarms), limit, least
+    )

@@ -1,13 +1,15 @@
-"""Plans of MoE prefill on the Neural Engine: tiers, groups and placement, layer by layer (NPUMoE §3, §4).
+"""Plans of MoE prefill on the Neural Engine: tiers, groups and placement, layer by layer (NPUMoE
+§3, §4).
 
-`make_plan` turns counts into static graphs: capacities in tiers, experts of equal tier in groups whose weights one
-graph can hold, each group, and attention, on the ANE or on the CPU. `count` says what a plan executes, drops and pads.
+`make_plan` turns counts into static graphs: capacities in tiers, experts of equal tier in groups
+whose weights one graph can hold, each group, and attention, on the ANE or on the CPU. `count` says
+what a plan executes, drops and pads.
 
     counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity   loads [n, L, E]
 
-A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes are free, so an
-expert costs what its tokens cost, nothing is padded or dropped, and a capacity does not apply (Table 4: padding 0).
-"""
+A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes
+are free, so an expert costs what its tokens cost, nothing is padded or dropped, and a capacity does
+not apply (Table 4: padding 0)."""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ from moelab.specs import MoESpec
 from moelab.table import text_table
 
 FORMAT = "moelab.ane.plan/2"
-#: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of PhiMoE is 150 MB. That
-#: is MiB, and eight such experts, Table 5's largest groups, are these bytes exactly
-MAX_GRAPH_BYTES = 1200 * 2 ** 20
+#: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of
+#: PhiMoE is 150 MB. That is MiB, and eight such experts, Table 5's largest groups, are these bytes
+#: exactly
+MAX_GRAPH_BYTES = 1200 * 2**20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
-#: graphs that a plan keeps loaded, attention's included; our limit, no source has one (NPUMoE ran some 700)
+#: graphs that a plan keeps loaded, attention's included; our limit, no source has one (NPUMoE ran
+#: some 700)
 MAX_GRAPHS = 1024
 #: chunks that NPUMoE evaluates (§5.1)
 CHUNKS = (256, 512, 1024)
@@ -47,7 +51,7 @@ class PlannedGroup:
     capacity: Size
     unit: Unit
     weight_bytes: Count
-    expected: Amount = 0.0                  # tokens of a chunk that come to the group on average
+    expected: Amount = 0.0  # tokens of a chunk that come to the group on average
 
     @property
     def slots(self) -> int:
@@ -73,8 +77,8 @@ class ANEPlan:
 
     chunk, system : B, and a key of `SYSTEMS`. problems : what does not fit and why, in words.
     popularity : where the counts came from, in words; "assumed" if nothing was calibrated.
-    model_id : identity of the model whose calibration it was made from; "" where the popularity was assumed.
-    """
+    model_id : identity of the model whose calibration it was made from; "" where the popularity was
+    assumed."""
 
     spec: MoESpec
     chunk: Size
@@ -87,11 +91,15 @@ class ANEPlan:
     def require(self, model_id: str, spec: MoESpec) -> None:
         """ValueError unless this is a plan of the model with this identity and geometry."""
         if self.spec.fingerprint() != spec.fingerprint():
-            raise ValueError(f"the plan is for {self.spec.name} (geometry {self.spec.fingerprint()}), not for "
-                             f"{spec.name} (geometry {spec.fingerprint()}): plan this model")
+            raise ValueError(
+                f"the plan is for {self.spec.name} (geometry {self.spec.fingerprint()}), not for "
+                f"{spec.name} (geometry {spec.fingerprint()}): plan this model"
+            )
         if self.model_id not in ("", model_id):
-            raise ValueError(f"the plan was made from a calibration of {self.spec.name} (identity {self.model_id}), "
-                             f"and {spec.name} is another model (identity {model_id}): calibrate and plan this one")
+            raise ValueError(
+                f"the plan was made from a calibration of {self.spec.name} (identity {self.model_id}), "
+                f"and {spec.name} is another model (identity {model_id}): calibrate and plan this one"
+            )
 
     @property
     def graphs(self) -> list[PlannedGroup]:
@@ -122,15 +130,17 @@ class ANEPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a machine needs at least: experts, the rest in fp16, the embedding once.
+        """Bytes of weights that a machine needs at least: experts, the rest in fp16, the embedding
+        once.
 
         Other attention than grouped-query attention is not counted.
         """
         spec = self.spec
         attention = attention_params(spec) if spec.model_type in GROUPED_QUERY else 0
         dense = 3 * spec.H * (spec.L * spec.shared_I + (spec.num_layers - spec.L) * spec.dense_I)
-        return (sum(group.weight_bytes for layer in self.layers for group in layer.groups)
-                + 2 * (spec.num_layers * attention + dense + spec.vocab * spec.H))
+        return sum(group.weight_bytes for layer in self.layers for group in layer.groups) + 2 * (
+            spec.num_layers * attention + dense + spec.vocab * spec.H
+        )
 
     @property
     def largest_graph_bytes(self) -> int:
@@ -141,21 +151,34 @@ class ANEPlan:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ANEPlan:
-        """The plan of `to_dict`, also after JSON; ValueError if it is incomplete, damaged or of another version."""
+        """The plan of `to_dict`, also after JSON; ValueError if it is incomplete, damaged or of
+        another version."""
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            found = repr(fields.get("format")) if isinstance(fields, dict) else f"a {type(fields).__name__}"
-            raise ValueError(f"this is not a plan of format {FORMAT}, but {found}; make it again with make_plan")
+            found = (
+                repr(fields.get("format"))
+                if isinstance(fields, dict)
+                else f"a {type(fields).__name__}"
+            )
+            raise ValueError(
+                f"this is not a plan of format {FORMAT}, but {found}; make it again with make_plan"
+            )
         try:
             plan = typed({name: value for name, value in fields.items() if name != "format"}, cls)
             if len(plan.layers) != plan.spec.L:
                 raise ValueError(f"it has {len(plan.layers)} layers for a model of {plan.spec.L}")
             for layer in plan.layers:
-                if sorted(e for g in layer.groups for e in g.experts) != list(range(len(layer.tiers.capacity))):
+                if sorted(e for g in layer.groups for e in g.experts) != list(
+                    range(len(layer.tiers.capacity))
+                ):
                     raise ValueError("an expert is in no group, or in two, or in no tier")
-                if len(layer.tiers.capacity) != plan.spec.E or not {*layer.tiers.capacity} <= {*layer.tiers.levels}:
+                if len(layer.tiers.capacity) != plan.spec.E or not {*layer.tiers.capacity} <= {
+                    *layer.tiers.levels
+                }:
                     raise ValueError("its tiers are of another model")
         except ValueError as error:
-            raise ValueError(f"this plan is damaged: {error}; make it again with make_plan") from error
+            raise ValueError(
+                f"this plan is damaged: {error}; make it again with make_plan"
+            ) from error
         return plan
 
     def save(self, path: str | Path) -> Path:
@@ -169,164 +192,283 @@ class ANEPlan:
             return cls.from_dict(parse_json(absolute(path).read_bytes()))
 
     def describe(self, layers: Sequence[int] | None = None) -> str:
-        """A table of the layers (all, or those named by their MoE index), a summary and the problems, as text."""
+        """A table of the layers (all, or those named by their MoE index), a summary and the
+        problems, as text."""
         rows = []
         for number in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[number]
             graphs = layer.on("ane")
-            rows.append([str(number), layer.attention,
-                         " ".join(f"{layer.tiers.capacity.count(level)}×{level}" for level in layer.tiers.levels),
-                         " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs) or "–",
-                         sum(len(g.experts) for g in layer.on("cpu")), sum(g.slots for g in graphs),
-                         max((g.weight_bytes for g in graphs), default=0) / 1e6])
-        head = ["layer", "attention", "experts × tier", "ANE graphs (G×C)", "CPU experts", "ANE rows",
-                "largest graph, MB"]
-        lines = [f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
-                 f"popularity {self.popularity}",
-                 text_table(head, rows),
-                 f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE, where "
-                 f"{self.ane_bytes / 1e9:.1f} GB of expert weights stay."]
+            rows.append(
+                [
+                    str(number),
+                    layer.attention,
+                    " ".join(
+                        f"{layer.tiers.capacity.count(level)}×{level}"
+                        for level in layer.tiers.levels
+                    ),
+                    " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs) or "–",
+                    sum(len(g.experts) for g in layer.on("cpu")),
+                    sum(g.slots for g in graphs),
+                    max((g.weight_bytes for g in graphs), default=0) / 1e6,
+                ]
+            )
+        head = [
+            "layer",
+            "attention",
+            "experts × tier",
+            "ANE graphs (G×C)",
+            "CPU experts",
+            "ANE rows",
+            "largest graph, MB",
+        ]
+        lines = [
+            f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
+            f"popularity {self.popularity}",
+            text_table(head, rows),
+            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE, where "
+            f"{self.ane_bytes / 1e9:.1f} GB of expert weights stay.",
+        ]
         return "\n".join(lines + [f"Does not fit: {problem}" for problem in self.problems])
 
 
-def make_plan(spec: MoESpec, counts: Any, tokens: int, chunk: int = 256, group_size: int = 8, levels: int = 3,
-              max_graph_bytes: float = MAX_GRAPH_BYTES, system: str = "npumoe", *, rule: str = "topk",
-              slack: float = 1.0, tiers: Sequence[Tiers] | None = None, cold_share: float = 0.1, min_rows: float = 32,
-              bytes_per_weight: float = 2.0, max_graphs: int = MAX_GRAPHS, popularity: str = "calibrated",
-              model_id: str = "") -> ANEPlan:
+def make_plan(
+    spec: MoESpec,
+    counts: Any,
+    tokens: int,
+    chunk: int = 256,
+    group_size: int = 8,
+    levels: int = 3,
+    max_graph_bytes: float = MAX_GRAPH_BYTES,
+    system: str = "npumoe",
+    *,
+    rule: str = "topk",
+    slack: float = 1.0,
+    tiers: Sequence[Tiers] | None = None,
+    cold_share: float = 0.1,
+    min_rows: float = 32,
+    bytes_per_weight: float = 2.0,
+    max_graphs: int = MAX_GRAPHS,
+    popularity: str = "calibrated",
+    model_id: str = "",
+) -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
-    counts, tokens : [L, E] routings to each expert, and of how many tokens: `calibration.counts(PREFILL)` and
-        `calibration.tokens[PREFILL]`, or `popularity.assumed_counts(spec)`.
+    counts, tokens : [L, E] routings to each expert, and of how many tokens:
+        `calibration.counts(PREFILL)` and `calibration.tokens[PREFILL]`, or
+        `popularity.assumed_counts(spec)`.
     chunk, group_size : B, and G for systems that group.
     levels, rule, slack : as in `capacity_tiers`; tiers : [L] to use instead.
-    max_graph_bytes : weights of one graph; groups shrink to it, and a larger expert goes to the CPU.
-    cold_share, min_rows : for the CPU are the rarest experts that together get at most this share of the routings, and
-        groups that expect fewer tokens of a chunk, too few to pay a launch. NPUMoE §4.3 has the criterion and one
-        example (a group of 2 × 8 is too small), no threshold: both are ours.
-    bytes_per_weight : of the experts; 2 for fp16, 1 for int8, 0.5 for 4-bit palettes. Attention stays fp16.
-    max_graphs : that stay loaded; does not apply where Core ML places graphs. Of more, the groups that the fewest
-        tokens come to go to the CPU.
+    max_graph_bytes : weights of one graph; groups shrink to it, and a larger expert goes to the
+        CPU.
+    cold_share, min_rows : for the CPU are the rarest experts that together get at most this share
+        of the routings, and groups that expect fewer tokens of a chunk, too few to pay a launch.
+        NPUMoE §4.3 has the criterion and one example (a group of 2 × 8 is too small), no threshold:
+        both are ours.
+    bytes_per_weight : of the experts; 2 for fp16, 1 for int8, 0.5 for 4-bit palettes. Attention
+        stays fp16.
+    max_graphs : that stay loaded; does not apply where Core ML places graphs. Of more, the groups
+        that the fewest tokens come to go to the CPU.
     popularity, model_id : as in `ANEPlan`.
     """
     require("system", system, SYSTEMS)
-    for name, value in (("tokens", tokens), ("chunk", chunk), ("group_size", group_size), ("slack", slack),
-                        ("max_graph_bytes", max_graph_bytes), ("bytes_per_weight", bytes_per_weight),
-                        ("max_graphs", max_graphs)):
-        if not 0 < value < float("inf"):                        # also nan
+    for name, value in (
+        ("tokens", tokens),
+        ("chunk", chunk),
+        ("group_size", group_size),
+        ("slack", slack),
+        ("max_graph_bytes", max_graph_bytes),
+        ("bytes_per_weight", bytes_per_weight),
+        ("max_graphs", max_graphs),
+    ):
+        if not 0 < value < float("inf"):  # also nan
             raise ValueError(f"{name} is {value}; it must be positive and finite")
     counts = np.asarray(counts, dtype=float)
     if counts.shape != (spec.L, spec.E):
-        raise ValueError(f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
-                         f"experts")
-    tiers = list(tiers or capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack))
+        raise ValueError(
+            f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
+            f"experts"
+        )
+    tiers = list(
+        tiers or capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    )
     if len(tiers) != spec.L or any(len(layer.capacity) != spec.E for layer in tiers):
         raise ValueError(f"tiers are not those of {spec.L} MoE layers of {spec.E} experts")
     how = SYSTEMS[system]
-    if how.experts == "cpu" or not how.tiers:                   # on the CPU any expert may get all tokens
-        capacity = round_up(chunk, 16) if how.experts == "cpu" else max(layer.levels[0] for layer in tiers)
+    if how.experts == "cpu" or not how.tiers:  # on the CPU any expert may get all tokens
+        capacity = (
+            round_up(chunk, 16) if how.experts == "cpu" else max(layer.levels[0] for layer in tiers)
+        )
         tiers = [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
 
     problems = []
-    expert_bytes, attention_bytes = round(spec.expert_params * bytes_per_weight), 2 * attention_params(spec)
-    expert_problem = _why_not_on_ane(spec, "experts", expert_bytes, max_graph_bytes, max(spec.H, spec.I))
-    attention_problem = _why_not_on_ane(spec, "attention", attention_bytes, max_graph_bytes,
-                                        max(spec.H, spec.heads * spec.head_dim))
+    expert_bytes, attention_bytes = (
+        round(spec.expert_params * bytes_per_weight),
+        2 * attention_params(spec),
+    )
+    expert_problem = _why_not_on_ane(
+        spec, "experts", expert_bytes, max_graph_bytes, max(spec.H, spec.I)
+    )
+    attention_problem = _why_not_on_ane(
+        spec, "attention", attention_bytes, max_graph_bytes, max(spec.H, spec.heads * spec.head_dim)
+    )
     size, fit = group_size if how.grouped else 1, max(int(max_graph_bytes // expert_bytes), 1)
     if how.experts == "ane" and expert_problem:
         problems.append(f"all experts stay on the CPU: {expert_problem}")
     elif how.experts == "ane" and fit < size:
-        problems.append(f"groups of {fit} instead of {size} experts: one graph holds {max_graph_bytes / 1e6:,.0f} MB, "
-                        f"an expert has {expert_bytes / 1e6:,.1f} MB")
+        problems.append(
+            f"groups of {fit} instead of {size} experts: one graph holds {max_graph_bytes / 1e6:,.0f} MB, "
+            f"an expert has {expert_bytes / 1e6:,.1f} MB"
+        )
     attention = how.attention
     if attention == "ane" and attention_problem:
         attention = "cpu"
         problems.append(f"attention stays on the CPU: {attention_problem}")
 
     if not how.placement:
-        cold_share, min_rows = -1.0, 0.0                        # −1: no expert is cold
+        cold_share, min_rows = -1.0, 0.0  # −1: no expert is cold
     if how.experts == "cpu" or expert_problem:
         min_rows = np.inf
-    layers = [LayerPlan(of_layer, _placed(of_layer, row, (row * (chunk / tokens)).tolist(), size, fit, cold_share,
-                                          min_rows, expert_bytes), attention)
-              for of_layer, row in zip(tiers, counts)]
+    layers = [
+        LayerPlan(
+            of_layer,
+            _placed(
+                of_layer,
+                row,
+                (row * (chunk / tokens)).tolist(),
+                size,
+                fit,
+                cold_share,
+                min_rows,
+                expert_bytes,
+            ),
+            attention,
+        )
+        for of_layer, row in zip(tiers, counts)
+    ]
     attentions = spec.num_layers * (attention == "ane")
     layers, left = _within(layers, max(max_graphs - attentions, 0) if how.managed else None)
     if left:
-        problems.append(f"{left} groups of experts stay on the CPU: all of them and attention would be more than "
-                        f"{max_graphs:,} graphs")
+        problems.append(
+            f"{left} groups of experts stay on the CPU: all of them and attention would be more than "
+            f"{max_graphs:,} graphs"
+        )
     return ANEPlan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
 
 
 def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
-    """The least popular experts that together get at most `cold_share` of the routings; never the most popular one."""
+    """The least popular experts that together get at most `cold_share` of the routings; never the
+    most popular one."""
     counts = np.asarray(counts, dtype=float)
-    order = np.argsort(-counts, kind="stable")[::-1]                        # rarest first, of equals the later
+    order = np.argsort(-counts, kind="stable")[::-1]  # rarest first, of equals the later
     cumulative = np.cumsum(counts[order])
     within = int((cumulative <= cold_share * cumulative[-1] * (1 + 1e-12)).sum())
-    return frozenset(order[:min(within, len(order) - 1)].tolist())
+    return frozenset(order[: min(within, len(order) - 1)].tolist())
 
 
-def _placed(tiers: Tiers, counts: Sequence[float], expected: Sequence[float], size: int, fit: int, cold_share: float,
-            min_rows: float, expert_bytes: int) -> tuple[PlannedGroup, ...]:
+def _placed(
+    tiers: Tiers,
+    counts: Sequence[float],
+    expected: Sequence[float],
+    size: int,
+    fit: int,
+    cold_share: float,
+    min_rows: float,
+    expert_bytes: int,
+) -> tuple[PlannedGroup, ...]:
     """A layer's groups: hot ones first, those of cold experts (always on the CPU) last."""
+
     def planned(group: Group, hot: bool) -> PlannedGroup:
         rows = sum(expected[e] for e in group.experts)
-        return PlannedGroup(group.experts, group.capacity, "ane" if hot and rows >= min_rows else "cpu",
-                            expert_bytes * len(group.experts), rows)
+        return PlannedGroup(
+            group.experts,
+            group.capacity,
+            "ane" if hot and rows >= min_rows else "cpu",
+            expert_bytes * len(group.experts),
+            rows,
+        )
+
     cold = cold_experts(counts, cold_share)
     hot = [e for e in range(len(tiers.capacity)) if e not in cold]
-    return tuple(planned(group, members is hot) for members in (hot, cold)
-                 for group in form_groups(tiers, counts, size, fit, members))
+    return tuple(
+        planned(group, members is hot)
+        for members in (hot, cold)
+        for group in form_groups(tiers, counts, size, fit, members)
+    )
 
 
 def _within(layers: list[LayerPlan], graphs: int | None) -> tuple[list[LayerPlan], int]:
-    """(layers with that many groups on the ANE, most expected tokens first; how many have gone to the CPU)."""
-    wanted = sorted(((l, g) for l, layer in enumerate(layers) for g, group in enumerate(layer.groups)
-                     if group.unit == "ane"), key=lambda at: -layers[at[0]].groups[at[1]].expected)
+    """(layers with that many groups on the ANE, most expected tokens first; how many have gone to
+    the CPU)."""
+    wanted = sorted(
+        (
+            (l, g)
+            for l, layer in enumerate(layers)
+            for g, group in enumerate(layer.groups)
+            if group.unit == "ane"
+        ),
+        key=lambda at: -layers[at[0]].groups[at[1]].expected,
+    )
     away = set(() if graphs is None else wanted[graphs:])
-    return [replace(layer, groups=tuple(replace(group, unit="cpu") if (l, g) in away else group
-                                        for g, group in enumerate(layer.groups)))
-            for l, layer in enumerate(layers)], len(away)
+    return [
+        replace(
+            layer,
+            groups=tuple(
+                replace(group, unit="cpu") if (l, g) in away else group
+                for g, group in enumerate(layer.groups)
+            ),
+        )
+        for l, layer in enumerate(layers)
+    ], len(away)
 
 
-def _why_not_on_ane(spec: MoESpec, block: str, weight_bytes: int, limit: float, channels: int) -> str:
+def _why_not_on_ane(
+    spec: MoESpec, block: str, weight_bytes: int, limit: float, channels: int
+) -> str:
     if reason := why_no_graph(block, spec.model_type):
         return reason
     if weight_bytes > limit:
-        return (f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB of weights, a graph "
-                f"holds {limit / 1e6:,.0f} MB")
+        return (
+            f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB of weights, a graph "
+            f"holds {limit / 1e6:,.0f} MB"
+        )
     if channels > MAX_CHANNELS:
         return f"a matrix has {channels:,} input channels, the ANE takes {MAX_CHANNELS:,}"
     return ""
 
 
 def attention_params(spec: MoESpec) -> int:
-    """Weights of one layer's Q, K, V and output projection, of plain grouped-query attention (MLA has others)."""
+    """Weights of one layer's Q, K, V and output projection, of plain grouped-query attention (MLA
+    has others)."""
     return spec.H * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
 
 
-# ---------------------------------------------------------------------------------------------- what a plan does
+# ----------------------------------------------------------------------------------------------
+# what a plan does
+
 
 @dataclass
 class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` and `on_cpu` at 0."""
+    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks`
+    and `on_cpu` at 0."""
 
     chunks: Any = 0
-    launches: Any = 0           # expert graphs run on the ANE
-    routed: Any = 0             # choices of an expert by a token
-    executed: Any = 0           # those computed; the others are dropped
-    on_cpu: Any = 0             # those of the executed that run unpadded on the CPU
-    slots: Any = 0              # rows computed, padding included
+    launches: Any = 0  # expert graphs run on the ANE
+    routed: Any = 0  # choices of an expert by a token
+    executed: Any = 0  # those computed; the others are dropped
+    on_cpu: Any = 0  # those of the executed that run unpadded on the CPU
+    slots: Any = 0  # rows computed, padding included
 
     @property
     def drop_rate(self) -> float:
         """Dropped choices over routed ones, over all layers (Table 3, "token drop rate")."""
-        return 1 - float(np.sum(self.executed) / np.sum(self.routed)) if np.any(self.routed) else 0.0
+        return (
+            1 - float(np.sum(self.executed) / np.sum(self.routed)) if np.any(self.routed) else 0.0
+        )
 
     @property
     def padded_fraction(self) -> float:
-        """Share of the computed rows that are padding (Table 3, "padded tokens"; §5.8: of all computed tokens)."""
+        """Share of the computed rows that are padding (Table 3, "padded tokens"; §5.8: of all
+        computed tokens)."""
         return 1 - float(np.sum(self.executed) / np.sum(self.slots)) if np.any(self.slots) else 0.0
 
     def __add__(self, other: Account) -> Account:
@@ -336,15 +478,19 @@ class Account:
 def count(plan: ANEPlan, loads: Any) -> Account:
     """The account [L] of a plan under loads [n, L, E], tokens that each expert gets in each chunk.
 
-    On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes all rows of each
-    chunk in which any of its experts has a token; on the CPU, and for a chunk of a single token, exactly its tokens.
-    """
+    On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes
+    all rows of each chunk in which any of its experts has a token; on the CPU, and for a chunk of a
+    single token, exactly its tokens."""
     loads = check_loads(plan, loads)
-    executed, slots, launches = loads.sum((0, 2)), loads.sum((0, 2)), np.zeros(plan.spec.L, dtype=np.int64)
-    alone = loads.sum(2) <= plan.spec.K                     # [n, L], chunks of a single token
+    executed, slots, launches = (
+        loads.sum((0, 2)),
+        loads.sum((0, 2)),
+        np.zeros(plan.spec.L, dtype=np.int64),
+    )
+    alone = loads.sum(2) <= plan.spec.K  # [n, L], chunks of a single token
     for l, layer in enumerate(plan.layers):
         for group in layer.on("ane"):
-            mine = loads[:, l, list(group.experts)][~alone[:, l]]                               # [≤ n, G]
+            mine = loads[:, l, list(group.experts)][~alone[:, l]]  # [≤ n, G]
             launched = int(mine.any(1).sum())
             executed[l] -= np.maximum(mine - group.capacity, 0).sum()
             slots[l] += launched * group.slots - mine.sum()
@@ -356,7 +502,11 @@ def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
     """Loads as int64 [n, L, E] that belong to the plan; ValueError else."""
     loads = np.asarray(loads)
     if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
-        raise ValueError(f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by {plan.spec.E} experts")
+        raise ValueError(
+            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by {plan.spec.E} experts"
+        )
     if loads.max() > plan.chunk:
-        raise ValueError(f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the loads for it")
+        raise ValueError(
+            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the loads for it"
+        )
     return loads

@@ -1,12 +1,12 @@
 """Runs a model's prefill chunk by chunk through a plan (NPUMoE §3.1 "Runtime", §3.2, §4.2).
 
-The prompt is cut into chunks of B tokens. In each layer attention runs first; the CPU routes, prunes what overflows the
-static capacities, gathers each group's tokens into its zero-padded buffer, has a backend run the group, and adds the
-valid rows, weighted, back to their tokens. Experts that the plan leaves on the CPU run on just their tokens.
+The prompt is cut into chunks of B tokens. In each layer attention runs first; the CPU routes,
+prunes what overflows the static capacities, gathers each group's tokens into its zero-padded
+buffer, has a backend run the group, and adds the valid rows, weighted, back to their tokens.
+Experts that the plan leaves on the CPU run on just their tokens.
 
-A forward pass of one token takes the CPU path: the model's own attention and its experts unpadded, on the same KV
-cache. Batch size 1: prompts of a batch would compete for the same capacities.
-"""
+A forward pass of one token takes the CPU path: the model's own attention and its experts unpadded,
+on the same KV cache. Batch size 1: prompts of a batch would compete for the same capacities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from moelab.ane.backends import Backend, TorchBackend
 from moelab.ane.plan import Account, ANEPlan
 from moelab.experts.executor import Dispatch, dispatch
 from moelab.experts.static import (
-    NEED_SALIENCY, ORDERS, Saliency, StaticExecutor, experts_of, select, within_capacity)
+    NEED_SALIENCY,
+    ORDERS,
+    Saliency,
+    StaticExecutor,
+    experts_of,
+    select,
+    within_capacity,
+)
 from moelab.models import discover, identity, plugged, spec_of
 from moelab.models.patches import Patches
 
@@ -30,13 +37,22 @@ from moelab.models.patches import Patches
 class PlannedExperts(StaticExecutor):
     """The executor of a plan: hot groups by a backend with static shapes, cold experts on the CPU.
 
-    overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again, without loss.
-    order, saliency : who is dropped first, a key of `ORDERS`, and the tokens' norms, for the orders that need them.
+    overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again,
+        without loss.
+    order, saliency : who is dropped first, a key of `ORDERS`, and the tokens' norms, for the orders
+        that need them.
     by_layer : [L] exact counts over all chunks; decode steps are not among them.
     """
 
-    def __init__(self, plan: ANEPlan, backend: Backend, overflow: str = "prune", order: str = "saliency",
-                 saliency: Saliency | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        plan: ANEPlan,
+        backend: Backend,
+        overflow: str = "prune",
+        order: str = "saliency",
+        saliency: Saliency | None = None,
+        seed: int = 0,
+    ) -> None:
         super().__init__(overflow, order, saliency, None, seed)
         self.plan, self.backend = plan, backend
         self.by_layer = [Account() for _ in plan.layers]
@@ -58,15 +74,22 @@ class PlannedExperts(StaticExecutor):
             self.count(len(routed), len(routed), len(routed))
             return out
         if len(x) > self.plan.chunk:
-            raise ValueError(f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run the model "
-                             f"inside `with prefill_through(…)`, which cuts prompts into chunks")
+            raise ValueError(
+                f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run the model "
+                f"inside `with prefill_through(…)`, which cuts prompts into chunks"
+            )
         group_of, slice_of, room = self._places[layer]
         kept = routed
         if self.overflow == "prune":
-            importance = ORDERS[self.order](routed, weights, self._saliency(layer, len(x)), self._rng)
+            importance = ORDERS[self.order](
+                routed, weights, self._saliency(layer, len(x)), self._rng
+            )
             kept = select(routed, within_capacity(routed, room, importance))
-        count, expert = Account(chunks=1, routed=len(routed)), experts_of(kept)                 # expert [n]
-        rank, of_group = torch.arange(len(kept)) - kept.offsets[expert], group_of[expert]       # rank within its expert
+        count, expert = Account(chunks=1, routed=len(routed)), experts_of(kept)  # expert [n]
+        rank, of_group = (
+            torch.arange(len(kept)) - kept.offsets[expert],
+            group_of[expert],
+        )  # rank within its expert
         for number, group in enumerate(self.plan.layers[layer].groups):
             if group.unit == "cpu":
                 ran = self._on_cpu(out, x, weights, kept, group.experts, experts)
@@ -77,37 +100,56 @@ class PlannedExperts(StaticExecutor):
             for n in range(int(launch.max()) + 1 if len(mine) else 0):
                 now, rows = mine[launch == n], row[launch == n]
                 C = self.backend.capacity(layer, number, int(rows.max()) + 1)
-                slot = slice_of[expert[now]] * C + rows                                         # row of [G·C]
-                self._launch(out, x, weights, number, C, slot, kept.tokens[now], kept.choices[now], experts)
+                slot = slice_of[expert[now]] * C + rows  # row of [G·C]
+                self._launch(
+                    out, x, weights, number, C, slot, kept.tokens[now], kept.choices[now], experts
+                )
                 count += Account(launches=1, executed=len(now), slots=C * len(group.experts))
         self.by_layer[layer] += count
         self.count(count.routed, count.executed, count.slots)
         return out
 
-    def _launch(self, out: Tensor, x: Tensor, weights: Tensor, group: int, C: int, slot: Tensor, tokens: Tensor,
-                choices: Tensor, experts: Any) -> None:
+    def _launch(
+        self,
+        out: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        group: int,
+        C: int,
+        slot: Tensor,
+        tokens: Tensor,
+        choices: Tensor,
+        experts: Any,
+    ) -> None:
         """Gather, run, weighted scatter of the valid rows (§4.2, steps 2–6)."""
         G = len(self.plan.layers[experts.layer].groups[group].experts)
         buffer, scale = x.new_zeros(G * C, x.shape[1]), weights.new_zeros(G * C)
         buffer[slot], scale[slot] = x[tokens], weights[tokens, choices]
-        y = self.backend.experts(experts.layer, group, buffer.view(G, C, -1), scale.view(G, C), experts)
+        y = self.backend.experts(
+            experts.layer, group, buffer.view(G, C, -1), scale.view(G, C), experts
+        )
         out.index_add_(0, tokens, y.reshape(G * C, -1)[slot].to(out.dtype))
 
     @staticmethod
-    def _on_cpu(out: Tensor, x: Tensor, weights: Tensor, chosen: Dispatch, members: Any, experts: Any) -> int:
+    def _on_cpu(
+        out: Tensor, x: Tensor, weights: Tensor, chosen: Dispatch, members: Any, experts: Any
+    ) -> int:
         ran, offsets = 0, chosen.offsets.tolist()
         for e in members:
             at = slice(offsets[e], offsets[e + 1])
             if at.start == at.stop:
                 continue
             tokens, w = chosen.tokens[at], weights[chosen.tokens[at], chosen.choices[at]]
-            out.index_add_(0, tokens, experts.weighted(x[tokens], w, experts.weights(e)).to(out.dtype))
+            out.index_add_(
+                0, tokens, experts.weighted(x[tokens], w, experts.weights(e)).to(out.dtype)
+            )
             ran += len(tokens)
         return ran
 
 
 def _places(groups: Any, plan: ANEPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each expert of a layer: its group, its slice within the group, and how many tokens it takes at most; [E]."""
+    """Of each expert of a layer: its group, its slice within the group, and how many tokens it
+    takes at most; [E]."""
     group_of, slice_of, room = (torch.full((plan.spec.E,), n) for n in (-1, 0, plan.chunk))
     for number, group in enumerate(groups):
         members = torch.tensor(group.experts)
@@ -118,26 +160,37 @@ def _places(groups: Any, plan: ANEPlan) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextmanager
-def prefill_through(model: Any, plan: ANEPlan | None = None, backend: Backend | None = None, *,
-                    overflow: str = "prune", order: str = "saliency", seed: int = 0) -> Iterator[PlannedExperts]:
+def prefill_through(
+    model: Any,
+    plan: ANEPlan | None = None,
+    backend: Backend | None = None,
+    *,
+    overflow: str = "prune",
+    order: str = "saliency",
+    seed: int = 0,
+) -> Iterator[PlannedExperts]:
     """Within the block, prompts run through the plan; yields the executor, which counts.
 
     model : a decoder on the CPU, its experts behind the seam or not.
     plan : made for this model; None takes the backend's. backend : None is `TorchBackend`.
     overflow, order, seed : as in `PlannedExperts`.
 
-    Raises ValueError for a plan or backend of another model, an encoder-decoder, an order that this model has no
-    saliency for; when run, for a batch of several prompts, a padded one or a static cache.
-    """
+    Raises ValueError for a plan or backend of another model, an encoder-decoder, an order that this
+    model has no saliency for; when run, for a batch of several prompts, a padded one or a static
+    cache."""
     if plan is None and backend is None:
         raise ValueError("give a plan (moelab.ane.plan.make_plan) or a backend that has one")
     plan = plan or backend.plan
     backend = backend or TorchBackend(plan)
     if plan != backend.plan:
-        raise ValueError(f"this plan is not the one that the backend {backend.name!r} was made for; leave it out")
+        raise ValueError(
+            f"this plan is not the one that the backend {backend.name!r} was made for; leave it out"
+        )
     plan.require(identity(model), spec_of(model))
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; prefill in chunks is for decoders")
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder; prefill in chunks is for decoders"
+        )
     with ExitStack() as stack:
         saliency = None
         if overflow == "prune" and order in NEED_SALIENCY:
@@ -151,24 +204,41 @@ def prefill_through(model: Any, plan: ANEPlan | None = None, backend: Backend | 
 
 @contextmanager
 def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
-    """Within the block, every forward pass of a decoder stack reads `chunk` tokens at a time into one KV cache."""
+    """Within the block, every forward pass of a decoder stack reads `chunk` tokens at a time into
+    one KV cache."""
     from transformers import DynamicCache, StaticCache
-    def chunked(forward: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                position_ids: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None,
-                use_cache: bool | None = None, **options: Any) -> Any:
+
+    def chunked(
+        forward: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **options: Any,
+    ) -> Any:
         given = input_ids if input_ids is not None else inputs_embeds
         batch, S = given.shape[:2]
         if batch > 1:
-            raise ValueError(f"a batch of {batch} prompts, which would compete for the same static capacities: run "
-                             f"them one by one (batch_size=1)")
-        if attention_mask is not None and (attention_mask.dim() != 2 or not bool((attention_mask != 0).all())):
-            raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
+            raise ValueError(
+                f"a batch of {batch} prompts, which would compete for the same static capacities: run "
+                f"them one by one (batch_size=1)"
+            )
+        if attention_mask is not None and (
+            attention_mask.dim() != 2 or not bool((attention_mask != 0).all())
+        ):
+            raise ValueError(
+                "the prompt is padded or masked; give one prompt at a time and no padding"
+            )
         wanted, cache, parts, out = use_cache, past_key_values, [], None
         if cache is None and S > chunk:
             cache, use_cache = DynamicCache(config=decoder.config), True
         if isinstance(cache, StaticCache):
-            raise ValueError(f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
-                             f"cache_implementation='static'")
+            raise ValueError(
+                f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
+                f"cache_implementation='static'"
+            )
         past = 0 if cache is None else cache.get_seq_length()
         for start in range(0, S, chunk):
             at, end = slice(start, start + chunk), past + min(start + chunk, S)
@@ -177,17 +247,26 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, at],
                 attention_mask=None if attention_mask is None else attention_mask[:, :end],
                 position_ids=None if position_ids is None else position_ids[..., at],
-                past_key_values=cache, use_cache=use_cache, **options)
+                past_key_values=cache,
+                use_cache=use_cache,
+                **options,
+            )
             parts.append(out.last_hidden_state)
         if S > chunk:
-            if partial := [name for name in ("hidden_states", "attentions", "router_logits")
-                           if out.get(name) is not None]:
-                raise ValueError(f"{', '.join(partial)} of a prompt in chunks: not collected, run it without "
-                                 f"output_{partial[0]}")
+            if partial := [
+                name
+                for name in ("hidden_states", "attentions", "router_logits")
+                if out.get(name) is not None
+            ]:
+                raise ValueError(
+                    f"{', '.join(partial)} of a prompt in chunks: not collected, run it without "
+                    f"output_{partial[0]}"
+                )
             out.last_hidden_state = torch.cat(parts, dim=1)
             if wanted is False:
                 out.past_key_values = None
         return out
+
     with Patches() as patches:
         patches.wrap(decoder, "forward", lambda below: partial(chunked, below))
         yield

@@ -1,9 +1,10 @@
-"""A conversion checked without a Mac: sizes, the linter, differences to torch, and the error of fp16.
+"""A conversion checked without a Mac: sizes, the linter, differences to torch, and the error of
+fp16.
 
-`fp16_error` runs one graph in double precision and with fp16 rounding after each operation; `shaken` is its control:
-noise of that size on the unconverted model's experts, which shows how far apart logits come by rounding alone. Whole
-prompts through the packages are in `moelab.ane.parity`. Source: NPUMoE §A.4, Fig. 20. Times are CPU time, measured.
-"""
+`fp16_error` runs one graph in double precision and with fp16 rounding after each operation;
+`shaken` is its control: noise of that size on the unconverted model's experts, which shows how far
+apart logits come by rounding alone. Whole prompts through the packages are in `moelab.ane.parity`.
+Source: NPUMoE §A.4, Fig. 20. Times are CPU time, measured."""
 
 from __future__ import annotations
 
@@ -25,13 +26,20 @@ from moelab.models import discover, plugged
 
 def on_first_layers(plan: ANEPlan, n: int) -> ANEPlan:
     """The plan of the first n MoE layers; all else stays on the CPU."""
-    rest = [replace(layer, attention="cpu", groups=tuple(replace(group, unit="cpu") for group in layer.groups))
-            for layer in plan.layers[n:]]
+    rest = [
+        replace(
+            layer,
+            attention="cpu",
+            groups=tuple(replace(group, unit="cpu") for group in layer.groups),
+        )
+        for layer in plan.layers[n:]
+    ]
     return replace(plan, layers=(*plan.layers[:n], *rest))
 
 
 class ConvertedPackage(NamedTuple):
-    """"attention" or "G×C"; largest difference to torch in double precision (None for attention); linter's report."""
+    """ "attention" or "G×C"; largest difference to torch in double precision (None for attention);
+    linter's report."""
 
     kind: str
     difference: float | None
@@ -40,7 +48,8 @@ class ConvertedPackage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """A model's packages; `seconds` of CPU time, and the bytes of weights that were to be expected."""
+    """A model's packages; `seconds` of CPU time, and the bytes of weights that were to be
+    expected."""
 
     model: ConvertedModel
     seconds: float
@@ -61,28 +70,49 @@ class Conversion:
         return all(one.report.clean for one in self.packages)
 
     def kinds(self) -> dict[str, list[ConvertedPackage]]:
-        return {kind: [one for one in self.packages if one.kind == kind]
-                for kind in dict.fromkeys(one.kind for one in self.packages)}
+        return {
+            kind: [one for one in self.packages if one.kind == kind]
+            for kind in dict.fromkeys(one.kind for one in self.packages)
+        }
 
 
 def convert(model: str | None, folder: str | Path, plan: ANEPlan, context: int) -> Conversion:
-    """Convert a checkpoint (None: the small model) for a KV cache of at least `context` positions, and lint it."""
+    """Convert a checkpoint (None: the small model) for a KV cache of at least `context` positions,
+    and lint it."""
     began = time.process_time()
-    converted = convert_model(model, folder, plan, ConversionSettings(context=-(-context // 32) * 32))
+    converted = convert_model(
+        model, folder, plan, ConversionSettings(context=-(-context // 32) * 32)
+    )
     seconds = time.process_time() - began
     attentions = sum(layer.attention == "ane" for layer in plan.layers)
     entries = [("attention", layer["attention"]) for layer in converted.layers]
-    entries += [(f"{len(group['experts'])}×{group['capacity']}", group)
-                for layer in converted.layers for group in layer["groups"] if "file" in group]
-    return Conversion(converted, seconds, plan.ane_bytes + 2 * attention_params(plan.spec) * attentions, tuple(
-        ConvertedPackage(kind, entry["difference"], lint(converted.package(entry)))
-        for kind, entry in entries if "file" in entry))
+    entries += [
+        (f"{len(group['experts'])}×{group['capacity']}", group)
+        for layer in converted.layers
+        for group in layer["groups"]
+        if "file" in group
+    ]
+    return Conversion(
+        converted,
+        seconds,
+        plan.ane_bytes + 2 * attention_params(plan.spec) * attentions,
+        tuple(
+            ConvertedPackage(kind, entry["difference"], lint(converted.package(entry)))
+            for kind, entry in entries
+            if "file" in entry
+        ),
+    )
 
 
 def fp16_error(converted: ConvertedModel, seed: int = 0) -> float:
-    """Relative RMS difference of the first expert graph with fp16 rounding to itself in double precision."""
-    layer, group = next((l, g) for l, of in enumerate(converted.layers) for g, entry in enumerate(of["groups"])
-                        if "file" in entry)
+    """Relative RMS difference of the first expert graph with fp16 rounding to itself in double
+    precision."""
+    layer, group = next(
+        (l, g)
+        for l, of in enumerate(converted.layers)
+        for g, entry in enumerate(of["groups"])
+        if "file" in entry
+    )
     graph = {mode: converted.group(layer, group, mode) for mode in ("double", "fp16")}
     slots, H = len(graph["fp16"].experts) * graph["fp16"].capacity, converted.plan.spec.H
     x = torch.randn(slots, H, generator=torch.Generator().manual_seed(seed)).half().double()
@@ -90,8 +120,11 @@ def fp16_error(converted: ConvertedModel, seed: int = 0) -> float:
     return float((rounded - exact).norm() / exact.norm())
 
 
-def shaken(model: Any, prompts: Sequence[Sequence[int]], size: float, seed: int = 0) -> list[torch.Tensor]:
-    """Largest difference of a logit, [S] for each prompt, if what experts put out carries relative noise."""
+def shaken(
+    model: Any, prompts: Sequence[Sequence[int]], size: float, seed: int = 0
+) -> list[torch.Tensor]:
+    """Largest difference of a logit, [S] for each prompt, if what experts put out carries relative
+    noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def noisy(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -101,8 +134,10 @@ def shaken(model: Any, prompts: Sequence[Sequence[int]], size: float, seed: int 
         plain = [model(torch.tensor([list(ids)])).logits[0] for ids in prompts]
         hooks = [layer.experts.register_forward_hook(noisy) for layer in discover(model)]
         try:
-            return [(model(torch.tensor([list(ids)])).logits[0] - was).abs().amax(-1)
-                    for ids, was in zip(prompts, plain)]
+            return [
+                (model(torch.tensor([list(ids)])).logits[0] - was).abs().amax(-1)
+                for ids, was in zip(prompts, plain)
+            ]
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,13 +1,14 @@
-"""Bring your own: a policy, a predictor or a schedule on three traces, against all others and the ceiling.
+"""Bring your own: a policy, a predictor or a schedule on three traces, against all others and the
+ceiling.
 
     what you bring                               on                                     the ceiling
     cache policy: touch and victim               three kinds of text, token by token    Belady's optimum
     predictor: a `moelab.speculate` Predictor    the same texts                         every expert predicted
     schedule: a `moelab.ndp.systems` System      three models, simulated                `moelab.ndp.bound`
 
-It is a class that can be made without further arguments (a predictor: of the model and of the ingredients that it
-names), or an object. Whatever it raises ends its own part only, and is told with its traceback.
-"""
+It is a class that can be made without further arguments (a predictor: of the model and of the
+ingredients that it names), or an object. Whatever it raises ends its own part only, and is told
+with its traceback."""
 
 from __future__ import annotations
 
@@ -46,12 +47,14 @@ from moelab.trace import DECODE, RoutingTrace
 
 TEXTS = ("prose", "code", "lookup")
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE")
-#: tokens that are generated after a text; units of the simulated machine, tokens of its prompts and answers
+#: tokens that are generated after a text; units of the simulated machine, tokens of its prompts and
+#: answers
 DECODED, UNITS, PROMPT, ANSWER = 24, 4, 128, 32
 
 
 class Wrong(NamedTuple):
-    """One choice that another would have beaten, in words, and what it cost in the unit of the contest."""
+    """One choice that another would have beaten, in words, and what it cost in the unit of the
+    contest."""
 
     where: str
     chose: str
@@ -59,7 +62,7 @@ class Wrong(NamedTuple):
     cost: float
 
 
-Played = tuple[float, list[Wrong]]          # a score, and what was chosen wrongly, costliest first
+Played = tuple[float, list[Wrong]]  # a score, and what was chosen wrongly, costliest first
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class Contest:
-    """kind : what was brought. unit : of the scores. ceiling : the best possible score of each trace.
+    """kind : what was brought. unit : of the scores. ceiling : the best possible score of each
+        trace.
 
     standings : best first. wrong : trace → what the own one chose wrongly, costliest first.
     lower : whether a lower score is better.
@@ -104,11 +108,15 @@ class Contest:
         return 1 + self.standings.index(self.own)
 
 
-def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2) -> Contest:
+def arena(
+    mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
+) -> Contest:
     """Rank what is brought against everything of its kind.
 
-    model : an opened model whose routing policies and predictors see; None opens the shipped small one.
-    share : of the experts that fit in memory, for policies. tokens, each : length and number of prompts a kind of text.
+    model : an opened model whose routing policies and predictors see; None opens the shipped small
+        one.
+    share : of the experts that fit in memory, for policies. tokens, each : length and number of
+        prompts a kind of text.
 
     Raises TypeError: it is neither a policy, nor a predictor, nor a schedule.
     """
@@ -118,21 +126,29 @@ def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, e
         return _schedules(name, mine)
     if model is None:
         from moelab import open_model
+
         model = open_model()
     traces = texts(model, tokens, each)
-    return _predictors(name, mine, model, traces) if kind == "predictor" else _policies(name, mine, traces, share)
+    return (
+        _predictors(name, mine, model, traces)
+        if kind == "predictor"
+        else _policies(name, mine, traces, share)
+    )
 
 
 def kind_of(made: type) -> str:
-    """"schedule", "predictor" or "cache policy", what a class is. TypeError: it is none of these."""
+    """ "schedule", "predictor" or "cache policy", what a class is. TypeError: it is none of
+    these."""
     if issubclass(made, System):
         return "schedule"
     if callable(getattr(made, "predict", None)):
         return "predictor"
     if all(callable(getattr(made, method, None)) for method in ("touch", "victim")):
         return "cache policy"
-    raise TypeError(f"{made.__name__} is neither a cache policy (methods touch and victim), nor a predictor (a "
-                    "moelab.speculate.predictors.Predictor), nor a schedule (a moelab.ndp.systems.System)")
+    raise TypeError(
+        f"{made.__name__} is neither a cache policy (methods touch and victim), nor a predictor (a "
+        "moelab.speculate.predictors.Predictor), nor a schedule (a moelab.ndp.systems.System)"
+    )
 
 
 _MEMO: dict[Any, Any] = {}
@@ -146,22 +162,40 @@ def _once(key: Any, make: Callable[[], Any]) -> Any:
 
 
 def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
-    """A trace with hidden states of every kind of text and of what the model answers; recorded once a model."""
+    """A trace with hidden states of every kind of text and of what the model answers; recorded once
+    a model."""
     count = token_count(model.tokenizer)
-    return {source: _once((identity(model), source, tokens, each), lambda: record(
-        model, prompts(source, each, tokens=tokens, count=count), DECODED, hidden=True)) for source in TEXTS}
+    return {
+        source: _once(
+            (identity(model), source, tokens, each),
+            lambda: record(
+                model, prompts(source, each, tokens=tokens, count=count), DECODED, hidden=True
+            ),
+        )
+        for source in TEXTS
+    }
 
 
-def _ranked(kind: str, unit: str, ceiling: Mapping[str, float], others: Mapping[str, Mapping[str, float]],
-            own: Standing, wrong: Mapping[str, list[Wrong]], lower: bool = False) -> Contest:
+def _ranked(
+    kind: str,
+    unit: str,
+    ceiling: Mapping[str, float],
+    others: Mapping[str, Mapping[str, float]],
+    own: Standing,
+    wrong: Mapping[str, list[Wrong]],
+    lower: bool = False,
+) -> Contest:
     standings = [own, *(Standing(name, False, of) for name, of in others.items())]
     contest = Contest(kind, unit, ceiling, standings, wrong, lower)
-    contest.standings.sort(key=lambda of: -sum(contest.share(of, trace) for trace in ceiling))     # ties: own first
+    contest.standings.sort(
+        key=lambda of: -sum(contest.share(of, trace) for trace in ceiling)
+    )  # ties: own first
     return contest
 
 
-def _guarded(traces: Sequence[str], play: Callable[[str], Played], name: str
-             ) -> tuple[Standing, dict[str, list[Wrong]]]:
+def _guarded(
+    traces: Sequence[str], play: Callable[[str], Played], name: str
+) -> tuple[Standing, dict[str, list[Wrong]]]:
     """What is brought, on one trace after the other until it raises."""
     scores, wrong = {}, {}
     try:
@@ -173,21 +207,30 @@ def _guarded(traces: Sequence[str], play: Callable[[str], Played], name: str
 
 
 def _fresh(mine: Any) -> Any:
-    """A new object of a class; a copy of an object, so that one trace teaches it nothing about the next."""
+    """A new object of a class; a copy of an object, so that one trace teaches it nothing about the
+    next."""
     return mine() if isinstance(mine, type) else copy.deepcopy(mine)
 
 
-# ------------------------------------------------------------------------------------------------- cache policies
+# -------------------------------------------------------------------------------------------------
+# cache policies
+
 
 def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: float) -> Contest:
     ceiling = {}
     for text, trace in traces.items():
         asked = [step[1:] for step in steps(trace)]
         ceiling[text] = 100 * belady_hits(asked, _capacity(trace, share)) / request_count(asked)
-    others = {other: {text: _once((id(trace), other, share), lambda: play(trace, other, share)[0])
-                      for text, trace in traces.items()}
-              for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")}
-    own, wrong = _guarded(list(traces), lambda text: play(traces[text], _fresh(mine), share, judge=True), name)
+    others = {
+        other: {
+            text: _once((id(trace), other, share), lambda: play(trace, other, share)[0])
+            for text, trace in traces.items()
+        }
+        for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")
+    }
+    own, wrong = _guarded(
+        list(traces), lambda text: play(traces[text], _fresh(mine), share, judge=True), name
+    )
     return _ranked("cache policy", "hit rate (%)", ceiling, others, own, wrong)
 
 
@@ -196,11 +239,11 @@ def _capacity(trace: RoutingTrace, share: float) -> int:
 
 
 def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) -> Played:
-    """(hit rate in %, wrong evictions) of a policy with memory for a share of the experts, token by token.
+    """(hit rate in %, wrong evictions) of a policy with memory for a share of the experts, token by
+    token.
 
-    An eviction is wrong if the expert was used again, and another that could have left only later or never; it costs
-    as many steps as that would have been later.
-    """
+    An eviction is wrong if the expert was used again, and another that could have left only later
+    or never; it costs as many steps as that would have been later."""
     L, E = trace.spec.L, trace.spec.E
     residency = Residency(L, E, Pools(F=_capacity(trace, share)), policy, "model")
     inputs = trace.router_inputs.float().numpy() if residency.sees else None
@@ -213,6 +256,7 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
     def following(key: ExpertKey, n: int) -> float:
         of = uses.get(key, [])
         return of[after] if (after := bisect_right(of, n)) < len(of) else inf
+
     wrong = []
     for n, (row, layer, experts) in enumerate(asked):
         if inputs is not None:
@@ -221,15 +265,22 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
         for victim, _ in residency.begin(layer, experts).evicted:
             if not judge:
                 continue
-            best = max((key for key in left if key.layer != layer or key.expert not in experts),
-                       key=lambda key: following(key, n))
+            best = max(
+                (key for key in left if key.layer != layer or key.expert not in experts),
+                key=lambda key: following(key, n),
+            )
             left.discard(victim)
             again, later = following(victim, n), following(best, n)
             if again < later:
-                wrong.append(Wrong(
-                    f"token {n // L}, layer {layer}", f"{_said(victim)}, used again {again - n} steps later",
-                    f"{_said(best)}, " + ("never used again" if later == inf else f"{later - n} steps later"),
-                    float(min(later, len(asked)) - again)))
+                wrong.append(
+                    Wrong(
+                        f"token {n // L}, layer {layer}",
+                        f"{_said(victim)}, used again {again - n} steps later",
+                        f"{_said(best)}, "
+                        + ("never used again" if later == inf else f"{later - n} steps later"),
+                        float(min(later, len(asked)) - again),
+                    )
+                )
     return 100 * residency.counters.hit_rate(), sorted(wrong, key=lambda one: -one.cost)
 
 
@@ -237,25 +288,37 @@ def _said(key: ExpertKey) -> str:
     return f"expert {key.expert} of layer {key.layer}"
 
 
-# ----------------------------------------------------------------------------------------------------- predictors
+# -----------------------------------------------------------------------------------------------------
+# predictors
+
 
 def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTrace]) -> Contest:
     def ingredients() -> dict[str, Any]:
         train = prompts(TEXTS, 1, split="train", count=token_count(model.tokenizer))
         return {"vectors": default_vectors(model, train), "trace": record(model, train), "seed": 0}
+
     given = _once((identity(model), "ingredients"), ingredients)
-    able = [other for other in names("predictor") if other != "oracle" and set(takes(other)) <= given.keys()]
+    able = [
+        other
+        for other in names("predictor")
+        if other != "oracle" and set(takes(other)) <= given.keys()
+    ]
 
     def scored(other: str, text: str) -> Score:
         made = make("predictor", other, model, **{part: given[part] for part in takes(other)})
         return _once((id(traces[text]), other), lambda: score(traces[text], made, DECODE))
-    found = {other: {text: scored(other, text) for text in traces}
-             for other in progress(able, "predictors", unit="predictor")}
+
+    found = {
+        other: {text: scored(other, text) for text in traces}
+        for other in progress(able, "predictors", unit="predictor")
+    }
 
     def recall(of: Score, text: str) -> float:
         """Saying nothing finds nothing."""
         ahead = traces[text].spec.L - of.hits.shape[1]
-        return 100 * float(of.hits.sum() / (traces[text].decode.ids[:, ahead:] != traces[text].spec.E).sum())
+        return 100 * float(
+            of.hits.sum() / (traces[text].decode.ids[:, ahead:] != traces[text].spec.E).sum()
+        )
 
     def mine_on(text: str) -> Played:
         wants = inspect.signature(mine).parameters if isinstance(mine, type) else {}
@@ -265,19 +328,32 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
         for layer, of in enumerate(own.recall.tolist()):
             best = max(able, key=lambda other: _at(found[other][text].recall, layer))
             if (top := _at(found[best][text].recall, layer)) > of:
-                better.append(Wrong(f"layer {layer + predictor.ahead} from layer {layer}", f"{100 * of:.1f} % of the "
-                                    "experts", f"{best}: {100 * top:.1f} %", 100 * (top - of)))
+                better.append(
+                    Wrong(
+                        f"layer {layer + predictor.ahead} from layer {layer}",
+                        f"{100 * of:.1f} % of the experts",
+                        f"{best}: {100 * top:.1f} %",
+                        100 * (top - of),
+                    )
+                )
         return recall(own, text), sorted(better, key=lambda one: -one.cost)
+
     own, wrong = _guarded(list(traces), mine_on, name)
-    others = {other: {text: recall(of, text) for text, of in by.items()} for other, by in found.items()}
-    return _ranked("predictor", "recall@K of decode (%)", dict.fromkeys(traces, 100.0), others, own, wrong)
+    others = {
+        other: {text: recall(of, text) for text, of in by.items()} for other, by in found.items()
+    }
+    return _ranked(
+        "predictor", "recall@K of decode (%)", dict.fromkeys(traces, 100.0), others, own, wrong
+    )
 
 
 def _at(recall: torch.Tensor, layer: int) -> float:
     return float(torch.nan_to_num(recall, nan=-1.0)[layer]) if layer < len(recall) else -1.0
 
 
-# ------------------------------------------------------------------------------------------------------ schedules
+# ------------------------------------------------------------------------------------------------------
+# schedules
+
 
 def _schedules(name: str, mine: Any) -> Contest:
     assumed = Assumptions()
@@ -286,28 +362,47 @@ def _schedules(name: str, mine: Any) -> Contest:
     bounds = {model: prompt_bound(machine, routing) for model, routing in routings.items()}
 
     def parts(system: System, model: str) -> tuple[float, float]:
-        """Milliseconds of the prompt's experts, and of the answer's with loading what it prefetches."""
+        """Milliseconds of the prompt's experts, and of the answer's with loading what it
+        prefetches."""
         result = simulate(machine, system, routings[model], placement=assumed.placement)
         return 1e3 * result.moe_prefill, 1e3 * (result.moe_decode + result.intermediate)
+
     def others() -> dict[str, dict[str, tuple[float, float]]]:
         found: dict[str, dict[str, tuple[float, float]]] = {}
         for other in progress(SYSTEMS, "schedules", unit="system"):
             found[other] = {}
             for model in MODELS:
-                with suppress(NotSupported):            # it keeps experts where this model's do not fit
+                with suppress(NotSupported):  # it keeps experts where this model's do not fit
                     found[other][model] = parts(assumed.system(other), model)
         return found
+
     found = _once(("schedules", PROMPT, ANSWER), others)
 
     def mine_on(model: str) -> Played:
         own, better = parts(_fresh(mine), model), []
         for i, phase in enumerate(("prefill", "decode, with loading what is prefetched")):
-            best = min((other for other in found if model in found[other]), key=lambda other: found[other][model][i])
+            best = min(
+                (other for other in found if model in found[other]),
+                key=lambda other: found[other][model][i],
+            )
             if (top := found[best][model][i]) < own[i]:
-                better.append(Wrong(phase, f"{own[i]:.3f} ms", f"{best}: {top:.3f} ms; bound "
-                                    f"{1e3 * bounds[model][i]:.3f} ms", own[i] - top))
+                better.append(
+                    Wrong(
+                        phase,
+                        f"{own[i]:.3f} ms",
+                        f"{best}: {top:.3f} ms; bound {1e3 * bounds[model][i]:.3f} ms",
+                        own[i] - top,
+                    )
+                )
         return sum(own), sorted(better, key=lambda one: -one.cost)
+
     own, wrong = _guarded(MODELS, mine_on, name)
-    return _ranked("NDP schedule", "time of the experts (ms)", {model: 1e3 * sum(of) for model, of in bounds.items()},
-                   {other: {model: sum(of) for model, of in by.items()} for other, by in found.items()}, own, wrong,
-                   lower=True)
+    return _ranked(
+        "NDP schedule",
+        "time of the experts (ms)",
+        {model: 1e3 * sum(of) for model, of in bounds.items()},
+        {other: {model: sum(of) for model, of in by.items()} for other, by in found.items()},
+        own,
+        wrong,
+        lower=True,
+    )

@@ -1,9 +1,11 @@
-"""Dataset-free prefetching in the offloading engine: utilisation of prefetched experts, beside calibration.
+"""Dataset-free prefetching in the offloading engine: utilisation of prefetched experts, beside
+calibration.
 
-Source: GPU-NDP §III-D, Fig. 6 and 7. After the prefill, the x most used experts of each layer are made resident, and
-nothing else is kept while the answer is decoded. Popularity comes from the prompt itself (dataset-free), from other
-prompts of the same source, or from other sources. Utilisation is the share of resident experts that a decode step uses
-(hits counted by the engine, exact); intervals are of 95 %, over prompts. Loading is not overlapped with anything.
+Source: GPU-NDP §III-D, Fig. 6 and 7. After the prefill, the x most used experts of each layer are
+made resident, and nothing else is kept while the answer is decoded. Popularity comes from the
+prompt itself (dataset-free), from other prompts of the same source, or from other sources.
+Utilisation is the share of resident experts that a decode step uses (hits counted by the engine,
+exact); intervals are of 95 %, over prompts. Loading is not overlapped with anything.
 
     counts [L, E]   resident bool [L, E]   wanted bool [D, L, E]: what each of D decode steps uses
 """
@@ -41,7 +43,8 @@ WAYS = ("dataset-free", "calibrated, same source", "calibrated, other sources")
 
 
 class Chosen:
-    """An eviction policy that keeps the experts of `keys` and lets no other one in once the pool is full."""
+    """An eviction policy that keeps the experts of `keys` and lets no other one in once the pool is
+    full."""
 
     selective = True
 
@@ -56,7 +59,8 @@ class Chosen:
 
 
 class Answer(NamedTuple):
-    """One greedy answer [D + 1] under one choice of resident experts; counts, resident, wanted : see the file's top;
+    """One greedy answer [D + 1] under one choice of resident experts; counts, resident, wanted :
+    see the file's top;
     hits, requests, read_bytes : counted by the engine while decoding."""
 
     tokens: np.ndarray
@@ -79,8 +83,8 @@ class Answer(NamedTuple):
 
 
 class Prefetcher:
-    """A model that keeps x chosen experts of each layer, 1 to E (0: K); a context manager. source : as of `open_model`.
-    """
+    """A model that keeps x chosen experts of each layer, 1 to E (0: K); a context manager. source :
+    as of `open_model`."""
 
     def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
         store = source
@@ -89,10 +93,14 @@ class Prefetcher:
             store = found.checkpoint.store or CheckpointStore(found, found.dtype("auto"))
         self.spec, self.x, self.policy = store.spec, (x := x or store.spec.K), Chosen()
         if not 1 <= x <= self.spec.E:
-            raise ValueError(f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched")
+            raise ValueError(
+                f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched"
+            )
         sizes, staging = Sizes.of(store), self.spec.K + 2
         room = self.spec.L * x * sizes.full + staging * sizes.in_flight + store.scratch
-        self.model = offload(store, room, policy=self.policy, plan=Pools(F=x), scope="layer", staging=staging)
+        self.model = offload(
+            store, room, policy=self.policy, plan=Pools(F=x), scope="layer", staging=staging
+        )
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -100,10 +108,14 @@ class Prefetcher:
     def __exit__(self, *_: object) -> None:
         self.model.moelab.close()
 
-    def answers(self, ids: Sequence[int], steps: int,
-                choose: Mapping[str, Callable[[np.ndarray], np.ndarray]]) -> dict[str, Answer]:
-        """Run a prompt once, and answer it in `steps` decode steps for each way of choosing: name → counts [L, E] of
-        the prompt's tokens → resident [L, E], x experts a layer."""
+    def answers(
+        self,
+        ids: Sequence[int],
+        steps: int,
+        choose: Mapping[str, Callable[[np.ndarray], np.ndarray]],
+    ) -> dict[str, Answer]:
+        """Run a prompt once, and answer it in `steps` decode steps for each way of choosing: name →
+        counts [L, E] of the prompt's tokens → resident [L, E], x experts a layer."""
         if steps < 1:
             raise ValueError(f"{steps} decode steps use no expert; ask for at least 1")
         offloading = self.model.moelab
@@ -119,13 +131,20 @@ class Prefetcher:
                 offloading.reset()
                 tokens = self._decode(out.logits, copy.deepcopy(out.past_key_values), steps)
                 counters = offloading.residency.counters
-                found[name] = Answer(tokens, counts, resident, self._by_expert(offloading.steps) > 0,
-                                     sum(counters.hits.values()), counters.requests,
-                                     sum(event.bytes for event in offloading.timeline))
+                found[name] = Answer(
+                    tokens,
+                    counts,
+                    resident,
+                    self._by_expert(offloading.steps) > 0,
+                    sum(counters.hits.values()),
+                    counters.requests,
+                    sum(event.bytes for event in offloading.timeline),
+                )
         return found
 
     def _load(self, resident: np.ndarray) -> None:
-        """The intermediate step (Fig. 7, 2): calling a layer's experts with the chosen ids makes just them resident."""
+        """The intermediate step (Fig. 7, 2): calling a layer's experts with the chosen ids makes
+        just them resident."""
         self.policy.keys = {ExpertKey(*key) for key in np.argwhere(resident).tolist()}
         for layer in discover(self.model):
             ids = torch.from_numpy(np.flatnonzero(resident[layer.index]))[None]
@@ -152,7 +171,9 @@ class Prefetcher:
         return found
 
 
-def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+def ways(
+    history: Mapping[str, np.ndarray], source: str, x: int
+) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """The choosers of `WAYS` for a prompt of that source."""
     same = most_used(history[source], x)
     others = most_used(sum(counts for name, counts in history.items() if name != source), x)
@@ -162,8 +183,12 @@ def ways(history: Mapping[str, np.ndarray], source: str, x: int) -> dict[str, Ca
 def popularity(model: Any, calibrated: int = 48, seed: int = 0) -> dict[str, np.ndarray]:
     """Source → counts [L, E] of so many prompts of its train split."""
     how = asked_by(model.tokenizer, seed)
-    return {source: record(model, prompts(source, calibrated, split="train", **how), batch_size=16).counts().numpy()
-            for source in SOURCES}
+    return {
+        source: record(model, prompts(source, calibrated, split="train", **how), batch_size=16)
+        .counts()
+        .numpy()
+        for source in SOURCES
+    }
 
 
 def asked_by(tokenizer: Any, seed: int) -> Record:
@@ -171,58 +196,109 @@ def asked_by(tokenizer: Any, seed: int) -> Record:
     return {"tokens": 256, "seed": seed, "count": token_count(tokenizer)}
 
 
-def measure(history: Mapping[str, np.ndarray], opened_from: ExpertStore | str | Path | None = None, x: int = 0,
-            n: int = 8, steps: int = 16, seed: int = 0) -> dict[str, list[dict[str, Answer]]]:
+def measure(
+    history: Mapping[str, np.ndarray],
+    opened_from: ExpertStore | str | Path | None = None,
+    x: int = 0,
+    n: int = 8,
+    steps: int = 16,
+    seed: int = 0,
+) -> dict[str, list[dict[str, Answer]]]:
     """Source → for each of n prompts of its test split an `Answer` by each of `WAYS`.
 
-    history : what calibrates, of `popularity`; close its model first, or its memory is taken beside this one's.
+    history : what calibrates, of `popularity`; close its model first, or its memory is taken beside
+        this one's.
     opened_from : as of `open_model`.   x : experts prefetched a layer; 0 for K.
     """
     found = {}
     with Prefetcher(opened_from, x) as prefetcher:
         tokenizer = prefetcher.model.tokenizer
         for source in SOURCES:
-            asked = [tokenizer(p.text)["input_ids"]
-                     for p in prompts(source, n, split="test", **asked_by(tokenizer, seed))]
+            asked = [
+                tokenizer(p.text)["input_ids"]
+                for p in prompts(source, n, split="test", **asked_by(tokenizer, seed))
+            ]
             choose = ways(history, source, prefetcher.x)
-            found[source] = [prefetcher.answers(ids, steps, choose)
-                             for ids in progress(asked, f"prefetching for {source}", unit="prompt")]
+            found[source] = [
+                prefetcher.answers(ids, steps, choose)
+                for ids in progress(asked, f"prefetching for {source}", unit="prompt")
+            ]
     return found
 
 
-def table(found: Mapping[str, Sequence[Mapping[str, Answer]]]) -> dict[str, dict[str, dict[str, Interval]]]:
-    """{source or "all": {way: {"utilisation", "hit rate", "lead"}}}; lead is the dataset-free utilisation less this."""
+def table(
+    found: Mapping[str, Sequence[Mapping[str, Answer]]],
+) -> dict[str, dict[str, dict[str, Interval]]]:
+    """{source or "all": {way: {"utilisation", "hit rate", "lead"}}}; lead is the dataset-free
+    utilisation less this."""
     rows = {}
-    for source, answers in [*found.items(), ("all", [answer for of in found.values() for answer in of])]:
+    for source, answers in [
+        *found.items(),
+        ("all", [answer for of in found.values() for answer in of]),
+    ]:
         of = {way: [answer[way] for answer in answers] for way in answers[0]}
         free = np.array([answer.utilisation for answer in of[WAYS[0]]])
-        rows[source] = {way: {
-            "utilisation": interval([answer.utilisation for answer in mine]),
-            "hit rate": interval([answer.hit_rate for answer in mine]),
-            "lead": interval(free - [answer.utilisation for answer in mine])} for way, mine in of.items()}
+        rows[source] = {
+            way: {
+                "utilisation": interval([answer.utilisation for answer in mine]),
+                "hit rate": interval([answer.hit_rate for answer in mine]),
+                "lead": interval(free - [answer.utilisation for answer in mine]),
+            }
+            for way, mine in of.items()
+        }
     return rows
 
 
 def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[int, float]]]:
-    """Per cent of a step's experts that hit, by x experts prefetched a layer, mean over answers: by the prompt's
-    counts, by the answer's own, and by chance. Computed from what each step wanted, as residency changes no token."""
+    """Per cent of a step's experts that hit, by x experts prefetched a layer, mean over answers: by
+    the prompt's counts, by the answer's own, and by chance. Computed from what each step wanted, as
+    residency changes no token."""
     xs = sorted({1, 2, spec.K, *(x for x in (8, 12, 16, 24, 32, 48, 64, 128) if x <= spec.E)})
 
     def curve(counts: Callable[[Answer], np.ndarray]) -> list[tuple[int, float]]:
-        return [(x, 100 * float(np.mean([answer.wanted[:, most_used(counts(answer), x)].sum() / answer.wanted.sum()
-                                         for answer in answers]))) for x in xs]
-    return {"dataset-free": curve(lambda answer: answer.counts),
-            "its own future (ceiling)": curve(lambda answer: answer.wanted.sum(0)),
-            "chance": [(x, 100 * x / spec.E) for x in xs]}
+        return [
+            (
+                x,
+                100
+                * float(
+                    np.mean(
+                        [
+                            answer.wanted[:, most_used(counts(answer), x)].sum()
+                            / answer.wanted.sum()
+                            for answer in answers
+                        ]
+                    )
+                ),
+            )
+            for x in xs
+        ]
+
+    return {
+        "dataset-free": curve(lambda answer: answer.counts),
+        "its own future (ceiling)": curve(lambda answer: answer.wanted.sum(0)),
+        "chance": [(x, 100 * x / spec.E) for x in xs],
+    }
 
 
 def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> Records:
     found = measure(popularity(open_model(), seed=seed), None, x, prompts_each, steps, seed)
     ends = ("", ", low", ", high")
-    return {f"{source}: utilisation of prefetched experts (exact counts)": {
-        way: {what + end: value for what, triple in row.items() for end, value in zip(ends, triple)}
-        for way, row in rows.items()} for source, rows in table(found).items()}
+    return {
+        f"{source}: utilisation of prefetched experts (exact counts)": {
+            way: {
+                what + end: value
+                for what, triple in row.items()
+                for end, value in zip(ends, triple)
+            }
+            for way, row in rows.items()
+        }
+        for source, rows in table(found).items()
+    }
 
 
-OPTIONS = {"prompts_each": (whole(1), "prompts of each source"), "steps": (whole(1), "decode steps of each answer"),
-           "x": (whole(), "experts prefetched a layer; 0 for K"), "seed": (whole(), "picks the prompts")}
+OPTIONS = {
+    "prompts_each": (whole(1), "prompts of each source"),
+    "steps": (whole(1), "decode steps of each answer"),
+    "x": (whole(), "experts prefetched a layer; 0 for K"),
+    "seed": (whole(), "picks the prompts"),
+}

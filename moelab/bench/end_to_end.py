@@ -1,17 +1,19 @@
-"""Everything against everything: techniques alone and together, and other engines, at several budgets and disk rates.
+"""Everything against everything: techniques alone and together, and other engines, at several
+budgets and disk rates.
 
-All take the same tokens on the same model, for each context (tokens of the prompt) and batch (sequences at a time). A
-configuration is opened anew for each disk rate, in a process of its own with a budget's memory, in interleaved rounds
-(`moelab.bench.harness`); other engines have the same memory limit, page cache included, but only our reader can be
-throttled, so they run at the disk's own rate. No speed is shown before the
-output is: what computes as transformers does must agree with its eager experts bit for bit, and what does not says the
-Kullback-Leibler divergence of its next-token distribution from theirs, in nats a token. Ratios are of the same tokens,
-their intervals over tokens: another run, on another day's disk, may differ by more. Limits follow from a run's own
-bytes and times and the best rate at which it read whole experts: Σ over layers of (attention, router + max(read,
-decode, compute)) on demand, the longest of these sums when prefetching; Belady's hits; the bytes that must be in
-memory. `prefetch` does so in every token: what the technique gives. An engine finds out where it pays, and leaves it
-where it does not (`moelab.offloading.prefetch_gate`).
-"""
+All take the same tokens on the same model, for each context (tokens of the prompt) and batch
+(sequences at a time). A configuration is opened anew for each disk rate, in a process of its own
+with a budget's memory, in interleaved rounds (`moelab.bench.harness`); other engines have the same
+memory limit, page cache included, but only our reader can be throttled, so they run at the disk's
+own rate. No speed is shown before the output is: what computes as transformers does must agree with
+its eager experts bit for bit, and what does not says the Kullback-Leibler divergence of its
+next-token distribution from theirs, in nats a token. Ratios are of the same tokens, their intervals
+over tokens: another run, on another day's disk, may differ by more. Limits follow from a run's own
+bytes and times and the best rate at which it read whole experts: Σ over layers of (attention,
+router + max(read, decode, compute)) on demand, the longest of these sums when prefetching; Belady's
+hits; the bytes that must be in memory. `prefetch` does so in every token: what the technique gives.
+An engine finds out where it pays, and leaves it where it does not
+(`moelab.offloading.prefetch_gate`)."""
 
 from __future__ import annotations
 
@@ -41,20 +43,38 @@ from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 
-SPEC = MoESpec("synthetic-0.5GB", "qwen3_moe", 5, tuple(range(5)), 32, 4, 1024, 512, vocab=8192, heads=16, kv_heads=4,
-               head_dim=64)
+SPEC = MoESpec(
+    "synthetic-0.5GB",
+    "qwen3_moe",
+    5,
+    tuple(range(5)),
+    32,
+    4,
+    1024,
+    512,
+    vocab=8192,
+    heads=16,
+    kv_heads=4,
+    head_dim=64,
+)
 BASE, RESIDENT = "on demand", "transformers resident"
-EXTERNAL = (*(f"llama.cpp {kind} mmap" for kind in GGUF), "ftllm")      # of Qwen3-MoE, one sequence at a time
-LOSSLESS = 1e-3                         # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
-PROBE = 8                               # experts read to measure the disk, each time
-BUDGETED = "LRU baseline", "ftllm"      # keep to a number of bytes themselves
-NORMALISES = "llama.cpp BF16 mmap"      # routing weights, whatever the model does: other logits at the same cost
-Rows = Records                          # configuration → figures
-Sections = Mapping[str, Rows]           # "25 % of experts, 250 MB/s" → its rows
+EXTERNAL = (
+    *(f"llama.cpp {kind} mmap" for kind in GGUF),
+    "ftllm",
+)  # of Qwen3-MoE, one sequence at a time
+LOSSLESS = 1e-3  # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
+PROBE = 8  # experts read to measure the disk, each time
+BUDGETED = "LRU baseline", "ftllm"  # keep to a number of bytes themselves
+NORMALISES = (
+    "llama.cpp BF16 mmap"  # routing weights, whatever the model does: other logits at the same cost
+)
+Rows = Records  # configuration → figures
+Sections = Mapping[str, Rows]  # "25 % of experts, 250 MB/s" → its rows
 
 
 class Technique(NamedTuple):
-    """One thing that a configuration does: whose it is (a key of the ledger's sources, or "moelab"), and how."""
+    """One thing that a configuration does: whose it is (a key of the ledger's sources, or
+    "moelab"), and how."""
 
     source: str
     options: Record
@@ -68,21 +88,38 @@ TECHNIQUES = {
     "blockwise": Technique("neuron-moe", {"executor": "blockwise"}),
     "static": Technique("npumoe", {"executor": "tiered"}),
     "bf12": Technique("moelab", {"codec": "bf12"}),
-    "fast": Technique("moelab", {"executor": "fast"})}
+    "fast": Technique("moelab", {"executor": "fast"}),
+}
 #: what is run: BASE, or techniques with " + " between them
-ARMS = (BASE, "huffman", "prefetch", "huffman + prefetch", "bf12", "fast", "bf12 + fast", "bf12 + prefetch",
-        "fast + prefetch", "bf12 + fast + prefetch", "mxfp4 + fast")
+ARMS = (
+    BASE,
+    "huffman",
+    "prefetch",
+    "huffman + prefetch",
+    "bf12",
+    "fast",
+    "bf12 + fast",
+    "bf12 + prefetch",
+    "fast + prefetch",
+    "bf12 + fast + prefetch",
+    "mxfp4 + fast",
+)
 
 
 def parts(arm: str) -> list[str]:
-    """The techniques of a configuration. ValueError for one that there is not, and two that exclude each other."""
+    """The techniques of a configuration. ValueError for one that there is not, and two that exclude
+    each other."""
     names = [] if arm == BASE else [name.strip() for name in arm.split("+")]
     if unknown := [name for name in names if name not in TECHNIQUES]:
-        raise ValueError(f"{arm!r} names {', '.join(unknown)}; a configuration is {BASE!r} or, with + between them, "
-                         f"some of {', '.join(TECHNIQUES)}")
+        raise ValueError(
+            f"{arm!r} names {', '.join(unknown)}; a configuration is {BASE!r} or, with + between them, "
+            f"some of {', '.join(TECHNIQUES)}"
+        )
     for one, other in combinations(names, 2):
         if both := TECHNIQUES[one].options.keys() & TECHNIQUES[other].options.keys():
-            raise ValueError(f"{one} and {other} exclude each other: both decide on the {', '.join(both)}")
+            raise ValueError(
+                f"{one} and {other} exclude each other: both decide on the {', '.join(both)}"
+            )
     return names
 
 
@@ -97,9 +134,13 @@ def options_of(arm: str) -> Record:
 def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Sequence[float]) -> Arm:
     """A configuration of ours with a budget, opened once for each disk rate; 0: the disk's own."""
     given = options_of(arm)
-    name, options, limit = bench.moelab(budget=int(share * bench.spec.experts_bytes), limit=limit, **given)
+    name, options, limit = bench.moelab(
+        budget=int(share * bench.spec.experts_bytes), limit=limit, **given
+    )
     options["ungated"] = "predictor" in given
-    each = [{"options": options["options"] | ({"bandwidth": rate} if rate else {})} for rate in rates]
+    each = [
+        {"options": options["options"] | ({"bandwidth": rate} if rate else {})} for rate in rates
+    ]
     each[0]["logits"] = str(bench.folder / "logits.npy")
     for i, of in enumerate(each):
         of["trace"] = str(trace(bench, arm, share, i))
@@ -108,18 +149,26 @@ def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Seque
 
 def trace(bench: EngineBenchmark, arm: str, share: float, rate: int) -> Path:
     """Where a configuration leaves its steps."""
-    return bench.folder / f"steps of {arm}, {share}, {rate}, {bench.prompt}, {len(bench.tokens)}.json"
+    return (
+        bench.folder / f"steps of {arm}, {share}, {rate}, {bench.prompt}, {len(bench.tokens)}.json"
+    )
 
 
 def absent(external: bool, batch: int = 1) -> dict[str, str]:
     """Engines that are not run at all, and why."""
-    why = "takes one sequence at a time here" if batch > 1 else "needs a Qwen3-MoE checkpoint and a process of its own"
-    return dict.fromkeys(("MoE-Infinity", "DeepSpeed ZeRO-3"), "needs an NVIDIA GPU; this bench runs on the CPU") | (
-        {} if external and batch == 1 else dict.fromkeys(EXTERNAL, why))
+    why = (
+        "takes one sequence at a time here"
+        if batch > 1
+        else "needs a Qwen3-MoE checkpoint and a process of its own"
+    )
+    return dict.fromkeys(
+        ("MoE-Infinity", "DeepSpeed ZeRO-3"), "needs an NVIDIA GPU; this bench runs on the CPU"
+    ) | ({} if external and batch == 1 else dict.fromkeys(EXTERNAL, why))
 
 
 def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
-    """Mean over steps of KL(reference ‖ found) in nats, of logits [steps, V]: 0 where both predict alike."""
+    """Mean over steps of KL(reference ‖ found) in nats, of logits [steps, V]: 0 where both predict
+    alike."""
     p, q = (of.astype(np.float64) - of.max(1, keepdims=True) for of in (reference, logits))
     p, q = (of - np.log(np.exp(of).sum(1, keepdims=True)) for of in (p, q))
     return max(float((np.exp(p) * (p - q)).sum(1).mean()), 0.0)
@@ -141,8 +190,11 @@ def collect(bench: EngineBenchmark, plan: Mapping[str, Arm]) -> dict[str, list[l
     return reports
 
 
-def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[Record]], rate: int, base: float | None) -> Record:
-    """A configuration's figures at a rate, each beside its limit: medians over all tokens of all rounds."""
+def row(
+    bench: EngineBenchmark, arm: Arm, rounds: list[list[Record]], rate: int, base: float | None
+) -> Record:
+    """A configuration's figures at a rate, each beside its limit: medians over all tokens of all
+    rounds."""
     found = [of[rate if len(of) > 1 else 0] for of in rounds]
     if "result" in found[-1]:
         return {"result": found[-1]["result"]}
@@ -151,13 +203,25 @@ def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[Record]], rate: int,
         return {"result": f"{output}: its speed does not count"}
     tpot, batch = [seconds for report in found for seconds in report["tpot_s"]], len(bench.tokens)
     middle, decode = median(tpot), bench.decode * batch
-    ttft, energy = median(report["ttft_s"][0] for report in found), mean(found, "decode_joules", decode)
-    figures = {"TTFT s": ttft, "TPOT s": middle, "each token s": tpot,
-               f"÷ {BASE}": base and middle / base, "tokens/s": batch * len(tpot) / sum(tpot),
-               "MB a token": mean(found, "decode_read_bytes", 1e6 * decode), "hit rate": mean(found, "decode_hit_rate"),
-               "CPU s a token": mean(found, "decode_cpu_s", decode), "J a token": energy if (energy or 0) > 0 else None,
-               "peak GB": None if bench.here else mean(found, "peak_rss_bytes", 1e9),
-               "KL": mean([of[0] for of in rounds], "kl"), "output": output, "result": found[-1]["limit"]}
+    ttft, energy = (
+        median(report["ttft_s"][0] for report in found),
+        mean(found, "decode_joules", decode),
+    )
+    figures = {
+        "TTFT s": ttft,
+        "TPOT s": middle,
+        "each token s": tpot,
+        f"÷ {BASE}": base and middle / base,
+        "tokens/s": batch * len(tpot) / sum(tpot),
+        "MB a token": mean(found, "decode_read_bytes", 1e6 * decode),
+        "hit rate": mean(found, "decode_hit_rate"),
+        "CPU s a token": mean(found, "decode_cpu_s", decode),
+        "J a token": energy if (energy or 0) > 0 else None,
+        "peak GB": None if bench.here else mean(found, "peak_rss_bytes", 1e9),
+        "KL": mean([of[0] for of in rounds], "kl"),
+        "output": output,
+        "result": found[-1]["limit"],
+    }
     if "metrics" in found[-1]:
         figures |= beside_limits(arm, found, ttft, middle)
     return {name: value for name, value in figures.items() if value is not None}
@@ -166,24 +230,42 @@ def row(bench: EngineBenchmark, arm: Arm, rounds: list[list[Record]], rate: int,
 def beside_limits(arm: Arm, found: list[Record], ttft: float, tpot: float) -> Record:
     """What our own engine's reports say of limits, of what waits, and of what overlaps."""
     ran = [report["metrics"] for report in found]
-    reading = median((of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / report["read_rate"]
-                     for of, report in zip(ran, found))
-    least = median(report["overlapped_s" if arm[1]["predictor"] else "on_demand_s"] for report in found)
+    reading = median(
+        (of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / report["read_rate"]
+        for of, report in zip(ran, found)
+    )
+    least = median(
+        report["overlapped_s" if arm[1]["predictor"] else "on_demand_s"] for report in found
+    )
     bytes_ = sum(found[-1][key] for key in ("budget_bytes", "others_bytes", "kv_bytes"))
     best = found[-1]["belady_hit_rate"]
-    return {"MB a token": mean(ran, "read_bytes_per_token", 1e6), "TTFT limit s": reading,
-            "TTFT ÷ limit": ttft / reading if reading else None, "TPOT limit s": least,
-            "TPOT ÷ limit": measure.multiple(tpot, least),
-            "hits ÷ Belady's": measure.share(mean(ran, "hit_rate") / best) if best else None,
-            "stall ms": mean(ran, "stall_per_step", 1e-3), "overlap": mean(ran, "overlap_efficiency"),
-            "least GB": bytes_ / 1e9}
+    return {
+        "MB a token": mean(ran, "read_bytes_per_token", 1e6),
+        "TTFT limit s": reading,
+        "TTFT ÷ limit": ttft / reading if reading else None,
+        "TPOT limit s": least,
+        "TPOT ÷ limit": measure.multiple(tpot, least),
+        "hits ÷ Belady's": measure.share(mean(ran, "hit_rate") / best) if best else None,
+        "stall ms": mean(ran, "stall_per_step", 1e-3),
+        "overlap": mean(ran, "overlap_efficiency"),
+        "least GB": bytes_ / 1e9,
+    }
 
 
-def predict(bench: EngineBenchmark, arms: Iterable[str], share: float, rates: Sequence[float], sections: Sections,
-            axes: Sequence[str], profiles: dict[Any, Any]) -> None:
-    """Beside the measured TPOT, what the simulator says for the same steps and this machine's profile; of what reads on
-    demand by the executors that the profile knows. `profiles` keeps what was profiled: no budget changes it."""
+def predict(
+    bench: EngineBenchmark,
+    arms: Iterable[str],
+    share: float,
+    rates: Sequence[float],
+    sections: Sections,
+    axes: Sequence[str],
+    profiles: dict[Any, Any],
+) -> None:
+    """Beside the measured TPOT, what the simulator says for the same steps and this machine's
+    profile; of what reads on demand by the executors that the profile knows. `profiles` keeps what
+    was profiled: no budget changes it."""
     from moelab.offloading.profile import profile
+
     for arm in arms:
         given = options_of(arm)
         if given.keys() - {"codec", "executor"} or given.get("executor", "fast") != "fast":
@@ -193,44 +275,69 @@ def predict(bench: EngineBenchmark, arms: Iterable[str], share: float, rates: Se
             if "TPOT s" in figures:
                 if (key := (*given.values(), rate)) not in profiles:
                     fast = {"executor": "fast", "compact": True} if "executor" in given else {}
-                    profiles[key] = profile(bench.folder / given["codec"], seconds=0.5, **fast,
-                                            **({"bandwidth": rate} if rate else {}))
+                    profiles[key] = profile(
+                        bench.folder / given["codec"],
+                        seconds=0.5,
+                        **fast,
+                        **({"bandwidth": rate} if rate else {}),
+                    )
                 said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiles[key])
-                figures |= {"simulated TPOT s": said.tpot, "simulated ÷ measured": said.tpot / figures["TPOT s"]}
+                figures |= {
+                    "simulated TPOT s": said.tpot,
+                    "simulated ÷ measured": said.tpot / figures["TPOT s"],
+                }
 
 
 def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> Numbers:
-    """TPOT of a row over another's, median over the tokens, which are the same, and its 95 % interval: three cells."""
+    """TPOT of a row over another's, median over the tokens, which are the same, and its 95 %
+    interval: three cells."""
     ratios = [a / b for a, b in zip(row["each token s"], base["each token s"], strict=True)]
     return dict(zip((before + name, f"{before}95 % from", f"{before}to"), intervals.median(ratios)))
 
 
 def together(sections: Sections) -> Rows:
-    """Of two techniques of different sources, where both together are faster than each alone beyond the interval, and
-    why: bytes read and time waited a token, of the two and of both."""
+    """Of two techniques of different sources, where both together are faster than each alone beyond
+    the interval, and why: bytes read and time waited a token, of the two and of both."""
     found: Rows = {}
     for title, rows in sections.items():
         for arm in filter(names_us, rows):
             names = parts(arm)
             if len(names) == 2 == len({TECHNIQUES[name].source for name in names}) and all(
-                    "TPOT s" in rows.get(name, {}) for name in (*names, arm)):
+                "TPOT s" in rows.get(name, {}) for name in (*names, arm)
+            ):
                 alone, both = [rows[name] for name in names], rows[arm]
                 gain = over(both, min(alone, key=lambda of: of["TPOT s"]), "÷ better of both")
-                found[f"{title}: {arm}"] = gain | {"beats each": gain["to"] < 1} | {
-                    f"{what}, {name}": of[what] for what in ("MB a token", "stall ms")
-                    for name, of in ((names[0], alone[0]), (names[1], alone[1]), ("both", both))}
+                found[f"{title}: {arm}"] = (
+                    gain
+                    | {"beats each": gain["to"] < 1}
+                    | {
+                        f"{what}, {name}": of[what]
+                        for what in ("MB a token", "stall ms")
+                        for name, of in ((names[0], alone[0]), (names[1], alone[1]), ("both", both))
+                    }
+                )
     return found
 
 
 def ablation(sections: Sections) -> Rows:
-    """What the configuration of most techniques loses without each of them, and without all: TPOT ÷ its own."""
+    """What the configuration of most techniques loses without each of them, and without all: TPOT ÷
+    its own."""
     found: Rows = {}
     for title, rows in sections.items():
-        there = {frozenset(parts(arm)): of for arm, of in rows.items() if names_us(arm) and "TPOT s" in of}
+        there = {
+            frozenset(parts(arm)): of
+            for arm, of in rows.items()
+            if names_us(arm) and "TPOT s" in of
+        }
         whole_ = max(there, key=len, default=frozenset())
-        less = {f"without {name}": whole_ - {name} for name in sorted(whole_)} | {"with none": frozenset()}
-        found |= {f"{name}, {title}": over(there[of], there[whole_], f"÷ {' + '.join(sorted(whole_))}")
-                  for name, of in less.items() if of in there and of != whole_}
+        less = {f"without {name}": whole_ - {name} for name in sorted(whole_)} | {
+            "with none": frozenset()
+        }
+        found |= {
+            f"{name}, {title}": over(there[of], there[whole_], f"÷ {' + '.join(sorted(whole_))}")
+            for name, of in less.items()
+            if of in there and of != whole_
+        }
     return found
 
 
@@ -240,20 +347,32 @@ def titled(results: Mapping[str, Any]) -> dict[str, Rows]:
 
 
 def winners(sections: Sections) -> Rows:
-    """Of each table the fastest of ours and of the other engines that fit the budget: lossless, and at any loss."""
+    """Of each table the fastest of ours and of the other engines that fit the budget: lossless, and
+    at any loss."""
     found: Rows = {}
     for title, rows in sections.items():
-        ran = {name: of for name, of in rows.items() if "TPOT s" in of and name != RESIDENT and (
-            names_us(name) or name in BUDGETED or "nothing was limited" not in of["result"])}
+        ran = {
+            name: of
+            for name, of in rows.items()
+            if "TPOT s" in of
+            and name != RESIDENT
+            and (names_us(name) or name in BUDGETED or "nothing was limited" not in of["result"])
+        }
         found[title] = {}
-        exact = {name: of for name, of in ran.items() if not rounds_weights(name) and (
-            of.get("KL", 0) < LOSSLESS or name == NORMALISES)}
+        exact = {
+            name: of
+            for name, of in ran.items()
+            if not rounds_weights(name) and (of.get("KL", 0) < LOSSLESS or name == NORMALISES)
+        }
         for kind, among in (("lossless", exact), ("any", ran)):
             best = []
             for whose in ("ours", "others"):
                 if of := [name for name in among if names_us(name) == (whose == "ours")]:
                     best.append(name := min(of, key=lambda name: among[name]["TPOT s"]))
-                    found[title] |= {f"{kind}, {whose}": name, f"{kind}, {whose}, ms": 1e3 * among[name]["TPOT s"]}
+                    found[title] |= {
+                        f"{kind}, {whose}": name,
+                        f"{kind}, {whose}, ms": 1e3 * among[name]["TPOT s"],
+                    }
             if len(best) == 2:
                 found[title] |= over(*(among[name] for name in best), "ours ÷ others", f"{kind}: ")
     return found
@@ -261,15 +380,29 @@ def winners(sections: Sections) -> Rows:
 
 def foretold(sections: Sections) -> Rows:
     """What was simulated, beside what was measured."""
-    return {f"{name}; {title}": {key: row[key] for key in ("TPOT s", "simulated TPOT s", "simulated ÷ measured")}
-            for title, rows in sections.items() for name, row in rows.items() if "simulated ÷ measured" in row}
+    return {
+        f"{name}; {title}": {
+            key: row[key] for key in ("TPOT s", "simulated TPOT s", "simulated ÷ measured")
+        }
+        for title, rows in sections.items()
+        for name, row in rows.items()
+        if "simulated ÷ measured" in row
+    }
 
 
 def tpots(sections: Sections) -> list[Record]:
     """Milliseconds a step of every configuration and engine that ran, a column for each table."""
-    names = dict.fromkeys(name for rows in sections.values() for name, row in rows.items() if "TPOT s" in row)
-    return [{"": name} | {title: 1e3 * rows[name]["TPOT s"] if "TPOT s" in rows.get(name, {}) else None
-                          for title, rows in sections.items()} for name in names]
+    names = dict.fromkeys(
+        name for rows in sections.values() for name, row in rows.items() if "TPOT s" in row
+    )
+    return [
+        {"": name}
+        | {
+            title: 1e3 * rows[name]["TPOT s"] if "TPOT s" in rows.get(name, {}) else None
+            for title, rows in sections.items()
+        }
+        for name in names
+    ]
 
 
 def names_us(name: str) -> bool:
@@ -278,42 +411,75 @@ def names_us(name: str) -> bool:
 
 
 def rounds_weights(name: str) -> bool:
-    """Whether a configuration of ours stores weights in few bits: a random model's KL does not tell."""
+    """Whether a configuration of ours stores weights in few bits: a random model's KL does not
+    tell."""
     return names_us(name) and options_of(name)["codec"] in fewbit.FORMATS
 
 
 def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
-    """The names of those that no other is at least as good as in both, and better in one; sorted by x. What lacks one
-    of them is left out."""
-    points = {name: (of[x], of[y]) for name, of in rows.items() if of.get(x) is not None and of.get(y) is not None}
-    best = [name for name, (a, b) in points.items()
-            if not any(c <= a and d <= b and (c, d) != (a, b) for c, d in points.values())]
+    """The names of those that no other is at least as good as in both, and better in one; sorted by
+    x. What lacks one of them is left out."""
+    points = {
+        name: (of[x], of[y])
+        for name, of in rows.items()
+        if of.get(x) is not None and of.get(y) is not None
+    }
+    best = [
+        name
+        for name, (a, b) in points.items()
+        if not any(c <= a and d <= b and (c, d) != (a, b) for c, d in points.values())
+    ]
     return sorted(best, key=points.__getitem__)
 
 
 def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]], list[str]]]:
-    """{axis: ({name: (x, TPOT s)}, names on the `front`)} at the first of the disks' rates: of the memory that is
-    needed, at all budgets, and of the loss, at the first one. `RESIDENT` keeps to no budget and is left out."""
+    """{axis: ({name: (x, TPOT s)}, names on the `front`)} at the first of the disks' rates: of the
+    memory that is needed, at all budgets, and of the loss, at the first one. `RESIDENT` keeps to no
+    budget and is left out."""
     rate = next(iter(sections)).split(", ")[1]
-    there = {title.replace(f", {rate}", ""): rows for title, rows in sections.items() if title.split(", ")[1] == rate}
-    memory = {f"{name}, {title.replace(' of experts', '')}": row
-              for title, rows in there.items() for name, row in rows.items()}
+    there = {
+        title.replace(f", {rate}", ""): rows
+        for title, rows in sections.items()
+        if title.split(", ")[1] == rate
+    }
+    memory = {
+        f"{name}, {title.replace(' of experts', '')}": row
+        for title, rows in there.items()
+        for name, row in rows.items()
+    }
     small = max((row.get("least GB") or 0 for row in memory.values()), default=0) < 0.1
     unit, scale, found = *(("MB", 1e3) if small else ("GB", 1)), {}
-    for axis, x, scale, rows in ((f"memory needed ({unit})", "least GB", scale, memory),
-                                 ("KL (nats a token)", "KL", 1, next(iter(there.values())))):
+    for axis, x, scale, rows in (
+        (f"memory needed ({unit})", "least GB", scale, memory),
+        ("KL (nats a token)", "KL", 1, next(iter(there.values()))),
+    ):
         rows = {name: row for name, row in rows.items() if name != RESIDENT}
-        points = {name: (scale * row[x], row["TPOT s"]) for name, row in rows.items()
-                  if row.get(x) is not None and "TPOT s" in row}
+        points = {
+            name: (scale * row[x], row["TPOT s"])
+            for name, row in rows.items()
+            if row.get(x) is not None and "TPOT s" in row
+        }
         found[axis] = points, front(rows, x, "TPOT s")
     return found
 
 
-def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
-        rates: Sequence[float] = (250, 1000, 0), rounds: int = 1, contexts: Sequence[int] = (16,), decode: int = 16,
-        batches: Sequence[int] = (1,), seed: int = 0, model: str | None = None, folder: str | Path | None = None,
-        alone: bool = False, here: bool = False, simulated: bool = True, python: Sequence[str] = (),
-        spec: MoESpec = SPEC) -> Record:
+def run(
+    arms: Iterable[str] = ARMS,
+    budgets: Sequence[float | str] = (0.25, 0.5, 0.75),
+    rates: Sequence[float] = (250, 1000, 0),
+    rounds: int = 1,
+    contexts: Sequence[int] = (16,),
+    decode: int = 16,
+    batches: Sequence[int] = (1,),
+    seed: int = 0,
+    model: str | None = None,
+    folder: str | Path | None = None,
+    alone: bool = False,
+    here: bool = False,
+    simulated: bool = True,
+    python: Sequence[str] = (),
+    spec: MoESpec = SPEC,
+) -> Record:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
     load, engines = measure.load_average(), interpreters(python)
@@ -321,20 +487,29 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5,
     profiles: dict[Any, Any] = {}
     with measure.working(folder) as place:
         count = max(batches) * (max(contexts) + decode)
-        source, spec, tokens = text_for(model, count, seed) if model else (
-            None, spec, random.Random(seed).choices(range(spec.vocab), k=count))
+        source, spec, tokens = (
+            text_for(model, count, seed)
+            if model
+            else (None, spec, random.Random(seed).choices(range(spec.vocab), k=count))
+        )
         conditions = {
             "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
             "tokens": f"{'of a text' if model else 'random'}, given; contexts of {_words(contexts)}, then {decode} "
-                      f"more; batches of {_words(batches)}",
+            f"more; batches of {_words(batches)}",
             "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and what is a "
-                     "token's, of all sequences",
-            "processes": "one for all" if here else "one for each configuration and budget", "rounds": rounds,
-            "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read" if joules() else
-            f"none can be read from {RAPL} or by NVML; Apple's is not read",
-            "load average before": load, "cores": os.cpu_count()}
+            "token's, of all sequences",
+            "processes": "one for all" if here else "one for each configuration and budget",
+            "rounds": rounds,
+            "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read"
+            if joules()
+            else f"none can be read from {RAPL} or by NVML; Apple's is not read",
+            "load average before": load,
+            "cores": os.cpu_count(),
+        }
         place.mkdir(parents=True, exist_ok=True)
-        apart = nullcontext((place, "as it is")) if here else disk(place, 9 * spec.experts_bytes + 3e9)
+        apart = (
+            nullcontext((place, "as it is")) if here else disk(place, 9 * spec.experts_bytes + 3e9)
+        )
         with apart as (place, conditions["file system"]):
             if source and not (place / "model").exists():
                 (place / "model").symlink_to(source.resolve(), target_is_directory=True)
@@ -345,53 +520,104 @@ def run(arms: Iterable[str] = ARMS, budgets: Sequence[float | str] = (0.25, 0.5,
             bench.prepare(external=qwen, forms=sorted(forms))
             try:
                 for context, batch in product(contexts, batches):
-                    axes = [f"context {context}"] * (len(contexts) > 1) + [f"batch {batch}"] * (len(batches) > 1)
-                    rows = [tokens[i * (context + decode):][:context + decode] for i in range(batch)]
-                    for found in tables(replace(bench, prompt=context, tokens=rows), arms, budgets,
-                                        [1e6 * rate for rate in rates], alone, qwen, simulated, axes, profiles):
+                    axes = [f"context {context}"] * (len(contexts) > 1) + [f"batch {batch}"] * (
+                        len(batches) > 1
+                    )
+                    rows = [
+                        tokens[i * (context + decode) :][: context + decode] for i in range(batch)
+                    ]
+                    for found in tables(
+                        replace(bench, prompt=context, tokens=rows),
+                        arms,
+                        budgets,
+                        [1e6 * rate for rate in rates],
+                        alone,
+                        qwen,
+                        simulated,
+                        axes,
+                        profiles,
+                    ):
                         sections |= found
-            except KeyboardInterrupt:                       # it takes minutes: what is done is kept
+            except KeyboardInterrupt:  # it takes minutes: what is done is kept
                 of = len(budgets) * len(rates) * len(contexts) * len(batches)
                 conditions["stopped"] = f"after {len(sections)} of {of} tables"
-    return {"conditions": conditions, **sections,
-            "together (two sources)": together(sections), "ablation (TPOT ÷ that of all)": ablation(sections)}
+    return {
+        "conditions": conditions,
+        **sections,
+        "together (two sources)": together(sections),
+        "ablation (TPOT ÷ that of all)": ablation(sections),
+    }
 
 
 def _words(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float | str], rates: Sequence[float],
-           alone: bool, external: bool, simulated: bool, axes: Sequence[str],
-           profiles: dict[Any, Any]) -> Iterator[dict[str, Rows]]:
-    """Everything of a context and a batch: the tables of all rates as soon as a budget has run; `axes` end titles."""
+def tables(
+    bench: EngineBenchmark,
+    arms: Sequence[str],
+    budgets: Sequence[float | str],
+    rates: Sequence[float],
+    alone: bool,
+    external: bool,
+    simulated: bool,
+    axes: Sequence[str],
+    profiles: dict[Any, Any],
+) -> Iterator[dict[str, Rows]]:
+    """Everything of a context and a batch: the tables of all rates as soon as a budget has run;
+    `axes` end titles."""
     spec, kept, batch = bench.spec, bench.folder / "logits.npy", len(bench.tokens)
     more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
-    room = max(parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets) + PROCESS
+    room = (
+        max(parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets)
+        + PROCESS
+    )
     fits = not bench.here or spec.experts_bytes <= room
     engine, options = ("eager", {}) if fits else ("mapped", {"opened": "external"})
     reference = bench.report((engine, options | {"logits": str(kept)}, None))
     if "result" in reference:
-        raise RuntimeError(f"transformers' eager experts could not be run to compare with: {reference['result']}")
+        raise RuntimeError(
+            f"transformers' eager experts could not be run to compare with: {reference['result']}"
+        )
     bench.reference = reference | {"logits": np.load(kept)}
     gone = {} if alone else absent(external, batch)
     resident = {RESIDENT: ("eager", {}, None)} if fits and not alone else {}
-    unfit = {} if fits or alone else {RESIDENT: {"result": (
-        f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has {room / 1e9:.2f} GB for them")}}
+    unfit = (
+        {}
+        if fits or alone
+        else {
+            RESIDENT: {
+                "result": (
+                    f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has {room / 1e9:.2f} GB for them"
+                )
+            }
+        }
+    )
     for budget in budgets:
         share = parse_budget(budget, spec.experts_bytes, bench.dense_bytes) / spec.experts_bytes
         budget = int(share * spec.experts_bytes)
         limit = int(budget + bench.dense_bytes + more)
         ours = {arm: own(bench, arm, share, limit, rates) for arm in arms}
-        others = {} if alone else {name: (engine, options | {"logits": str(kept)}, most) for name, (
-            engine, options, most) in bench.others(budget, limit).items() if name not in gone}
+        others = (
+            {}
+            if alone
+            else {
+                name: (engine, options | {"logits": str(kept)}, most)
+                for name, (engine, options, most) in bench.others(budget, limit).items()
+                if name not in gone
+            }
+        )
         reports, found = collect(bench, ours | others) | {RESIDENT: [[reference | {"kl": 0.0}]]}, {}
         for i, rate in enumerate(rates):
             base = row(bench, ours[BASE], reports[BASE], i, None).get("TPOT s")
-            found[section(share, rate, axes)] = {
-                name: row(bench, arm, reports[name], i, base)
-                for name, arm in (ours | ({} if rate else others) | resident).items()} | (
-                {} if rate else {name: {"result": why} for name, why in gone.items()}) | unfit
+            found[section(share, rate, axes)] = (
+                {
+                    name: row(bench, arm, reports[name], i, base)
+                    for name, arm in (ours | ({} if rate else others) | resident).items()
+                }
+                | ({} if rate else {name: {"result": why} for name, why in gone.items()})
+                | unfit
+            )
         if simulated:
             predict(bench, arms, share, rates, found, axes, profiles)
         yield found
@@ -399,19 +625,26 @@ def tables(bench: EngineBenchmark, arms: Sequence[str], budgets: Sequence[float 
 
 def section(share: float, rate: float, axes: Sequence[str] = ()) -> str:
     """The title of a table."""
-    return ", ".join([f"{share:.0%} of experts", f"{rate / 1e6:g} MB/s" if rate else "the disk as it is", *axes])
+    return ", ".join(
+        [f"{share:.0%} of experts", f"{rate / 1e6:g} MB/s" if rate else "the disk as it is", *axes]
+    )
 
 
 def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list[int]]:
     """A checkpoint's folder and spec, and so many tokens of prose by its own tokenizer."""
     from moelab.datasets import prompts
     from moelab.models import opening
+
     opening.require_tokenizer(model)
     opened = opening.open_checkpoint(model, experts="external")
-    text = "\n".join(prompt.text for prompt in prompts("prose", 2 + count // 64, tokens=128, seed=seed))
+    text = "\n".join(
+        prompt.text for prompt in prompts("prose", 2 + count // 64, tokens=128, seed=seed)
+    )
     ids = opened.tokenizer(text)["input_ids"]
     if len(ids) < count:
-        raise ValueError(f"{count} tokens are needed, and the text has {len(ids)}; ask for shorter prompts")
+        raise ValueError(
+            f"{count} tokens are needed, and the text has {len(ids)}; ask for shorter prompts"
+        )
     return opening.find(model), opened.spec, ids[:count]
 
 
@@ -425,17 +658,37 @@ def _arm(text: str) -> str:
 
 
 OPTIONS = {
-    "arms": (several(_arm), "configurations: techniques, with + between those that go together: "
-             + ", ".join(TECHNIQUES)),
-    "budgets": (several(number(above=0, most=1)), "memory for experts, shares of what all of them take"),
+    "arms": (
+        several(_arm),
+        "configurations: techniques, with + between those that go together: "
+        + ", ".join(TECHNIQUES),
+    ),
+    "budgets": (
+        several(number(above=0, most=1)),
+        "memory for experts, shares of what all of them take",
+    ),
     "rates": (several(number(0)), "of the disk, MB/s, by throttling our reader; 0: as it is"),
     "rounds": (whole(1), "of every configuration"),
-    "contexts": (several(whole(2)), "tokens of a prompt"), "decode": (whole(1), "tokens after it"),
-    "batches": (several(whole(1)), "sequences at a time"), "seed": (whole(), "picks the tokens"),
+    "contexts": (several(whole(2)), "tokens of a prompt"),
+    "decode": (whole(1), "tokens after it"),
+    "batches": (several(whole(1)), "sequences at a time"),
+    "seed": (whole(), "picks the tokens"),
     "model": (None, "your own: a checkpoint's folder or a hub id"),
-    "folder": (None, "where the model's forms are kept for the next time, ten times its size; else they are temporary"),
+    "folder": (
+        None,
+        "where the model's forms are kept for the next time, ten times its size; else they are temporary",
+    ),
     "alone": ({"action": "store_true"}, "without the other engines"),
-    "simulated": ({"action": BooleanOptionalAction}, "also what the simulator says, of what reads on demand"),
-    "here": ({"action": "store_true"}, "everything in one process: fast, without limits and peaks of memory"),
-    "python": ({"action": "append", "metavar": "ENGINE=INTERPRETER"},
-               "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python")}
+    "simulated": (
+        {"action": BooleanOptionalAction},
+        "also what the simulator says, of what reads on demand",
+    ),
+    "here": (
+        {"action": "store_true"},
+        "everything in one process: fast, without limits and peaks of memory",
+    ),
+    "python": (
+        {"action": "append", "metavar": "ENGINE=INTERPRETER"},
+        "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python",
+    ),
+}

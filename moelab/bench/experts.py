@@ -1,11 +1,12 @@
-"""Executors of a layer's routed experts, timed beside transformers' own and the roofline of this machine.
+"""Executors of a layer's routed experts, timed beside transformers' own and the roofline of this
+machine.
 
-Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm` compute the same
-steps in interleaved rounds: a prompt, and single tokens whose experts are cold, as layers of more weights than a
-cache has take turns. The roofline is the time of reading the weights or of computing alone, whichever is longer, at
-the best rates of several readers and products in the same rounds. Ratios are medians over rounds, to the best of
-transformers' three. Sources: AWS Neuron's MoE guide ("Selective loading", "All-Experts algorithm"), Williams et al.
-2009 (roofline).
+Every lossless executor of the registry and transformers' `eager`, `batched_mm` and `grouped_mm`
+compute the same steps in interleaved rounds: a prompt, and single tokens whose experts are cold, as
+layers of more weights than a cache has take turns. The roofline is the time of reading the weights
+or of computing alone, whichever is longer, at the best rates of several readers and products in the
+same rounds. Ratios are medians over rounds, to the best of transformers' three. Sources: AWS
+Neuron's MoE guide ("Selective loading", "All-Experts algorithm"), Williams et al. 2009 (roofline).
 """
 
 from __future__ import annotations
@@ -43,24 +44,34 @@ from moelab.specs import DeviceSpec, Figure
 STOCK = ("eager", "batched_mm", "grouped_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: GEMV on packed weights → the most of bf16's time that it should take
-PACKED = {"gemv of bf12": 0.85, "gemv of int8": 0.55, "gemv of fp8": 0.55, "gemv of mxfp4": 0.35, "gemv of int4": 0.35}
-GATHERED = 4e9                  # bytes that `batched_mm` may copy weights to: beyond, it is not run
+PACKED = {
+    "gemv of bf12": 0.85,
+    "gemv of int8": 0.55,
+    "gemv of fp8": 0.55,
+    "gemv of mxfp4": 0.35,
+    "gemv of int4": 0.35,
+}
+GATHERED = 4e9  # bytes that `batched_mm` may copy weights to: beyond, it is not run
 LEFT_OUT = ("exact", "neuron")  # of a comparison of techniques: a naive loop, a choice of others
-MOST = 16                       # experts of a token at most, of `DecodedExperts`
+MOST = 16  # experts of a token at most, of `DecodedExperts`
 LOADING = ("selective", "all_experts")
-Arms = dict[str, Callable[[int], Any]]          # name → computes the step of a number
+Arms = dict[str, Callable[[int], Any]]  # name → computes the step of a number
 
 
 class Layers:
-    """Layers of random experts, enough of them for `cold` bytes, as transformers has them and behind the seam."""
+    """Layers of random experts, enough of them for `cold` bytes, as transformers has them and
+    behind the seam."""
 
     def __init__(self, E: int, K: int, H: int, I: int, dtype: torch.dtype, cold: float) -> None:
         from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
         self.K, self.expert_bytes, self.dtype = K, 3 * H * I * dtype.itemsize, dtype
-        self.config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+        self.config = Qwen3MoeConfig(
+            hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
+        )
         self.config._experts_implementation = "eager"
-        self.stored: Numbers = {}                           # arm → its weights' bytes over those as they are here
+        self.stored: Numbers = {}  # arm → its weights' bytes over those as they are here
         self.stock = []
         for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
             rng = torch.Generator().manual_seed(seed)
@@ -71,7 +82,8 @@ class Layers:
         self.seam = self.from_sources([None] * len(self.stock))
 
     def from_sources(self, sources: Iterable[Any]) -> list[Any]:
-        """The layers behind the seam, with the same parameters, each with its source; None: the parameters."""
+        """The layers behind the seam, with the same parameters, each with its source; None: the
+        parameters."""
         found = []
         for stock, source in zip(self.stock, sources):
             seam = copy.copy(stock)
@@ -89,26 +101,39 @@ class Layers:
         for i in range(rounds):
             ids = torch.rand(T, E, generator=rng).topk(self.K).indices
             weights = torch.rand(T, self.K, generator=rng) + 0.1
-            found.append((i % len(self.stock), torch.randn(T, H, generator=rng).to(self.dtype), ids,
-                          (weights / weights.sum(-1, keepdim=True)).to(self.dtype)))
+            found.append(
+                (
+                    i % len(self.stock),
+                    torch.randn(T, H, generator=rng).to(self.dtype),
+                    ids,
+                    (weights / weights.sum(-1, keepdim=True)).to(self.dtype),
+                )
+            )
         return found
 
     def arms(self, T: int, rounds: int, left_out: Collection[str] = ()) -> tuple[Arms, int]:
-        """All that compute the steps of T tokens, of which step 0 warms up (compiles kernels); and the
-        bytes of weights that a step must read, on average."""
+        """All that compute the steps of T tokens, of which step 0 warms up (compiles kernels); and
+        the bytes of weights that a step must read, on average."""
         steps, arms = self.steps(T, rounds), {}
         for name in STOCK:
             if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
         for name in EXECUTORS:
-            with suppress(ValueError):              # needs options, such as a plan
+            with suppress(ValueError):  # needs options, such as a plan
                 if (run := make("executor", name)).lossless:
                     arms[name] = lambda i, run=run: run(*steps[i][1:], self.seam[steps[i][0]])
         E = self.config.num_experts
         packed = [name for name in PACKED if name not in left_out]
-        if T == 1 and packed and self.dtype == torch.bfloat16 and as_bf12(self.seam[0].own(0)["down_proj"]) is not None:
+        if (
+            T == 1
+            and packed
+            and self.dtype == torch.bfloat16
+            and as_bf12(self.seam[0].own(0)["down_proj"]) is not None
+        ):
             for name in packed:
-                seams = self.from_sources(PackedExperts(seam, name.split()[-1]) for seam in self.seam)
+                seams = self.from_sources(
+                    PackedExperts(seam, name.split()[-1]) for seam in self.seam
+                )
                 self.stored[name] = sum(map(len, seams[0].source.blobs)) / (E * self.expert_bytes)
                 arms[name] = lambda i, seams=seams: GEMV()(*steps[i][1:], seams[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
@@ -120,7 +145,8 @@ class Layers:
 
 
 class PackedExperts:
-    """A layer's experts as bf12 or in few bits, one blob after another: a source of the seam for `GEMV`."""
+    """A layer's experts as bf12 or in few bits, one blob after another: a source of the seam for
+    `GEMV`."""
 
     def __init__(self, experts: Any, form: str) -> None:
         self.form, self.rows, self.blobs = form, {name: [] for name in experts.own(0)}, []
@@ -135,17 +161,27 @@ class PackedExperts:
                 self.blobs.append(memory)
                 self.rows[name].append(row)
 
-    def matrices(self, layer: int, experts: list[int], dtype: torch.dtype) -> dict[str, tuple[str, np.ndarray]]:
-        return {name: (self.form, np.array([rows[e] for e in experts])) for name, rows in self.rows.items()}
+    def matrices(
+        self, layer: int, experts: list[int], dtype: torch.dtype
+    ) -> dict[str, tuple[str, np.ndarray]]:
+        return {
+            name: (self.form, np.array([rows[e] for e in experts]))
+            for name, rows in self.rows.items()
+        }
 
 
 class DecodedExperts:
-    """A layer's experts compressed in memory by a codec, each decoded by one thread whenever it is used."""
+    """A layer's experts compressed in memory by a codec, each decoded by one thread whenever it is
+    used."""
 
     def __init__(self, experts: Any, codec: str) -> None:
-        self.packed = [{name: compress_tensor(w, codec) for name, w in experts.own(e).items()}
-                       for e in range(experts.num_experts)]
-        self.out = [{name: torch.empty_like(w) for name, w in experts.own(0).items()} for _ in range(MOST)]
+        self.packed = [
+            {name: compress_tensor(w, codec) for name, w in experts.own(e).items()}
+            for e in range(experts.num_experts)
+        ]
+        self.out = [
+            {name: torch.empty_like(w) for name, w in experts.own(0).items()} for _ in range(MOST)
+        ]
         self.turn = 0
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
@@ -155,29 +191,43 @@ class DecodedExperts:
         return out
 
 
-def stored_ways(codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
-                ) -> tuple[Samples, Numbers, float]:
-    """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as bf16, as bf12, and
-    kept in a codec and decoded first. Also what each takes of the weights' size, and the bound of their entropy."""
+def stored_ways(
+    codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
+) -> tuple[Samples, Numbers, float]:
+    """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as
+    bf16, as bf12, and kept in a codec and decoded first. Also what each takes of the weights' size,
+    and the bound of their entropy."""
     layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
     steps, stored, size = layers.steps(1, rounds + 1), {"bf16": 1.0}, layers.expert_bytes
-    sources = {"bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
-               f"{codec}, decoded first": [DecodedExperts(seam, codec) for seam in layers.seam]}
+    sources = {
+        "bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
+        f"{codec}, decoded first": [DecodedExperts(seam, codec) for seam in layers.seam],
+    }
     packed, coded = (found[0] for found in sources.values())
     stored["bf12"] = sum(map(len, packed.blobs)) / (4 * K * size)
-    stored[f"{codec}, decoded first"] = sum(p.nbytes for e in coded.packed for p in e.values()) / (4 * K * size)
+    stored[f"{codec}, decoded first"] = sum(p.nbytes for e in coded.packed for p in e.values()) / (
+        4 * K * size
+    )
 
     def arm(source: Iterable[Any]) -> Callable[[int], Tensor]:
         kept = layers.from_sources(source)
         return lambda i: GEMV()(*steps[i][1:], kept[steps[i][0]])
-    arms = {"bf16": arm([None] * len(layers.stock))} | {name: arm(source) for name, source in sources.items()}
+
+    arms = {"bf16": arm([None] * len(layers.stock))} | {
+        name: arm(source) for name, source in sources.items()
+    }
     weights = torch.cat([bank.flatten() for bank in layers.stock[0].parameters()])
-    return rounds_of(arms, rounds + 1, "a token's experts"), stored, describe(joint_counts(weights)).bound
+    return (
+        rounds_of(arms, rounds + 1, "a token's experts"),
+        stored,
+        describe(joint_counts(weights)).bound,
+    )
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
-    """Seconds of each arm in each round but round 0, which warms up. Neighbouring arms compute different steps, so that
-    none finds its weights in a cache; each has run another step just before, which pre-faults its memory."""
+    """Seconds of each arm in each round but round 0, which warms up. Neighbouring arms compute
+    different steps, so that none finds its weights in a cache; each has run another step just
+    before, which pre-faults its memory."""
     samples, steps = {name: [] for name in arms}, range(1, rounds)
     for i, (place, name) in measure.turns(list(enumerate(arms)), rounds, title):
         if not i:
@@ -189,11 +239,11 @@ def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
 
 
 class Limits:
-    """Arms that measure memory bandwidth and arithmetic, to be timed in the same rounds as what they bound.
+    """Arms that measure memory bandwidth and arithmetic, to be timed in the same rounds as what
+    they bound.
 
-    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and the layer's shape,
-    in the experts' type and in fp32, as a CPU may lack bf16 instructions.
-    """
+    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and
+    the layer's shape, in the experts' type and in fp32, as a CPU may lack bf16 instructions."""
 
     SQUARES, ROWS = (1024,), 1024
 
@@ -204,9 +254,18 @@ class Limits:
         def reader(loop: Callable[[np.ndarray], int]) -> Callable[[int], Any]:
             def read(i: int) -> None:
                 words = banks[i % len(banks)].numpy()
-                list(pool.map(loop, [words[len(words) * t // threads:len(words) * (t + 1) // threads]
-                                     for t in range(threads)]))
+                list(
+                    pool.map(
+                        loop,
+                        [
+                            words[len(words) * t // threads : len(words) * (t + 1) // threads]
+                            for t in range(threads)
+                        ],
+                    )
+                )
+
             return read
+
         self.readers: Arms = {"memory, torch's sum": lambda i: banks[i % len(banks)].sum()}
         self.readers |= {f"memory, {name}": reader(loop) for name, loop in _loops().items()}
         H, I = layers.config.hidden_size, layers.config.moe_intermediate_size
@@ -224,8 +283,10 @@ class Limits:
 
     def best(self, samples: Samples) -> tuple[float, float]:
         """(bytes/s, FLOP/s): the most that any of them reached in any round."""
-        return (max(self.nbytes / min(samples[name]) for name in self.readers),
-                max(self.flops[name] / min(samples[name]) for name in self.products))
+        return (
+            max(self.nbytes / min(samples[name]) for name in self.readers),
+            max(self.flops[name] / min(samples[name]) for name in self.products),
+        )
 
 
 @lru_cache(maxsize=1)
@@ -243,20 +304,22 @@ def _loops() -> dict[str, Callable[[np.ndarray], int]]:
     @kernel
     def ahead(words):
         a = b = 0
-        for i in range(0, len(words) - 15, 16):                 # two cache lines
+        for i in range(0, len(words) - 15, 16):  # two cache lines
             prefetch(words.ctypes.data + 8 * i + 4096)
             prefetch(words.ctypes.data + 8 * i + 4160)
             for j in range(8):
                 a += words[i + j]
                 b += words[i + 8 + j]
         return a + b
+
     return {"plain loop": plain, "prefetching loop": ahead}
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTimes:
-    """Seconds of every executor and of the limits in the same rounds; `read` bytes of weights and `flops` of a step;
-    `bandwidth` and `rate` of the fastest reader (bytes/s) and product (FLOP/s); `stored`, see `Layers`."""
+    """Seconds of every executor and of the limits in the same rounds; `read` bytes of weights and
+    `flops` of a step; `bandwidth` and `rate` of the fastest reader (bytes/s) and product (FLOP/s);
+    `stored`, see `Layers`."""
 
     samples: Samples
     read: float
@@ -269,7 +332,10 @@ class ExpertTimes:
     @property
     def limits(self) -> Numbers:
         """The roofline: what limits → seconds."""
-        return {"unpacked weights ÷ bandwidth": self.read / self.bandwidth, "FLOPs ÷ rate": self.flops / self.rate}
+        return {
+            "unpacked weights ÷ bandwidth": self.read / self.bandwidth,
+            "FLOPs ÷ rate": self.flops / self.rate,
+        }
 
     @property
     def medians(self) -> Numbers:
@@ -283,7 +349,11 @@ class ExpertTimes:
     @property
     def stock(self) -> tuple[float, str]:
         """(seconds, name) of the fastest of transformers' own."""
-        return min((seconds, name) for name, seconds in self.medians.items() if name.startswith("transformers"))
+        return min(
+            (seconds, name)
+            for name, seconds in self.medians.items()
+            if name.startswith("transformers")
+        )
 
     @property
     def speedup(self) -> float:
@@ -291,7 +361,8 @@ class ExpertTimes:
 
     @property
     def reached(self) -> float | str:
-        """Share of what the roofline allows that the fastest executor reaches; words if the roofline was beaten."""
+        """Share of what the roofline allows that the fastest executor reaches; words if the
+        roofline was beaten."""
         return measure.share(max(self.limits.values()) / self.ours[0])
 
     @property
@@ -303,20 +374,35 @@ class ExpertTimes:
         for name, taken in self.medians.items():
             low, high = measure.tenths(self.samples[name])
             read = self.read * self.stored.get(name, 1.0)
-            rows[name] = {"ms": 1e3 * taken, "10 %": 1e3 * low, "90 %": 1e3 * high,
-                          "× transformers' best": measure.speed_up(self.samples, name, best),
-                          "GB/s": read / taken / 1e9,
-                          "of bandwidth": measure.share(read / taken / self.bandwidth),
-                          "GFLOP/s": self.flops / taken / 1e9,
-                          "of roofline": measure.share(max(read / self.bandwidth, self.flops / self.rate) / taken)}
+            rows[name] = {
+                "ms": 1e3 * taken,
+                "10 %": 1e3 * low,
+                "90 %": 1e3 * high,
+                "× transformers' best": measure.speed_up(self.samples, name, best),
+                "GB/s": read / taken / 1e9,
+                "of bandwidth": measure.share(read / taken / self.bandwidth),
+                "GFLOP/s": self.flops / taken / 1e9,
+                "of roofline": measure.share(
+                    max(read / self.bandwidth, self.flops / self.rate) / taken
+                ),
+            }
         return rows
 
 
 class ExpertBenchmark:
-    """A layer of E experts, top-K, H × I, in as many copies as `cold` bytes take; `close` ends its threads."""
+    """A layer of E experts, top-K, H × I, in as many copies as `cold` bytes take; `close` ends its
+    threads."""
 
-    def __init__(self, E: int, K: int, H: int, I: int, threads: int = 0, cold: float = 400e6,
-                 dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        E: int,
+        K: int,
+        H: int,
+        I: int,
+        threads: int = 0,
+        cold: float = 400e6,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.expert_flops, self.threads = 6 * H * I, threads or os.cpu_count() or 1
         self.layers = Layers(E, K, H, I, dtype, cold)
         self._pool = ThreadPoolExecutor(self.threads)
@@ -330,9 +416,17 @@ class ExpertBenchmark:
         """This machine as a card: the bandwidth and the rate of the two limits."""
         with measure.torch_threads(self.threads), torch.inference_mode():
             bandwidth, rate = self._limits.best(rounds_of(self._limits.arms, rounds + 1, "limits"))
-        return DeviceSpec(f"this machine ({self.threads} thread(s))", {
-            "memory_bandwidth_gbs": Figure(bandwidth / 1e9, "GB/s", "measured", "reading a layer's weights"),
-            "bf16_tflops": Figure(rate / 1e12, "TFLOPS", "measured", "the fastest of large products, bf16 or fp32")})
+        return DeviceSpec(
+            f"this machine ({self.threads} thread(s))",
+            {
+                "memory_bandwidth_gbs": Figure(
+                    bandwidth / 1e9, "GB/s", "measured", "reading a layer's weights"
+                ),
+                "bf16_tflops": Figure(
+                    rate / 1e12, "TFLOPS", "measured", "the fastest of large products, bf16 or fp32"
+                ),
+            },
+        )
 
     def executors(self, T: int, rounds: int, left_out: Collection[str] = LEFT_OUT) -> ExpertTimes:
         """Every executor on T tokens, in turn, another routing and layer in each round."""
@@ -341,11 +435,20 @@ class ExpertBenchmark:
             arms = {name: arm for name, arm in arms.items() if name not in left_out}
             samples = rounds_of(self._limits.arms | arms, rounds + 1, f"{T} token{'s' * (T > 1)}")
         own = {name: samples.pop(name) for name in arms}
-        return ExpertTimes(own, read, T * self.layers.K * self.expert_flops, *self._limits.best(samples), samples,
-                           self.layers.stored)
+        return ExpertTimes(
+            own,
+            read,
+            T * self.layers.K * self.expert_flops,
+            *self._limits.best(samples),
+            samples,
+            self.layers.stored,
+        )
 
-    def loading(self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING) -> dict[int, Samples]:
-        """Decode steps of each batch with the needed experts' weights, and with all: batch → executor → seconds."""
+    def loading(
+        self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING
+    ) -> dict[int, Samples]:
+        """Decode steps of each batch with the needed experts' weights, and with all: batch →
+        executor → seconds."""
         found = {}
         with measure.torch_threads(self.threads), torch.inference_mode():
             for b in batches:
@@ -365,15 +468,27 @@ def crossing(ratios: dict[int, float]) -> int | None:
 
 
 OPTIONS = {
-    "E": (whole(1), "experts"), "K": (whole(1), "experts a token"), "H": (whole(1), "hidden size"),
-    "I": (whole(1), "intermediate size"), "tokens": (whole(1), "of the prompt"),
+    "E": (whole(1), "experts"),
+    "K": (whole(1), "experts a token"),
+    "H": (whole(1), "hidden size"),
+    "I": (whole(1), "intermediate size"),
+    "tokens": (whole(1), "of the prompt"),
     "cold": (number(above=0), "bytes of weights that take turns"),
     "rounds": (whole(1), "of the prompt; single tokens have five times as many"),
-    "dtypes": ({"nargs": "+", "choices": DTYPES}, "of the weights")}
+    "dtypes": ({"nargs": "+", "choices": DTYPES}, "of the weights"),
+}
 
 
-def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512, cold: float = 400e6, rounds: int = 9,
-        dtypes: list[str] | None = None) -> Records:
+def run(
+    E: int = 64,
+    K: int = 8,
+    H: int = 1024,
+    I: int = 512,
+    tokens: int = 512,
+    cold: float = 400e6,
+    rounds: int = 9,
+    dtypes: list[str] | None = None,
+) -> Records:
     threads = torch.get_num_threads()
     found = {"conditions": {"threads": threads, "load average before": measure.load_average()}}
     aims, every = {}, {}
@@ -382,10 +497,14 @@ def run(E: int = 64, K: int = 8, H: int = 1024, I: int = 512, tokens: int = 512,
         for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
             title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
             times = bench.executors(T, n, ())
-            found["conditions"] |= {f"{title}: memory GB/s": times.bandwidth / 1e9,
-                                    f"{title}: GFLOP/s": times.rate / 1e9}
+            found["conditions"] |= {
+                f"{title}: memory GB/s": times.bandwidth / 1e9,
+                f"{title}: GFLOP/s": times.rate / 1e9,
+            }
             found[title] = times.rows()
-            every |= {f"{title}: {name}": of for name, of in (times.limit_samples | times.samples).items()}
+            every |= {
+                f"{title}: {name}": of for name, of in (times.limit_samples | times.samples).items()
+            }
             aims |= _aims(label, phase, found[title])
         bench.close()
     return found | {"aims": aims, "samples": every}
@@ -396,10 +515,23 @@ def _aims(label: str, phase: str, rows: Records) -> Records:
     best = min(own, key=lambda name: rows[name]["ms"])
     ratio = rows[best]["× transformers' best"]
     if phase == "prefill":
-        return {f"{label} prefill, {best} × transformers' best": measure.aim(ratio, 1.0 if label == "bf16" else 1.6)}
+        return {
+            f"{label} prefill, {best} × transformers' best": measure.aim(
+                ratio, 1.0 if label == "bf16" else 1.6
+            )
+        }
     if label != "bf16":
         return {}
-    return {f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
-            f"bf16 decode, {best}: share of memory bandwidth": measure.aim(rows[best]["of bandwidth"], 0.8),
-            **{f"{name} × of bf16": measure.aim(rows[name]["ms"] / rows["gemv"]["ms"], most, below=True)
-               for name, most in PACKED.items() if name in rows}}
+    return {
+        f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
+        f"bf16 decode, {best}: share of memory bandwidth": measure.aim(
+            rows[best]["of bandwidth"], 0.8
+        ),
+        **{
+            f"{name} × of bf16": measure.aim(
+                rows[name]["ms"] / rows["gemv"]["ms"], most, below=True
+            )
+            for name, most in PACKED.items()
+            if name in rows
+        },
+    }

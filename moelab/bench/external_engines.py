@@ -1,8 +1,9 @@
-"""External engines: llama.cpp on a mapped GGUF file, and ftllm in bf16 with its disk cache; CPU, Qwen3-MoE only.
+"""External engines: llama.cpp on a mapped GGUF file, and ftllm in bf16 with its disk cache; CPU,
+Qwen3-MoE only.
 
-The engines and `write_gguf` need neither torch nor transformers, so they run in an interpreter of their own. Files have
-a placeholder vocabulary. llama.cpp always normalises routing weights, which changes logits, but not what it costs.
-"""
+The engines and `write_gguf` need neither torch nor transformers, so they run in an interpreter of
+their own. Files have a placeholder vocabulary. llama.cpp always normalises routing weights, which
+changes logits, but not what it costs."""
 
 from __future__ import annotations
 
@@ -24,11 +25,20 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 #: field of a GGUF file → key of the config
 GGUF_FIELDS = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size", "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
-    "rope_freq_base": "rope_theta", "layer_norm_rms_eps": "rms_norm_eps"}
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "rope_freq_base": "rope_theta",
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
 
 
 class Llama(BenchmarkedEngine):
@@ -37,10 +47,19 @@ class Llama(BenchmarkedEngine):
     def __init__(self, options: Record) -> None:
         import gguf  # noqa: F401, by which the file was written
         import llama_cpp
+
         self.api = llama_cpp
         self.model = llama_cpp.Llama(
-            options["gguf"], n_gpu_layers=0, n_threads=CORES, n_threads_batch=CORES, use_mmap=True, verbose=False,
-            n_ctx=len(options["tokens"][0]) + 64, n_batch=max(options["prompts"]), n_ubatch=max(options["prompts"]))
+            options["gguf"],
+            n_gpu_layers=0,
+            n_threads=CORES,
+            n_threads_batch=CORES,
+            use_mmap=True,
+            verbose=False,
+            n_ctx=len(options["tokens"][0]) + 64,
+            n_batch=max(options["prompts"]),
+            n_ubatch=max(options["prompts"]),
+        )
 
     def restart(self) -> None:
         self.model.reset()
@@ -48,19 +67,25 @@ class Llama(BenchmarkedEngine):
     def feed(self, ids: Sequences) -> Any:
         """Of one sequence: more cannot be evaluated at a time in Python."""
         import numpy as np
+
         self.model.eval(*ids)
         logits = self.api.llama_get_logits_ith(self.model._ctx.ctx, -1)
         return np.ctypeslib.as_array(logits, (1, self.model.n_vocab())).astype(np.float32)
 
 
 class Ftllm(BenchmarkedEngine):
-    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for all in memory. It
-    samples its tokens, all about equally likely; there are no logits to compare."""
+    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for
+    all in memory. It samples its tokens, all about equally likely; there are no logits to
+    compare."""
 
     def __init__(self, options: Record) -> None:
         import ftllm
-        sys.path.append(str(Path(ftllm.__file__).parent))       # its modules import each other by bare names
+
+        sys.path.append(
+            str(Path(ftllm.__file__).parent)
+        )  # its modules import each other by bare names
         from ftllm import llm
+
         llm.set_cpu_threads(CORES)
         llm.set_device_map("cpu")
         if options["cache"]:
@@ -76,21 +101,35 @@ class Ftllm(BenchmarkedEngine):
     def feed(self, ids: Sequences) -> Any:
         """One more token; a new sequence begins with `ids`, later ones are its own."""
         import numpy as np
+
         library = self.api.fastllm_lib
         if self.handle is None:
-            # up to so many new tokens, at least as many; sampled: top_p 1, top_k 400, temperature 1000; no penalty
+            # up to so many new tokens, at least as many; sampled: top_p 1, top_k 400, temperature
+            # 1000; no penalty
             self.handle = library.launch_response_llm_model(
-                self.model.model, len(*ids), (ctypes.c_int * len(*ids))(*ids[0]), self.new, self.new,
-                ctypes.c_bool(True), ctypes.c_float(1), 400, ctypes.c_float(1000), ctypes.c_float(1),
-                ctypes.c_bool(False), *self.model.stop_token_ctypes(None))
+                self.model.model,
+                len(*ids),
+                (ctypes.c_int * len(*ids))(*ids[0]),
+                self.new,
+                self.new,
+                ctypes.c_bool(True),
+                ctypes.c_float(1),
+                400,
+                ctypes.c_float(1000),
+                ctypes.c_float(1),
+                ctypes.c_bool(False),
+                *self.model.stop_token_ctypes(None),
+            )
         token = library.fetch_response_llm_model(self.model.model, self.handle)
         if token < 0:
             raise RuntimeError(f"ftllm ended its answer early ({token})")
         return np.zeros((1, 1), np.float32)
 
-    def measure(self, tokens: Sequences, prompts: list[int], logits_to: str | None = None) -> Record:
-        """As all others, but with the length of each sequence fixed, as ftllm continues by itself after its prompt; it
-        has no logits to keep."""
+    def measure(
+        self, tokens: Sequences, prompts: list[int], logits_to: str | None = None
+    ) -> Record:
+        """As all others, but with the length of each sequence fixed, as ftllm continues by itself
+        after its prompt; it has no logits to keep."""
         (tokens,), first = tokens, sum(prompts[:-1])
         self.new = 1
         alone = super().measure([tokens[:first]], prompts[:-1]) if first else {"ttft_s": []}
@@ -108,20 +147,30 @@ class Ftllm(BenchmarkedEngine):
 
 
 def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> Path:
-    """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file, a tensor at a time: norms and routers in fp32,
-    all else, attention, embeddings and head too, as `kind`, which gguf's own quantizer makes, such as Q8_0 or Q4_0."""
+    """Write a Qwen3-MoE checkpoint with stacked experts as a GGUF file, a tensor at a time: norms
+    and routers in fp32, all else, attention, embeddings and head too, as `kind`, which gguf's own
+    quantizer makes, such as Q8_0 or Q4_0."""
     import gguf
     import numpy as np
     from gguf.quants import quant_shape_to_byte_shape, quantize
+
     folder, path = Path(checkpoint), Path(path)
     config, words = _config(folder)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
     tensors = {}
     for key, found in _tensors(folder):
-        banks = {f"{key.rpartition('.')[0]}.{part}.weight": bank for part, bank in _banks(key, found).items()}
-        tensors |= {names.get_name(name, (".weight",)): bits for name, bits in (banks or {key: found}).items()}
-    kinds = {name: gguf.GGMLQuantizationType["F32" if bits.ndim == 1 or "ffn_gate_inp" in name else kind]
-             for name, bits in tensors.items()}
+        banks = {
+            f"{key.rpartition('.')[0]}.{part}.weight": bank
+            for part, bank in _banks(key, found).items()
+        }
+        tensors |= {
+            names.get_name(name, (".weight",)): bits
+            for name, bits in (banks or {key: found}).items()
+        }
+    kinds = {
+        name: gguf.GGMLQuantizationType["F32" if bits.ndim == 1 or "ffn_gate_inp" in name else kind]
+        for name, bits in tensors.items()
+    }
     with atomic(path) as part:
         out = gguf.GGUFWriter(part, "qwen3moe")
         for field, key in GGUF_FIELDS.items():
@@ -139,7 +188,9 @@ def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> 
         out.write_kv_data_to_file()
         out.write_ti_data_to_file()
         for name, bits in tensors.items():
-            out.write_tensor_data(quantize((bits.astype(np.uint32) << 16).view(np.float32), kinds[name]))
+            out.write_tensor_data(
+                quantize((bits.astype(np.uint32) << 16).view(np.float32), kinds[name])
+            )
         out.close()
     return path
 
@@ -147,11 +198,12 @@ def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """The names and the bits (uint16, mapped) of a checkpoint's tensors, which must be bf16."""
     import numpy as np
+
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         header = int.from_bytes(data[:8], "little")
-        for key, entry in json.loads(data[8:8 + header]).items():
+        for key, entry in json.loads(data[8 : 8 + header]).items():
             if key != "__metadata__":
                 begin, end = entry["data_offsets"]
                 bits = np.frombuffer(data, np.uint16, (end - begin) // 2, 8 + header + begin)
@@ -159,29 +211,50 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
-    """Write a Qwen3-MoE checkpoint with stacked experts as the hub has it: three weights for each expert."""
+    """Write a Qwen3-MoE checkpoint with stacked experts as the hub has it: three weights for each
+    expert."""
     import torch
     from safetensors.torch import save_file
+
     source, files = Path(checkpoint), {}
     for key, bits in _tensors(source):
         layer = key.split(".")[2] if ".layers." in key else "rest"
         tensor = torch.frombuffer(bits, dtype=torch.bfloat16).view(bits.shape)
-        experts = {f"{key.rpartition('.')[0]}.{e}.{part}.weight": expert
-                   for part, bank in _banks(key, tensor).items() for e, expert in enumerate(bank)}
+        experts = {
+            f"{key.rpartition('.')[0]}.{e}.{part}.weight": expert
+            for part, bank in _banks(key, tensor).items()
+            for e, expert in enumerate(bank)
+        }
         files.setdefault(f"model-{layer}.safetensors", {}).update(experts or {key: tensor})
     config, words = _config(source)
-    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
-                 "post_processor": None, "decoder": None,
-                 "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)},
-                           "merges": [f"{words[0]} {words[1]}"]}}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "BPE",
+            "vocab": {word: i for i, word in enumerate(words)},
+            "merges": [f"{words[0]} {words[1]}"],
+        },
+    }
     with atomic(folder) as part:
         part.mkdir(exist_ok=True)
         for file, tensors in files.items():
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part / file, {"format": "pt"})
+            save_file(
+                {key: tensor.contiguous() for key, tensor in tensors.items()},
+                part / file,
+                {"format": "pt"},
+            )
         weight_map = {key: file for file, tensors in files.items() for key in tensors}
-        for file, content in (("model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map}),
-                              ("config.json", config), ("tokenizer.json", tokenizer),
-                              ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})):
+        for file, content in (
+            ("model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map}),
+            ("config.json", config),
+            ("tokenizer.json", tokenizer),
+            ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ):
             (part / file).write_text(json.dumps(content))
     return Path(folder)
 
@@ -195,11 +268,14 @@ def _banks(key: str, tensor: Any) -> Record:
 
 
 def _config(folder: Path) -> tuple[Record, list[str]]:
-    """The checkpoint's config with the fields that other programs read, and a vocabulary of placeholder words, of which
-    the last is a merge of two, as byte-pair encoding needs at least one."""
+    """The checkpoint's config with the fields that other programs read, and a vocabulary of
+    placeholder words, of which the last is a merge of two, as byte-pair encoding needs at least
+    one."""
     config = json.loads((folder / "config.json").read_text())
     words = [chr(256 + i) if i < 256 else f"token{i}" for i in range(config["vocab_size"] - 1)]
-    return config | {"num_experts": config.get("num_experts") or config["num_local_experts"],
-                     "rope_theta": config["rope_parameters"]["rope_theta"],
-                     "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-                     }, [*words, words[0] + words[1]]
+    return config | {
+        "num_experts": config.get("num_experts") or config["num_local_experts"],
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+        "head_dim": config.get("head_dim")
+        or config["hidden_size"] // config["num_attention_heads"],
+    }, [*words, words[0] + words[1]]

@@ -1,8 +1,8 @@
 """The baseline for offloading engines: one global LRU cache of raw expert slots.
 
-Raw bf16 experts lie in one file (`lay_out`). Four threads read misses past the system's cache, each expert in one
-request, while the hits of the same layer are computed with transformers' eager arithmetic.
-"""
+Raw bf16 experts lie in one file (`lay_out`). Four threads read misses past the system's cache, each
+expert in one request, while the hits of the same layer are computed with transformers' eager
+arithmetic."""
 
 from __future__ import annotations
 
@@ -25,24 +25,39 @@ ALIGN = 4096
 
 
 class LRUBaseline(Transformers):
-    """Options: model, "experts": the file of `lay_out`, "slots": experts that the cache holds, at least E."""
+    """Options: model, "experts": the file of `lay_out`, "slots": experts that the cache holds, at
+    least E."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(moelab.open_model(options["model"], experts="external"))
         index = json.loads(Path(options["experts"]).with_suffix(".json").read_text())
         self.E, self.stride = index["E"], index["stride"]
         buffer = np.empty(options["slots"] * self.stride + ALIGN, np.uint8)
-        memory = buffer[-buffer.ctypes.data % ALIGN:][:options["slots"] * self.stride].reshape(-1, self.stride)
+        memory = buffer[-buffer.ctypes.data % ALIGN :][: options["slots"] * self.stride].reshape(
+            -1, self.stride
+        )
         if len(memory) < self.E:
-            raise ValueError(f"the LRU baseline has {len(memory)} slots; it needs one for each of a layer's {self.E} "
-                             "experts")
+            raise ValueError(
+                f"the LRU baseline has {len(memory)} slots; it needs one for each of a layer's {self.E} "
+                "experts"
+            )
         self.memory = [memoryview(slot) for slot in memory]
-        self.tensors = [{name: torch.from_numpy(slot[offset:offset + size]).view(getattr(torch, dtype)).view(shape)
-                         for name, (dtype, shape, offset, size) in index["tensors"].items()} for slot in memory]
-        self.free, self.slot = list(range(len(memory))), OrderedDict()         # (layer, expert) → slot, oldest first
+        self.tensors = [
+            {
+                name: torch.from_numpy(slot[offset : offset + size])
+                .view(getattr(torch, dtype))
+                .view(shape)
+                for name, (dtype, shape, offset, size) in index["tensors"].items()
+            }
+            for slot in memory
+        ]
+        self.free, self.slot = (
+            list(range(len(memory))),
+            OrderedDict(),
+        )  # (layer, expert) → slot, oldest first
         try:
             self.file, self.direct = os.open(options["experts"], os.O_RDONLY | os.O_DIRECT), True
-        except (AttributeError, OSError):                                       # not on this system, or file system
+        except (AttributeError, OSError):  # not on this system, or file system
             self.file, self.direct = os.open(options["experts"], os.O_RDONLY), False
         self.threads, self.hits, self.misses = ThreadPoolExecutor(4), 0, 0
         plug(self.model, executor=self)
@@ -60,12 +75,18 @@ class LRUBaseline(Transformers):
         return key
 
     def __call__(self, x: Any, ids: Any, weights: Any, experts: Any) -> Any:
-        """An executor: hits are computed while misses are read, then those in the order in which they arrive."""
-        parts = {(experts.layer, expert): (choice, tokens)
-                 for expert, choice, tokens in assignments(ids, experts.num_experts)}
-        hits, misses = [key for key in parts if key in self.slot], [key for key in parts if key not in self.slot]
+        """An executor: hits are computed while misses are read, then those in the order in which
+        they arrive."""
+        parts = {
+            (experts.layer, expert): (choice, tokens)
+            for expert, choice, tokens in assignments(ids, experts.num_experts)
+        }
+        hits, misses = (
+            [key for key in parts if key in self.slot],
+            [key for key in parts if key not in self.slot],
+        )
         for key in hits:
-            self.slot.move_to_end(key)                                  # in use: never the oldest
+            self.slot.move_to_end(key)  # in use: never the oldest
         loads = []
         for key in misses:
             self.slot[key] = self.free.pop() if self.free else self.slot.popitem(last=False)[1]
@@ -74,19 +95,31 @@ class LRUBaseline(Transformers):
 
         def compute(key: tuple[int, int]) -> tuple[int, Any, Any]:
             choice, tokens = parts[key]
-            return key[1], tokens, experts.contribution(x, tokens, weights[tokens, choice],
-                                                        self.tensors[self.slot[key]])
-        results = [compute(key) for key in hits] + [compute(load.result()) for load in as_completed(loads)]
+            return (
+                key[1],
+                tokens,
+                experts.contribution(
+                    x, tokens, weights[tokens, choice], self.tensors[self.slot[key]]
+                ),
+            )
+
+        results = [compute(key) for key in hits] + [
+            compute(load.result()) for load in as_completed(loads)
+        ]
         return experts.accumulate(x, results)
 
     def report(self) -> dict[str, Any]:
         self.threads.shutdown()
         os.close(self.file)
-        return {"direct": self.direct, "decode_hit_rate": self.hits / max(self.hits + self.misses, 1)}
+        return {
+            "direct": self.direct,
+            "decode_hit_rate": self.hits / max(self.hits + self.misses, 1),
+        }
 
 
 def lay_out(model: str | Path, path: Path) -> Path:
-    """Write the file of experts for `LRUBaseline`: one after another, raw, each at a multiple of 4096 bytes."""
+    """Write the file of experts for `LRUBaseline`: one after another, raw, each at a multiple of
+    4096 bytes."""
     layers = [layer.experts for layer in discover(moelab.open_model(model, experts="external"))]
     tensors, at = {}, 0
     for name, t in layers[0].weights(0).items():
@@ -100,8 +133,11 @@ def lay_out(model: str | Path, path: Path) -> Path:
                     slot = bytearray(stride)
                     for name, t in layer.weights(expert).items():
                         _, _, offset, size = tensors[name]
-                        slot[offset:offset + size] = t.contiguous().view(torch.uint8).numpy().tobytes()
+                        slot[offset : offset + size] = (
+                            t.contiguous().view(torch.uint8).numpy().tobytes()
+                        )
                     file.write(slot)
-        path.with_suffix(".json").write_text(json.dumps({"E": layers[0].num_experts, "stride": stride,
-                                                         "tensors": tensors}))
+        path.with_suffix(".json").write_text(
+            json.dumps({"E": layers[0].num_experts, "stride": stride, "tensors": tensors})
+        )
     return path

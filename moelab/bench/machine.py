@@ -1,9 +1,9 @@
-"""Equal conditions for engines: one file system (for one limit on memory, see `moelab.offloading.control_group`).
+"""Equal conditions for engines: one file system (for one limit on memory, see
+`moelab.offloading.control_group`).
 
-A file system on a loop device has the usual read-ahead of 128 KB: with megabytes, every page fault of a mapped file
-reads megabytes, which would decide any comparison. It needs root and Linux; where it is unavailable, the result says
-why.
-"""
+A file system on a loop device has the usual read-ahead of 128 KB: with megabytes, every page fault
+of a mapped file reads megabytes, which would decide any comparison. It needs root and Linux; where
+it is unavailable, the result says why."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-READ_AHEAD = 128                        # KB
+READ_AHEAD = 128  # KB
 
 
 @contextmanager
 def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
-    """(a folder on a file system with a read-ahead of 128 KB, a description); or `folder` itself, and why.
+    """(a folder on a file system with a read-ahead of 128 KB, a description); or `folder` itself,
+    and why.
 
-    `folder/disk.ext4` of at most `nbytes` is kept for the next time. The loop device reads past the system's cache,
-    which would otherwise hold everything twice and outside of the limit.
-    """
+    `folder/disk.ext4` of at most `nbytes` is kept for the next time. The loop device reads past the
+    system's cache, which would otherwise hold everything twice and outside of the limit."""
     folder.mkdir(parents=True, exist_ok=True)
     image, mount = folder / "disk.ext4", folder / "disk"
     new = not image.exists()
@@ -31,9 +31,11 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
             if new:
                 with open(image, "wb") as f:
                     f.truncate(int(nbytes))
-            if mount.is_mount():                # of a process that was killed
+            if mount.is_mount():  # of a process that was killed
                 _unmount(mount)
-            for left in _command("losetup", "--noheadings", "--output", "NAME", "--associated", str(image)).split():
+            for left in _command(
+                "losetup", "--noheadings", "--output", "NAME", "--associated", str(image)
+            ).split():
                 _command("losetup", "--detach", left)
             device = _command("losetup", "--find", "--show", "--direct-io=on", str(image))
             stack.callback(_command, "losetup", "--detach", device)
@@ -58,7 +60,7 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
 def _unmount(mount: Path) -> None:
     try:
         _command("umount", str(mount))
-    except OSError:                             # a file is still open: unmounted once it is closed
+    except OSError:  # a file is still open: unmounted once it is closed
         _command("umount", "--lazy", str(mount))
 
 
@@ -71,10 +73,18 @@ def _command(*words: str) -> str:
 
 
 def read_ahead(path: Path) -> int | None:
-    """KB that the system reads ahead on the device that `path` lies on; None where it doesn't tell."""
+    """KB that the system reads ahead on the device that `path` lies on; None where it doesn't
+    tell."""
     number = os.stat(path).st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}") if hasattr(os, "major") else Path()
-    for queue in (device / "queue", device.resolve().parent / "queue"):       # a partition has its disk's
+    device = (
+        Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+        if hasattr(os, "major")
+        else Path()
+    )
+    for queue in (
+        device / "queue",
+        device.resolve().parent / "queue",
+    ):  # a partition has its disk's
         if (queue / "read_ahead_kb").exists():
             return int((queue / "read_ahead_kb").read_text())
     return None

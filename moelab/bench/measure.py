@@ -1,8 +1,8 @@
 """Interleaved timing, ratios of samples, and shares of measured limits.
 
-A limit is measured like what it bounds (same threads, rounds and caches), but its best sample counts instead of the
-median. A share above 1 + `TOLERANCE` means that the limit was measured wrongly; words then stand for the number.
-"""
+A limit is measured like what it bounds (same threads, rounds and caches), but its best sample
+counts instead of the median. A share above 1 + `TOLERANCE` means that the limit was measured
+wrongly; words then stand for the number."""
 
 from __future__ import annotations
 
@@ -23,21 +23,28 @@ from moelab.intervals import Interval
 from moelab.progress import progress
 
 TOLERANCE = 0.05
-Samples = dict[str, list[float]]        # name → one sample a round, in seconds
+Samples = dict[str, list[float]]  # name → one sample a round, in seconds
 T = TypeVar("T")
 
 
-def turns(arms: Sequence[T], rounds: int, title: str, unit: str = "rounds") -> Iterator[tuple[int, T]]:
+def turns(
+    arms: Sequence[T], rounds: int, title: str, unit: str = "rounds"
+) -> Iterator[tuple[int, T]]:
     """(round, arm): all arms in each round, in reverse order in every second one."""
     for i in progress(range(rounds), title, unit=unit):
         for arm in arms[::-1] if i % 2 else arms:
             yield i, arm
 
 
-def interleaved(arms: Mapping[str, Callable[[], Any]], repeats: int = 7,
-                clock: Callable[[], float] = time.process_time, loops: int = 3) -> Samples:
-    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns: `loops` timed runs, after one that
-    does not count, so that an arm that allocates its result does not wait for fresh pages."""
+def interleaved(
+    arms: Mapping[str, Callable[[], Any]],
+    repeats: int = 7,
+    clock: Callable[[], float] = time.process_time,
+    loops: int = 3,
+) -> Samples:
+    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns: `loops` timed
+    runs, after one that does not count, so that an arm that allocates its result does not wait for
+    fresh pages."""
     samples: Samples = {name: [] for name in arms}
     for _ in range(repeats):
         for name, arm in arms.items():
@@ -45,7 +52,9 @@ def interleaved(arms: Mapping[str, Callable[[], Any]], repeats: int = 7,
             start = clock()
             for _ in range(loops):
                 arm()
-            samples[name].append(max((clock() - start) / loops, 1e-9))      # a coarse clock makes no rate infinite
+            samples[name].append(
+                max((clock() - start) / loops, 1e-9)
+            )  # a coarse clock makes no rate infinite
     return samples
 
 
@@ -57,7 +66,8 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def gain(samples: Samples, name: str, base: str) -> Interval:
-    """How many times faster `name` is than `base`: median over the rounds that both ran in, with a 95 % interval."""
+    """How many times faster `name` is than `base`: median over the rounds that both ran in, with a
+    95 % interval."""
     return intervals.median([b / a for a, b in zip(samples[name], samples[base])])
 
 
@@ -83,6 +93,7 @@ def working(folder: str | Path | None) -> Iterator[Path]:
 def torch_threads(n: int) -> Iterator[None]:
     """torch uses n threads within the block."""
     import torch
+
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(n)
@@ -92,17 +103,23 @@ def torch_threads(n: int) -> Iterator[None]:
 
 
 def in_process(code: str, *arguments: Any) -> dict[str, Any]:
-    """The JSON object that Python code prints last, run in a process of its own; RuntimeError with its stderr."""
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    """The JSON object that Python code prints last, run in a process of its own; RuntimeError with
+    its stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def agree(what: str, *found: Any) -> None:
-    """RuntimeError unless all are equal: `what` then differs between ways of which none may change it."""
+    """RuntimeError unless all are equal: `what` then differs between ways of which none may change
+    it."""
     if any(one != found[0] for one in found):
-        raise RuntimeError(f"{what} differ between runs that must be alike; what was measured means nothing")
+        raise RuntimeError(
+            f"{what} differ between runs that must be alike; what was measured means nothing"
+        )
 
 
 def load_average() -> float | None:
@@ -111,7 +128,8 @@ def load_average() -> float | None:
 
 
 def share(reached: float) -> float | str:
-    """The share of a limit that is reached, or, above 1 + `TOLERANCE`, words that say that the limit is invalid."""
+    """The share of a limit that is reached, or, above 1 + `TOLERANCE`, words that say that the
+    limit is invalid."""
     return reached if reached <= 1 + TOLERANCE else f"limit invalid: beaten, {reached:.2f} of it"
 
 
@@ -122,6 +140,7 @@ def multiple(taken: float, least: float) -> float | str:
 
 
 def aim(measured: float | str, wanted: float, below: bool = False) -> dict[str, Any]:
-    """A row of aims: at least `wanted`, or at most; words, such as of an invalid limit, never meet one."""
+    """A row of aims: at least `wanted`, or at most; words, such as of an invalid limit, never meet
+    one."""
     met = not isinstance(measured, str) and (measured <= wanted if below else measured >= wanted)
     return {"measured": measured, "aim": f"{'≤' if below else '≥'} {wanted}", "met": met}

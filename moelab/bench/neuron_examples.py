@@ -1,8 +1,8 @@
-"""Worked examples of AWS's guide to MoE inference on Neuron, recomputed from the inputs that the guide gives.
+"""Worked examples of AWS's guide to MoE inference on Neuron, recomputed from the inputs that the
+guide gives.
 
-All are arithmetic, or modelled where they depend on a device's published rates; what the guide says beside them is in
-the ledger (`moelab.claims`). Statements without inputs are left out.
-"""
+All are arithmetic, or modelled where they depend on a device's published rates; what the guide says
+beside them is in the ledger (`moelab.claims`). Statements without inputs are left out."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ def intensity(T: int, weight_bytes: int) -> float:
 
 
 def gather_ratios() -> dict[str, float]:
-    """How many times less is gathered after selection than before, 128 experts and top-8, by the type of the ids."""
-    return {str(ids).removeprefix("torch."): gather_volume(1, 128, 8, 2, ids=ids).ratio
-            for ids in (torch.int64, torch.int32, torch.uint8)}
+    """How many times less is gathered after selection than before, 128 experts and top-8, by the
+    type of the ids."""
+    return {
+        str(ids).removeprefix("torch."): gather_volume(1, 128, 8, 2, ids=ids).ratio
+        for ids in (torch.int64, torch.int32, torch.uint8)
+    }
 
 
 def router_bytes() -> tuple[float, float, float]:
-    """Bytes of GPT-OSS-120B's router, of its 36 layers' routers, and their share of a logical core's memory."""
+    """Bytes of GPT-OSS-120B's router, of its 36 layers' routers, and their share of a logical
+    core's memory."""
     router, routers = (blocks.router_bytes(2880, 128, layers) for layers in (1, 36))
-    return router, routers, routers / (1e9 * load_device("trn2")["memory_gb"] / 4)      # four logical cores (LNC2)
+    return (
+        router,
+        routers,
+        routers / (1e9 * load_device("trn2")["memory_gb"] / 4),
+    )  # four logical cores (LNC2)
 
 
 def worst_padding() -> blocks.Padding:
@@ -47,24 +55,41 @@ def figures() -> dict[str, tuple[float, str]]:
     even = blocks.padding([250] * 8, 1000, 2, 256, "text")
     row, expert = 2 * oss.H, 2 * 3 * oss.H * oss.I
     return {
-        "router_mb": (router / 1e6, "MB"), "routers_mb": (routers / 1e6, "MB"), "router_share": (share, "of memory"),
-        "gather_ratio_int32_ids": (gather_ratios()["int32"], "×"), "oss_top_k": (oss.K, ""), "oss_hidden": (oss.H, ""),
-        "oss_intermediate": (oss.I, ""), "blocks_provisioned": (even.provisioned, "blocks"),
-        "blocks_needed": (even.needed, "blocks"), "padding_to_provisioned": (even.worst_case, "of needed slots"),
-        "padding_algorithmic": (even.algorithmic, "of routings"), "worst_possible_blocks": (
-            worst_padding().needed, "blocks"),
-        **{f"compute_bound_{dtype}": (blocks.intensity_target(trn2, dtype), "FLOPs/byte") for dtype in ("bf16", "fp8")},
+        "router_mb": (router / 1e6, "MB"),
+        "routers_mb": (routers / 1e6, "MB"),
+        "router_share": (share, "of memory"),
+        "gather_ratio_int32_ids": (gather_ratios()["int32"], "×"),
+        "oss_top_k": (oss.K, ""),
+        "oss_hidden": (oss.H, ""),
+        "oss_intermediate": (oss.I, ""),
+        "blocks_provisioned": (even.provisioned, "blocks"),
+        "blocks_needed": (even.needed, "blocks"),
+        "padding_to_provisioned": (even.worst_case, "of needed slots"),
+        "padding_algorithmic": (even.algorithmic, "of routings"),
+        "worst_possible_blocks": (worst_padding().needed, "blocks"),
+        **{
+            f"compute_bound_{dtype}": (blocks.intensity_target(trn2, dtype), "FLOPs/byte")
+            for dtype in ("bf16", "fp8")
+        },
         "token_skipping_saves": (row / (4 * row + expert), "of a block's bytes"),
         "intensity_prefill": (intensity(8192, 2), "FLOPs/byte"),
         "intensity_decode_batch_32": (intensity(32, 2), "FLOPs/byte"),
-        **{f"provisioned_savings_{name}": (provisioned_savings(batch, K, E), "of experts") for name, E, K, batch in (
-            ("DeepSeek", 256, 8, 16), ("GPT-OSS", 128, 8, 8), ("Llama4", 16, 1, 8))},
-        "experts_needed_256_8_32": (expected_unique(32, [8 / 256] * 256), "experts, even routing")}
+        **{
+            f"provisioned_savings_{name}": (provisioned_savings(batch, K, E), "of experts")
+            for name, E, K, batch in (
+                ("DeepSeek", 256, 8, 16),
+                ("GPT-OSS", 128, 8, 8),
+                ("Llama4", 16, 1, 8),
+            )
+        },
+        "experts_needed_256_8_32": (expected_unique(32, [8 / 256] * 256), "experts, even routing"),
+    }
 
 
 @dataclass(frozen=True)
 class BlockAdvice:
-    """The block size that the intensity factor advises (modelled); reuse : whether weights are read once or for each
+    """The block size that the intensity factor advises (modelled); reuse : whether weights are read
+    once or for each
     block. real : FLOPs a byte of the real tokens, read once."""
 
     device: str
@@ -77,10 +102,21 @@ class BlockAdvice:
 
 
 #: (device, dtype, tokens of a step, model)
-ASKED = (("trn2", "bf16", 4096, "GPT-OSS-120B"), ("trn2", "bf16", 8192, "GPT-OSS-120B"),
-         ("trn2", "fp8", 8192, "GPT-OSS-120B"), ("a100-80gb", "bf16", 8192, "GPT-OSS-120B"),
-         ("trn2", "bf16", 8192, "Mixtral-8x7B"))
-PARALLEL = ("Mixtral-8x7B", "Phi-3.5-MoE", "GPT-OSS-20B", "Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "DeepSeek-V3")
+ASKED = (
+    ("trn2", "bf16", 4096, "GPT-OSS-120B"),
+    ("trn2", "bf16", 8192, "GPT-OSS-120B"),
+    ("trn2", "fp8", 8192, "GPT-OSS-120B"),
+    ("a100-80gb", "bf16", 8192, "GPT-OSS-120B"),
+    ("trn2", "bf16", 8192, "Mixtral-8x7B"),
+)
+PARALLEL = (
+    "Mixtral-8x7B",
+    "Phi-3.5-MoE",
+    "GPT-OSS-20B",
+    "Qwen1.5-MoE-A2.7B",
+    "Qwen3-30B-A3B",
+    "DeepSeek-V3",
+)
 
 
 def block_sizes() -> list[BlockAdvice]:
@@ -88,9 +124,18 @@ def block_sizes() -> list[BlockAdvice]:
     for device, dtype, T, model in ASKED:
         card, spec = load_device(device), load_model(model)
         real = 2 * T * spec.K / spec.E / blocks.RATES[dtype][1]
-        found += [BlockAdvice(card.name, spec.name, dtype, T, reuse, real,
-                              blocks.advise_block_size(card, T, spec.K, spec.E, dtype=dtype, reuse=reuse))
-                  for reuse in (True, False)]
+        found += [
+            BlockAdvice(
+                card.name,
+                spec.name,
+                dtype,
+                T,
+                reuse,
+                real,
+                blocks.advise_block_size(card, T, spec.K, spec.E, dtype=dtype, reuse=reuse),
+            )
+            for reuse in (True, False)
+        ]
     return found
 
 

@@ -1,9 +1,10 @@
-"""Expert parallelism: bytes sent beside the formulas, time of a layer, and imbalance with and without EPLB.
+"""Expert parallelism: bytes sent beside the formulas, time of a layer, and imbalance with and
+without EPLB.
 
-One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes. "As predicted" says whether
-the bytes of every rank are exactly those of `moelab.parallel.volumes`. Times are medians over rounds, of the slowest
-rank; with fewer cores than ranks they show what exchange costs and not what parallelism gains.
-"""
+One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes. "As
+predicted" says whether the bytes of every rank are exactly those of `moelab.parallel.volumes`.
+Times are medians over rounds, of the slowest rank; with fewer cores than ranks they show what
+exchange costs and not what parallelism gains."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ from moelab.records import Numbers, Records
 E, K, H, I = 64, 8, 512, 256
 ROUNDS = 7
 PHASES = ("prefill, ms", "decode, ms")
-LEFT_OUT = ("hidden", "blocks")         # variants without a formula of what they send
+LEFT_OUT = ("hidden", "blocks")  # variants without a formula of what they send
 
 
-def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, rounds: int = ROUNDS) -> Records:
+def run(
+    tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, rounds: int = ROUNDS
+) -> Records:
     """Without rounds nothing is timed."""
     sections, times = {}, {"one process": alone(tokens, seed, rounds)} if rounds else {}
     for W in ranks:
@@ -43,10 +46,16 @@ def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, round
                 "dispatched": sum(s["dispatch"].rows for s in sent) / tokens,
                 "combined": sum(s["combine"].rows for s in sent) / tokens,
                 "MB sent": sum(t.bytes for s in sent for t in s.values()) / 1e6,
-                "as predicted": all(s[label].bytes == predicted[label][rank]
-                                    for rank, s in enumerate(sent) for label in s)}
+                "as predicted": all(
+                    s[label].bytes == predicted[label][rank]
+                    for rank, s in enumerate(sent)
+                    for label in s
+                ),
+            }
             if rounds:
-                times[f"{variant} on {W}"] = {name: max(rank[variant][name] for rank in made) for name in PHASES}
+                times[f"{variant} on {W}"] = {
+                    name: max(rank[variant][name] for rank in made) for name in PHASES
+                }
         sections[f"volume on {W} ranks, {tokens} tokens (exact)"] = rows
     if rounds:
         sections["one layer (measured)"] = times
@@ -55,15 +64,22 @@ def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, round
 
 
 def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> Records:
-    """variant → what this rank sent for tokens that are spread, and milliseconds of a layer on tokens that all have."""
+    """variant → what this rank sent for tokens that are spread, and milliseconds of a layer on
+    tokens that all have."""
     runs = {}
     for variant, kind in VARIANTS.items():
-        if variant in LEFT_OUT or variant == "tp-ep" and W < 4:         # two ranks are one or the other
+        if variant in LEFT_OUT or variant == "tp-ep" and W < 4:  # two ranks are one or the other
             continue
         grid, experts = Grid(degree(variant, W)), layer()
         placement = Placement.consecutive(E, grid.ep.size)
-        experts.source = ShardedExperts([experts], lambda _, e: experts.own(e), placement, grid.ep.rank, grid.tp.rank,
-                                        grid.tp.size)
+        experts.source = ShardedExperts(
+            [experts],
+            lambda _, e: experts.own(e),
+            placement,
+            grid.ep.rank,
+            grid.tp.rank,
+            grid.tp.size,
+        )
         runs[variant] = kind(grid, placement, eager), experts
     made, (ids, weights, x) = {}, routing(tokens, seed)
     for variant, (executor, experts) in runs.items():
@@ -75,8 +91,10 @@ def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> Records:
     for _ in range(rounds):
         for variant, name in samples:
             (executor, experts), T = runs[variant], tokens if name == PHASES[0] else 1
-            executor.grid.world.sizes(0, x.device)                  # all begin together
-            samples[variant, name].append(seconds(executor.run, x[:T], ids[:T], weights[:T], experts))
+            executor.grid.world.sizes(0, x.device)  # all begin together
+            samples[variant, name].append(
+                seconds(executor.run, x[:T], ids[:T], weights[:T], experts)
+            )
     for (variant, name), values in samples.items():
         if values:
             made[variant][name] = 1e3 * median(values)
@@ -87,8 +105,11 @@ def alone(tokens: int, seed: int, rounds: int = ROUNDS) -> Numbers:
     """The same layer in one process of one thread."""
     experts, (ids, weights, x) = layer(), routing(tokens, seed)
     with torch_threads(1):
-        return {name: 1e3 * median(seconds(eager, x[:T], ids[:T], weights[:T], experts) for _ in range(rounds))
-                for name, T in zip(PHASES, (tokens, 1))}
+        return {
+            name: 1e3
+            * median(seconds(eager, x[:T], ids[:T], weights[:T], experts) for _ in range(rounds))
+            for name, T in zip(PHASES, (tokens, 1))
+        }
 
 
 def layer() -> Any:
@@ -100,28 +121,43 @@ def routing(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """(ids [T, K], weights [T, K], x [T, H]), uniform."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, E, generator=generator).argsort(-1)[:, :K]
-    return ids, torch.rand(tokens, K, generator=generator), torch.randn(tokens, H, generator=generator)
+    return (
+        ids,
+        torch.rand(tokens, K, generator=generator),
+        torch.randn(tokens, H, generator=generator),
+    )
 
 
 def eplb(seed: int) -> dict[str, Numbers]:
     """max/mean load of devices for Zipf popularity rank^−s, ranks assigned to experts at random."""
     rows = {}
     for s in (0.2, 0.6, 1.0, 1.4):
-        load = [1 / rank ** s for rank in range(1, 65)]
+        load = [1 / rank**s for rank in range(1, 65)]
         random.Random(seed).shuffle(load)
-        rows[f"Zipf {s}"] = {"in order": measure(load, Placement.consecutive(64, 8)).ratio,
-                             **{f"EPLB, {spare} spare": balance(load, 8, spare).ratio for spare in (0, 8, 16, 64)}}
+        rows[f"Zipf {s}"] = {
+            "in order": measure(load, Placement.consecutive(64, 8)).ratio,
+            **{f"EPLB, {spare} spare": balance(load, 8, spare).ratio for spare in (0, 8, 16, 64)},
+        }
     return rows
 
 
-def placed(known: torch.Tensor, seen: torch.Tensor, devices: int = 8, spare: int = 8) -> dict[str, list[Balance]]:
-    """Balance of devices under counts `seen` [L, E] if experts are placed by counts `known`: way → a layer each."""
+def placed(
+    known: torch.Tensor, seen: torch.Tensor, devices: int = 8, spare: int = 8
+) -> dict[str, list[Balance]]:
+    """Balance of devices under counts `seen` [L, E] if experts are placed by counts `known`: way →
+    a layer each."""
     L, E = known.shape
-    ways = {"in order": lambda load: Placement.consecutive(E, devices),
-            "EPLB, none spare": lambda load: balance(load, devices).placement,
-            f"EPLB, {spare} spare": lambda load: balance(load, devices, spare).placement}
-    return {name: [measure(seen[l].double().tolist(), way(known[l].double().tolist())) for l in range(L)]
-            for name, way in ways.items()}
+    ways = {
+        "in order": lambda load: Placement.consecutive(E, devices),
+        "EPLB, none spare": lambda load: balance(load, devices).placement,
+        f"EPLB, {spare} spare": lambda load: balance(load, devices, spare).placement,
+    }
+    return {
+        name: [
+            measure(seen[l].double().tolist(), way(known[l].double().tolist())) for l in range(L)
+        ]
+        for name, way in ways.items()
+    }
 
 
 OPTIONS = {"tokens": (whole(1), "of the prefill"), "seed": (whole(), "of the routing")}

@@ -1,8 +1,9 @@
-"""Decompression behind reading: experts from a store on disk, read only, read then decoded, and overlapped.
+"""Decompression behind reading: experts from a store on disk, read only, read then decoded, and
+overlapped.
 
-Source: ZipMoE §2.3 and Fig. 4. The store's reader reads whole experts; a pool of threads decodes them into bf16 weights
-while the next is read. Reading a store of uncompressed chunks is the rate that compression has to beat.
-"""
+Source: ZipMoE §2.3 and Fig. 4. The store's reader reads whole experts; a pool of threads decodes
+them into bf16 weights while the next is read. Reading a store of uncompressed chunks is the rate
+that compression has to beat."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ BASE = "uncompressed, read only"
 
 
 def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str) -> ExpertStore:
-    """A store of one layer whose experts are one matrix [rows, columns] each, and of nothing else."""
+    """A store of one layer whose experts are one matrix [rows, columns] each, and of nothing
+    else."""
     rows, columns = experts[0].shape
     spec = MoESpec("synthetic", "synthetic", 1, (0,), len(experts), 1, columns, rows)
     writer = StoreWriter(folder, spec, "0" * 16, [("experts", len(experts), False)], codec, 4)
@@ -44,9 +46,12 @@ def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str)
     return ExpertStore(writer.publish())
 
 
-def timeline(store: ExpertStore, mode: str, threads: int | None, bandwidth: float | None = None) -> Timeline:
-    """Load every expert once, from a dropped cache; `threads` decode while the next expert is read, 0 decodes in the
-    reading thread, None reads only; bandwidth : bytes a second of an emulated, slower disk."""
+def timeline(
+    store: ExpertStore, mode: str, threads: int | None, bandwidth: float | None = None
+) -> Timeline:
+    """Load every expert once, from a dropped cache; `threads` decode while the next expert is read,
+    0 decodes in the reading thread, None reads only; bandwidth : bytes a second of an emulated,
+    slower disk."""
     reads: list[tuple[str, float, float]] = []
     rows = {"disk" if threads != 0 else "one thread": reads}
     buffers, decoders = queue.Queue(), queue.Queue()
@@ -59,7 +64,7 @@ def timeline(store: ExpertStore, mode: str, threads: int | None, bandwidth: floa
             decoders.put((_decoder(store), reads))
         for _ in range((threads or 0) + 1):
             buffer = reader.buffer()
-            buffer[:] = 0                           # pre-faulted pages
+            buffer[:] = 0  # pre-faulted pages
             buffers.put(buffer)
         start = time.perf_counter()
 
@@ -78,7 +83,9 @@ def timeline(store: ExpertStore, mode: str, threads: int | None, bandwidth: floa
                 buffers.put(buffer)
 
         tasks = []
-        for layer, expert in ((l, e) for l, of in enumerate(store.layers) for e in range(len(of.experts))):
+        for layer, expert in (
+            (l, e) for l, of in enumerate(store.layers) for e in range(len(of.experts))
+        ):
             buffer = buffers.get()
             chunks = span(reads, "read", lambda: reader.read(layer, expert, "both", buffer))
             if threads:
@@ -105,12 +112,22 @@ def duration(rows: Timeline) -> float:
     return max(end for spans in rows.values() for _, _, end in spans)
 
 
-def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequence[int] = (1, 2), repeats: int = 5,
-            bandwidth: float | None = None) -> tuple[Samples, dict[str, Timeline]]:
-    """Seconds of loading the same experts, uncompressed and compressed, in each way and with each number of decoding
-    threads, in `repeats` interleaved rounds after a first; and the last timelines."""
-    arms = {BASE: (plain, None), "compressed, read only": (packed, None),
-            "read, then decoded": (packed, 0)} | {f"overlapped, {n} decoding": (packed, n) for n in threads}
+def compare(
+    plain: ExpertStore,
+    packed: ExpertStore,
+    mode: str,
+    threads: Sequence[int] = (1, 2),
+    repeats: int = 5,
+    bandwidth: float | None = None,
+) -> tuple[Samples, dict[str, Timeline]]:
+    """Seconds of loading the same experts, uncompressed and compressed, in each way and with each
+    number of decoding threads, in `repeats` interleaved rounds after a first; and the last
+    timelines."""
+    arms = {
+        BASE: (plain, None),
+        "compressed, read only": (packed, None),
+        "read, then decoded": (packed, 0),
+    } | {f"overlapped, {n} decoding": (packed, n) for n in threads}
     samples, last = {name: [] for name in arms}, {}
     for repeat in progress(range(repeats + 1), "reading", unit="rounds"):
         for name, (store, decoding) in arms.items():
@@ -123,7 +140,8 @@ def compare(plain: ExpertStore, packed: ExpertStore, mode: str, threads: Sequenc
 class Study(NamedTuple):
     """Loading from this machine's disk, and from slower ones that a bandwidth limit emulates.
 
-    nbytes : of the weights that are loaded. samples : of `compare`, by the disk's limit in bytes a second, 0 for none.
+    nbytes : of the weights that are loaded. samples : of `compare`, by the disk's limit in bytes a
+        second, 0 for none.
     rows : `compare`'s last timelines.
     """
 
@@ -134,14 +152,26 @@ class Study(NamedTuple):
     rows: dict[str, Timeline]
 
     @classmethod
-    def of(cls, nbytes: int, experts: int, threads: Sequence[int], repeats: int, seed: int, limits: Sequence[float],
-           make: Callable[[int, int], torch.Tensor], codec: str) -> Study:
-        """`experts` made by make(nbytes, seed), in the system's temporary folder, raw and in a codec."""
+    def of(
+        cls,
+        nbytes: int,
+        experts: int,
+        threads: Sequence[int],
+        repeats: int,
+        seed: int,
+        limits: Sequence[float],
+        make: Callable[[int, int], torch.Tensor],
+        codec: str,
+    ) -> Study:
+        """`experts` made by make(nbytes, seed), in the system's temporary folder, raw and in a
+        codec."""
         weights, mode = [make(nbytes, seed + i) for i in range(experts)], modes()[0]
         with tempfile.TemporaryDirectory(prefix="moelab-store-") as folder:
             stores = [write_store(f"{folder}/{name}", weights, name) for name in ("raw", codec)]
             samples, rows = compare(*stores, mode, threads, repeats)
-            every = {0.0: samples} | {limit: compare(*stores, mode, threads, repeats, limit)[0] for limit in limits}
+            every = {0.0: samples} | {
+                limit: compare(*stores, mode, threads, repeats, limit)[0] for limit in limits
+            }
         return cls(mode, threads, sum(w.numel() * 2 for w in weights), every, rows)
 
     def gain(self, way: str, limit: float = 0.0) -> Interval:
@@ -158,27 +188,55 @@ class Study(NamedTuple):
         return self.here["compressed, read only"]["GB/s"] * f
 
     def metrics(self) -> Numbers:
-        return {"load_" + name.replace(", ", "_").replace(" ", "_"): row["GB/s"] for name, row in self.here.items()}
+        return {
+            "load_" + name.replace(", ", "_").replace(" ", "_"): row["GB/s"]
+            for name, row in self.here.items()
+        }
 
     def spans(self) -> dict[str, list[tuple[str, float, float]]]:
         """Rows of a timeline in ms: read and decoded in turn, and at once with all threads."""
-        names = {"read, then decoded": "in turn", f"overlapped, {self.threads[-1]} decoding": "at once"}
-        return {f"{short}: {row}": [(kind, 1e3 * begin, 1e3 * end) for kind, begin, end in found]
-                for name, short in names.items() for row, found in self.rows[name].items()}
+        names = {
+            "read, then decoded": "in turn",
+            f"overlapped, {self.threads[-1]} decoding": "at once",
+        }
+        return {
+            f"{short}: {row}": [(kind, 1e3 * begin, 1e3 * end) for kind, begin, end in found]
+            for name, short in names.items()
+            for row, found in self.rows[name].items()
+        }
 
-    def curves(self, f: float, D: dict[int, float]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list]]:
-        """(read rates, GB/s; what is modelled to be delivered, by the way; what was measured, (rate, delivered))."""
-        by_rate = {limit / 1e9 or self.rate(f): summary(of, self.nbytes) for limit, of in self.samples.items()}
+    def curves(
+        self, f: float, D: dict[int, float]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list]]:
+        """(read rates, GB/s; what is modelled to be delivered, by the way; what was measured,
+        (rate, delivered))."""
+        by_rate = {
+            limit / 1e9 or self.rate(f): summary(of, self.nbytes)
+            for limit, of in self.samples.items()
+        }
         rates = np.geomspace(min(0.1, *by_rate), max(4.0, *by_rate), 60)
         modelled = {"uncompressed": rates, "in turn": 1 / (f / rates + 1 / D[1])}
         modelled |= {f"overlapped, {n} decoding": np.minimum(rates / f, D[n]) for n in self.threads}
         names = {"uncompressed": BASE, "in turn": "read, then decoded"}
-        return rates, modelled, {name: [(rate, found[names.get(name, name)]["GB/s"]) for rate, found in by_rate.items()]
-                                 for name in modelled}
+        return (
+            rates,
+            modelled,
+            {
+                name: [
+                    (rate, found[names.get(name, name)]["GB/s"]) for rate, found in by_rate.items()
+                ]
+                for name in modelled
+            },
+        )
 
 
 def summary(samples: Samples, nbytes: float) -> dict[str, Numbers]:
-    """GB of weights a second of each way, and how many times the uncompressed rate that is, round by round."""
-    return {name: {"GB/s": nbytes / statistics.median(values) / 1e9,
-                   "÷ uncompressed": measure.speed_up(samples, name, BASE)}
-            for name, values in samples.items()}
+    """GB of weights a second of each way, and how many times the uncompressed rate that is, round
+    by round."""
+    return {
+        name: {
+            "GB/s": nbytes / statistics.median(values) / 1e9,
+            "÷ uncompressed": measure.speed_up(samples, name, BASE),
+        }
+        for name, values in samples.items()
+    }

@@ -1,13 +1,15 @@
-"""A model that is larger than the machine: the whole geometry of Qwen3-30B-A3B, lossless and in four bits.
+"""A model that is larger than the machine: the whole geometry of Qwen3-30B-A3B, lossless and in
+four bits.
 
-One store after another is synthesized, since few disks hold all of them, and opened in a process of its own with the
-same memory for experts; the limit is that of `moelab.bench.engine`. Then one model takes its tokens on demand and with
-prefetching in turn, as in `moelab.bench.prefetch`: two processes would rather compare the machine's moods. Tokens are
-random and given and weights are synthetic, so the hit rate is this model's own: in deep synthetic models tokens
-agree more about their experts than in trained ones. The next layer's router on this layer's router input predicts.
+One store after another is synthesized, since few disks hold all of them, and opened in a process of
+its own with the same memory for experts; the limit is that of `moelab.bench.engine`. Then one model
+takes its tokens on demand and with prefetching in turn, as in `moelab.bench.prefetch`: two
+processes would rather compare the machine's moods. Tokens are random and given and weights are
+synthetic, so the hit rate is this model's own: in deep synthetic models tokens agree more about
+their experts than in trained ones. The next layer's router on this layer's router input predicts.
 
-Arms may be measured at different times, as each takes long: `--merge FILE` puts an earlier result's others beside them.
-"""
+Arms may be measured at different times, as each takes long: `--merge FILE` puts an earlier result's
+others beside them."""
 
 from __future__ import annotations
 
@@ -39,74 +41,144 @@ from moelab.store.layout import ExpertStore
 STORED, ARMS = ("bf12", "huffman", "int4"), ("on demand", "hint")
 
 
-def run(model: str | MoESpec = "Qwen3-30B-A3B", stored: Iterable[str] = STORED, memory: str = "14GB",
-        folder: str | None = None, scale: float = 1.0, rounds: int = 1, prompt: int = 128, decode: int = 32,
-        executor: str = "fast", merge: str | None = None) -> Records:
+def run(
+    model: str | MoESpec = "Qwen3-30B-A3B",
+    stored: Iterable[str] = STORED,
+    memory: str = "14GB",
+    folder: str | None = None,
+    scale: float = 1.0,
+    rounds: int = 1,
+    prompt: int = 128,
+    decode: int = 32,
+    executor: str = "fast",
+    merge: str | None = None,
+) -> Records:
     import psutil
-    spec, stored = scaled(load_model(model) if isinstance(model, str) else model, scale), list(stored)
-    conditions = {"model": f"{spec.name}, {spec.num_layers} layers, synthetic", "experts in bf16 GB":
-                  spec.experts_bytes / 1e9, "memory GB": psutil.virtual_memory().total / 1e9, "executor": executor,
-                  "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1", "rounds": rounds,
-                  "cores": os.cpu_count()}
+
+    spec, stored = (
+        scaled(load_model(model) if isinstance(model, str) else model, scale),
+        list(stored),
+    )
+    conditions = {
+        "model": f"{spec.name}, {spec.num_layers} layers, synthetic",
+        "experts in bf16 GB": spec.experts_bytes / 1e9,
+        "memory GB": psutil.virtual_memory().total / 1e9,
+        "executor": executor,
+        "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
+        "rounds": rounds,
+        "cores": os.cpu_count(),
+    }
     title = f"{memory} of experts in memory"
-    rows, limits, turns, samples = earlier(merge, conditions, title, stored) if merge else ({}, {}, {}, {})
+    rows, limits, turns, samples = (
+        earlier(merge, conditions, title, stored) if merge else ({}, {}, {}, {})
+    )
     with working(folder) as place:
-        bench = EngineBenchmark(spec, place, prompt, decode, rounds, {},
-                                reference={"result": "the model does not fit"})
+        bench = EngineBenchmark(
+            spec, place, prompt, decode, rounds, {}, reference={"result": "the model does not fit"}
+        )
         for name in stored:
             if new := not (bench.folder / name).exists():
-                synthesize(bench.folder / name, model, scale,
-                           **{"quantize" if name in fewbit.FORMATS else "codec": name})
+                synthesize(
+                    bench.folder / name,
+                    model,
+                    scale,
+                    **{"quantize" if name in fewbit.FORMATS else "codec": name},
+                )
             load = load_average()
-            found, reports = bench.compare(name, {name: bench.moelab(name, memory, executor=executor)}, name)
+            found, reports = bench.compare(
+                name, {name: bench.moelab(name, memory, executor=executor)}, name
+            )
             rows[name] = found[name] | {"load average before": load}
             if "result" not in (report := reports[name][-1]):
-                limits[name] = against_limit(reports[name]) | {"other weights GB": report["others_bytes"] / 1e9,
-                                                               "budget GB": report["budget_bytes"] / 1e9}
+                limits[name] = against_limit(reports[name]) | {
+                    "other weights GB": report["others_bytes"] / 1e9,
+                    "budget GB": report["budget_bytes"] / 1e9,
+                }
                 turns[name] = in_turn(bench.folder / name, memory, executor, prompt, decode)
             if new and folder is None:
                 shutil.rmtree(bench.folder / name)
-    return {"conditions": conditions, title: rows, "against the limit": limits, "prefetching, tokens in turn": turns,
-            "samples": samples | bench.samples}
+    return {
+        "conditions": conditions,
+        title: rows,
+        "against the limit": limits,
+        "prefetching, tokens in turn": turns,
+        "samples": samples | bench.samples,
+    }
 
 
-def earlier(path: str, conditions: Mapping[str, Any], title: str, anew: Iterable[str]) -> list[Record]:
-    """Rows, limits, turns and samples of the arms of an earlier result that are not measured anew; ValueError if it was
-    measured under other conditions."""
+def earlier(
+    path: str, conditions: Mapping[str, Any], title: str, anew: Iterable[str]
+) -> list[Record]:
+    """Rows, limits, turns and samples of the arms of an earlier result that are not measured anew;
+    ValueError if it was measured under other conditions."""
     found = read_json(Path(path), BenchFile)
     if found["bench"] != "scale":
-        raise ValueError(f"{path} holds no result of bench scale; give the JSON that it printed last")
+        raise ValueError(
+            f"{path} holds no result of bench scale; give the JSON that it printed last"
+        )
     before, *kept = found["results"].values()
-    differ = [f"{key} {before[key]} instead of {value}" for key, value in conditions.items() if key in before and not (
-        math.isclose(before[key], value, rel_tol=0.01) if isinstance(value, float) else before[key] == value)]
+    differ = [
+        f"{key} {before[key]} instead of {value}"
+        for key, value in conditions.items()
+        if key in before
+        and not (
+            math.isclose(before[key], value, rel_tol=0.01)
+            if isinstance(value, float)
+            else before[key] == value
+        )
+    ]
     if title not in found["results"]:
         differ.append(f"no {title}")
     if differ:
         raise ValueError(f"the arms of {path} cannot stand beside new ones: {'; '.join(differ)}")
-    return [{name: value for name, value in part.items() if name.partition(":")[0] not in anew} for part in kept]
+    return [
+        {name: value for name, value in part.items() if name.partition(":")[0] not in anew}
+        for part in kept
+    ]
 
 
 def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -> Numbers:
-    """Tokens on demand and with prefetching in turn, `decode` of each, after as many that fill the cache."""
+    """Tokens on demand and with prefetching in turn, `decode` of each, after as many that fill the
+    cache."""
     K = ExpertStore(store).spec.K
     model = open_model(store, memory=memory, executor=executor, ahead=K, staging=K)
     with model.moelab:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, model.config.vocab_size, (1, prompt + 4 * decode), generator=generator)
+        ids = torch.randint(
+            3, model.config.vocab_size, (1, prompt + 4 * decode), generator=generator
+        )
         bench = PrefetchBenchmark(model, ids, partial(make, "predictor", "router", model))
         bench.begin(prompt)
         bench.turns(ARMS, decode // 2, f"{store.name}: filling the cache")
-        demand, ahead = (row(taken) for taken in bench.turns(ARMS, decode, f"{store.name}: in turn").values())
-    return {"TPOT on demand s": demand["TPOT s"], "TPOT prefetching s": ahead["TPOT s"],
-            "÷ on demand": ahead["TPOT s"] / demand["TPOT s"], "MB read on demand": demand["MB read"],
-            "MB read": ahead["MB read"], "MB wasted": ahead["MB wasted"], "hidden reads": ahead["hidden reads"]}
+        demand, ahead = (
+            row(taken) for taken in bench.turns(ARMS, decode, f"{store.name}: in turn").values()
+        )
+    return {
+        "TPOT on demand s": demand["TPOT s"],
+        "TPOT prefetching s": ahead["TPOT s"],
+        "÷ on demand": ahead["TPOT s"] / demand["TPOT s"],
+        "MB read on demand": demand["MB read"],
+        "MB read": ahead["MB read"],
+        "MB wasted": ahead["MB wasted"],
+        "hidden reads": ahead["hidden reads"],
+    }
 
 
 OPTIONS = {
-    "model": (None, "a model card"), "memory": (None, "for experts"),
+    "model": (None, "a model card"),
+    "memory": (None, "for experts"),
     "stored": (several(one_of([*codecs.CODECS, *fewbit.FORMATS])), "codecs and formats"),
     "scale": (number(above=0, most=1), "part of the layers"),
-    "folder": (None, "where the stores are kept, 110 GB, for the next time; else one at a time is there"),
-    "rounds": (whole(1), "processes an arm"), "prompt": (whole(1), "tokens of a prompt"),
-    "decode": (whole(1), "tokens after it"), "executor": (None, "that computes"),
-    "merge": (None, "an earlier result of this bench, JSON, whose other arms are kept beside the new ones")}
+    "folder": (
+        None,
+        "where the stores are kept, 110 GB, for the next time; else one at a time is there",
+    ),
+    "rounds": (whole(1), "processes an arm"),
+    "prompt": (whole(1), "tokens of a prompt"),
+    "decode": (whole(1), "tokens after it"),
+    "executor": (None, "that computes"),
+    "merge": (
+        None,
+        "an earlier result of this bench, JSON, whose other arms are kept beside the new ones",
+    ),
+}

@@ -1,8 +1,9 @@
-"""Costs of static shapes: padding by block size, drops by capacity, and the accuracy that dropping costs.
+"""Costs of static shapes: padding by block size, drops by capacity, and the accuracy that dropping
+costs.
 
-Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model that drops.
-Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", "Dropping MoE", "Future Optimizations"), NPUMoE
-§3.2, §4.1, §4.2, §5.6.
+Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model
+that drops. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", "Dropping MoE",
+"Future Optimizations"), NPUMoE §3.2, §4.1, §4.2, §5.6.
 
     counts [E] or loads [n, L, E]: tokens of each expert    ids [T, L, K]    capacity [L][E]
 """
@@ -35,31 +36,43 @@ from moelab.models.patches import Patches
 from moelab.records import Record, Records
 from moelab.trace import PREFILL, RoutingTrace
 
-SIZES = (8, 16, 32, 64, 128, 256, 512)          # of blocks, tokens
+SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens
 TASKS = ("loss", "needle_multikey", *datasets.REMEMBERED)
 BASELINE, NO_EXPERTS = "nothing dropped", "no experts at all"
-ALL_BLOCKS = "all N blocks, any routing"        # the series of `padding_curves` that skips no block
+ALL_BLOCKS = "all N blocks, any routing"  # the series of `padding_curves` that skips no block
 
 Points = list[tuple[float, float]]
 Ways = Mapping[str, Callable[[Saliency], Any]]  # name → what makes the executor that drops, or pads
 
 
 def texts(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
-    """n prompts of each of `SOURCES`, source by source, of at most so many tokens of this tokenizer."""
-    return [prompt.text for prompt in datasets.prompts(SOURCES, n, tokens=tokens, seed=seed, split=split,
-                                                       count=datasets.token_count(tokenizer))]
+    """n prompts of each of `SOURCES`, source by source, of at most so many tokens of this
+    tokenizer."""
+    return [
+        prompt.text
+        for prompt in datasets.prompts(
+            SOURCES, n, tokens=tokens, seed=seed, split=split, count=datasets.token_count(tokenizer)
+        )
+    ]
 
 
 def chunk_texts(tokenizer: Any, n: int, tokens: int, seed: int = 0) -> list[str]:
     """The first 2n test prompts, of n a source, that fill more than half a chunk of `tokens`."""
-    return [text for text in texts(tokenizer, "test", n, tokens, seed)
-            if len(tokenizer(text)["input_ids"]) > tokens // 2][:2 * n]
+    return [
+        text
+        for text in texts(tokenizer, "test", n, tokens, seed)
+        if len(tokenizer(text)["input_ids"]) > tokens // 2
+    ][: 2 * n]
 
 
 def routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> Tensor:
     """ids [T, K]: K distinct experts a token, popularity of expert e falling like (e + 1)^−skew."""
     generator = torch.Generator().manual_seed(seed)
-    gumbel = -torch.log(-torch.log(torch.rand(T, E, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)))
+    gumbel = -torch.log(
+        -torch.log(
+            torch.rand(T, E, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+        )
+    )
     return (gumbel - skew * torch.arange(1, E + 1).double().log()).topk(K).indices
 
 
@@ -69,23 +82,39 @@ def routed(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> tuple[in
     return tuple(torch.bincount(routing(T, E, K, skew, seed).flatten(), minlength=E).tolist())
 
 
-def block_paddings(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> dict[int, blocks.Padding]:
+def block_paddings(
+    T: int, E: int, K: int, skew: float = 0.0, seed: int = 0
+) -> dict[int, blocks.Padding]:
     return {B: blocks.padding(routed(T, E, K, skew, seed), T, K, B) for B in SIZES}
 
 
-def padded_share(counts: Iterable[Sequence[int]], T: int, K: int, B: int, skip: bool = True) -> float:
-    """Share of the slots that hold no token, over routings of T tokens; `skip`: of the filled blocks only."""
+def padded_share(
+    counts: Iterable[Sequence[int]], T: int, K: int, B: int, skip: bool = True
+) -> float:
+    """Share of the slots that hold no token, over routings of T tokens; `skip`: of the filled
+    blocks only."""
     found = [blocks.padding(of, T, K, B) for of in counts]
-    return 1 - sum(p.pairs for p in found) / sum(B * (p.needed if skip else p.provisioned) for p in found)
+    return 1 - sum(p.pairs for p in found) / sum(
+        B * (p.needed if skip else p.provisioned) for p in found
+    )
 
 
 def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> dict[str, Points]:
-    """Padded share by block size of `SIZES`, a series a routing: uniform, two of Zipf popularity, and real loads
-    [n, L, E] of steps of T tokens of the model `name`; the last series does not skip empty blocks."""
-    real, zipf = loads.reshape(-1, loads.shape[-1]).tolist(), {"uniform": 0.0, "Zipf 0.6": 0.6, "Zipf 1.2": 1.2}
-    drawn = {title: [routed(T, loads.shape[-1], K, skew, seed + i) for i in range(8)] for title, skew in zipf.items()}
-    curves = {title: [(B, padded_share(of, T, K, B)) for B in SIZES]
-              for title, of in {**drawn, f"{name}: real": real}.items()}
+    """Padded share by block size of `SIZES`, a series a routing: uniform, two of Zipf popularity,
+    and real loads [n, L, E] of steps of T tokens of the model `name`; the last series does not skip
+    empty blocks."""
+    real, zipf = (
+        loads.reshape(-1, loads.shape[-1]).tolist(),
+        {"uniform": 0.0, "Zipf 0.6": 0.6, "Zipf 1.2": 1.2},
+    )
+    drawn = {
+        title: [routed(T, loads.shape[-1], K, skew, seed + i) for i in range(8)]
+        for title, skew in zipf.items()
+    }
+    curves = {
+        title: [(B, padded_share(of, T, K, B)) for B in SIZES]
+        for title, of in {**drawn, f"{name}: real": real}.items()
+    }
     return curves | {ALL_BLOCKS: [(B, padded_share(real, T, K, B, skip=False)) for B in SIZES]}
 
 
@@ -115,7 +144,8 @@ class BlockCount(NamedTuple):
 
 
 def count_blocks(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> list[BlockCount]:
-    """Run ids [T, L, K] through tiny experts in blocks of each size, with and without skipping empty blocks."""
+    """Run ids [T, L, K] through tiny experts in blocks of each size, with and without skipping
+    empty blocks."""
     T, L, K = ids.shape
     x, weights, found = torch.randn(T, 16), torch.full((T, K), 1 / K), []
     experts, layers = Layers(E, K, 16, 8, torch.float32, 0).seam[0], ids.long().unbind(1)
@@ -124,39 +154,66 @@ def count_blocks(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> list[Bloc
         for layer in layers:
             skipping(x, layer, weights, experts)
             whole(x, layer, weights, experts)
-        formula = [blocks.padding(torch.bincount(layer.flatten(), minlength=E).tolist(), T, K, B) for layer in layers]
-        as_formula = (skipping.tally.slots == sum(B * p.needed for p in formula)
-                      and whole.tally.slots == sum(p.slots for p in formula)
-                      and skipping.tally.dropped == whole.tally.dropped == 0)
-        found.append(BlockCount(B, blocks.blocks_by_text(T, K, E, B), blocks.blocks_by_code(T, K, E, B),
-                                skipping.live / L, skipping.tally.padded_fraction, whole.tally.padded_fraction,
-                                skipping.weight_loads.savings, skipping.row_loads.savings, as_formula))
+        formula = [
+            blocks.padding(torch.bincount(layer.flatten(), minlength=E).tolist(), T, K, B)
+            for layer in layers
+        ]
+        as_formula = (
+            skipping.tally.slots == sum(B * p.needed for p in formula)
+            and whole.tally.slots == sum(p.slots for p in formula)
+            and skipping.tally.dropped == whole.tally.dropped == 0
+        )
+        found.append(
+            BlockCount(
+                B,
+                blocks.blocks_by_text(T, K, E, B),
+                blocks.blocks_by_code(T, K, E, B),
+                skipping.live / L,
+                skipping.tally.padded_fraction,
+                whole.tally.padded_fraction,
+                skipping.weight_loads.savings,
+                skipping.row_loads.savings,
+                as_formula,
+            )
+        )
     return found
 
 
 def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Points]:
-    """Distinct experts of a decode step by batch size, mean of layers: counted in sequences that decode together, for
-    independent tokens (by the trace's own popularity or evenly), and the guide's worst case."""
-    E, K, alone = trace.spec.E, trace.spec.K, inclusion_probabilities(trace, 1)                 # [L, E]
-    return {"counted": [(b, float(inclusion_probabilities(trace, b).sum(1).mean())) for b in batches],
-            "independent, own popularity": [
-                (b, float(np.mean([expected_unique(b, of.tolist()) for of in alone]))) for b in batches],
-            "independent, even": [(b, expected_unique(b, [K / E] * E)) for b in batches],
-            "provisioned: min(bK, E)": [(b, min(b * K, E)) for b in batches]}
+    """Distinct experts of a decode step by batch size, mean of layers: counted in sequences that
+    decode together, for independent tokens (by the trace's own popularity or evenly), and the
+    guide's worst case."""
+    E, K, alone = trace.spec.E, trace.spec.K, inclusion_probabilities(trace, 1)  # [L, E]
+    return {
+        "counted": [(b, float(inclusion_probabilities(trace, b).sum(1).mean())) for b in batches],
+        "independent, own popularity": [
+            (b, float(np.mean([expected_unique(b, of.tolist()) for of in alone]))) for b in batches
+        ],
+        "independent, even": [(b, expected_unique(b, [K / E] * E)) for b in batches],
+        "provisioned: min(bK, E)": [(b, min(b * K, E)) for b in batches],
+    }
 
 
 @contextmanager
 def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
-    """The model on a new executor `make(saliency)`, whose capacities are for each text of a batch by itself."""
-    with Patches() as patches, Saliency(model, discover(model)) as saliency, plugged(model, make(saliency)) as executor:
+    """The model on a new executor `make(saliency)`, whose capacities are for each text of a batch
+    by itself."""
+    with (
+        Patches() as patches,
+        Saliency(model, discover(model)) as saliency,
+        plugged(model, make(saliency)) as executor,
+    ):
+
         def begin(_model: Any, args: tuple, kwargs: Record) -> None:
             executor.chunk = (args or [kwargs["input_ids"]])[0].shape[1]
+
         patches.hook(model.register_forward_pre_hook, begin, with_kwargs=True)
         yield executor
 
 
 class DropCosts(NamedTuple):
-    """Accuracy costs of ways of dropping, each against `BASELINE`: scores and samples of `accuracy.compare`, and
+    """Accuracy costs of ways of dropping, each against `BASELINE`: scores and samples of
+    `accuracy.compare`, and
     tallies : way → task → its executor's counts."""
 
     scores: dict[str, Records]
@@ -166,8 +223,10 @@ class DropCosts(NamedTuple):
     def only(self, ways: Iterable[str]) -> DropCosts:
         """Of these ways."""
         kept = [BASELINE, *ways]
-        scores, samples = ({task: {way: of[way] for way in kept} for task, of in found.items()}
-                           for found in (self.scores, self.samples))
+        scores, samples = (
+            {task: {way: of[way] for way in kept} for task, of in found.items()}
+            for found in (self.scores, self.samples)
+        )
         return DropCosts(scores, samples, {way: self.tallies[way] for way in kept[1:]})
 
     def tally(self, way: str, task: str = "loss") -> Tally:
@@ -203,11 +262,15 @@ class DropCosts(NamedTuple):
 
 
 def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> DropCosts:
-    """Score every way on the same windows and prompts; `how` are the sizes of `accuracy.compare`."""
+    """Score every way on the same windows and prompts; `how` are the sizes of
+    `accuracy.compare`."""
     modes = {way: partial(limited, model, make) for way, make in ways.items()}
     found, ran = compare_dropping(model, modes, tasks, BASELINE, compete=False, **how)
-    return DropCosts(found["scores"], found["samples"],
-                     {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()})
+    return DropCosts(
+        found["scores"],
+        found["samples"],
+        {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()},
+    )
 
 
 def capacity_factors(factors: Sequence[float]) -> Ways:
@@ -218,13 +281,18 @@ def capacity_factors(factors: Sequence[float]) -> Ways:
 def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
     """A way for each of `ORDERS` under the same capacities, and one that runs no expert."""
     capacity = [list(layer.capacity) for layer in tiers]
-    ways = {order: lambda saliency, order=order: Tiered(capacity, order=order, saliency=saliency, seed=seed)
-            for order in ORDERS}
+    ways = {
+        order: lambda saliency, order=order: Tiered(
+            capacity, order=order, saliency=saliency, seed=seed
+        )
+        for order in ORDERS
+    }
     return ways | {NO_EXPERTS: lambda _: Tiered([[0] * len(of) for of in capacity], order="token")}
 
 
 class TierPlan(NamedTuple):
-    """Capacities of every layer from a calibration: with the factor K, as the paper prints them, and in groups."""
+    """Capacities of every layer from a calibration: with the factor K, as the paper prints them,
+    and in groups."""
 
     tiers: tuple[Tiers, ...]
     printed: tuple[Tiers, ...]
@@ -245,11 +313,14 @@ class TierPlan(NamedTuple):
     def ways(self) -> Ways:
         own, printed = ([layer.capacity for layer in tiers] for tiers in (self.tiers, self.printed))
         largest = [[max(of)] * len(of) for of in own]
-        return {"one capacity, 1.25": lambda _: CapacityFactor(1.25), "tiers, prune": lambda s: Tiered(own, saliency=s),
-                "groups of 8, prune": lambda s: Grouped(self.groups, saliency=s),
-                "tiers, pad": lambda _: Tiered(own, "pad"),
-                "largest tier for all": lambda s: Tiered(largest, saliency=s),
-                "tiers, literal B/E": lambda s: Tiered(printed, saliency=s)}
+        return {
+            "one capacity, 1.25": lambda _: CapacityFactor(1.25),
+            "tiers, prune": lambda s: Tiered(own, saliency=s),
+            "groups of 8, prune": lambda s: Grouped(self.groups, saliency=s),
+            "tiers, pad": lambda _: Tiered(own, "pad"),
+            "largest tier for all": lambda s: Tiered(largest, saliency=s),
+            "tiers, literal B/E": lambda s: Tiered(printed, saliency=s),
+        }
 
 
 def chunk_imbalance(trace: RoutingTrace, chunk: int) -> Tensor:
@@ -259,14 +330,18 @@ def chunk_imbalance(trace: RoutingTrace, chunk: int) -> Tensor:
 
 
 def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:
-    """Logits [S, V], float32, of each text in a forward pass of its own: prompts share no capacity."""
+    """Logits [S, V], float32, of each text in a forward pass of its own: prompts share no
+    capacity."""
     with torch.no_grad():
-        return [model(**model.tokenizer(text, return_tensors="pt"), use_cache=False).logits[0].float()
-                for text in texts]
+        return [
+            model(**model.tokenizer(text, return_tensors="pt"), use_cache=False).logits[0].float()
+            for text in texts
+        ]
 
 
 class Ran(NamedTuple):
-    """Counts of one way; the largest change of a logit; share of positions with the same best token, mean of texts."""
+    """Counts of one way; the largest change of a logit; share of positions with the same best
+    token, mean of texts."""
 
     total: Tally
     by_layer: list[Tally]
@@ -281,6 +356,10 @@ def run_ways(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Ran]:
         with limited(model, make) as executor:
             pairs = list(zip(plain, read_all(model, texts)))
         agree = [float((a.argmax(-1) == b.argmax(-1)).double().mean()) for a, b in pairs]
-        found[name] = Ran(executor.tally, [executor.by_layer[l] for l in range(model.spec.L)],
-                          max(float((a - b).abs().max()) for a, b in pairs), float(np.mean(agree)))
+        found[name] = Ran(
+            executor.tally,
+            [executor.by_layer[l] for l in range(model.spec.L)],
+            max(float((a - b).abs().max()) for a, b in pairs),
+            float(np.mean(agree)),
+        )
     return found

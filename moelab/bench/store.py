@@ -1,10 +1,11 @@
-"""Lossless compression of experts: size beside the entropy bound, and rates a thread beside memcpy and zipnn.
+"""Lossless compression of experts: size beside the entropy bound, and rates a thread beside memcpy
+and zipnn.
 
-Every codec packs and unpacks the same bf16 expert in turn with zipnn and memcpy; rates are medians, in GB of weights a
-second. Rates "a thread" are per second of processor time; rates "together" are per second on the clock, which is
-meaningful only while the machine is idle. `decode` is from packed bytes to bf16 weights in a given buffer.
-Source: ZipMoE §2.2 and Fig. 3 (sizes; LZ4HC and ZSTD with its settings are `lz4hc` and `zstd`), §2.3 and Fig. 4.
-"""
+Every codec packs and unpacks the same bf16 expert in turn with zipnn and memcpy; rates are medians,
+in GB of weights a second. Rates "a thread" are per second of processor time; rates "together" are
+per second on the clock, which is meaningful only while the machine is idle. `decode` is from packed
+bytes to bf16 weights in a given buffer. Source: ZipMoE §2.2 and Fig. 3 (sizes; LZ4HC and ZSTD with
+its settings are `lz4hc` and `zstd`), §2.3 and Fig. 4."""
 
 from __future__ import annotations
 
@@ -35,29 +36,32 @@ from moelab.store.entropy import FORMATS, describe, joint_counts
 from moelab.store.headers import NAMES
 from moelab.store.reader import measure_modes, modes
 
-EXPERT = 16 << 20               # bytes of the expert that is measured
+EXPERT = 16 << 20  # bytes of the expert that is measured
 PEER = "zipnn"
 MISSING = "not installed"
 Work = Callable[[], Any]
 
 
 def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
-    """A bf16 matrix [rows, 2048] of about `nbytes`; exponent entropy 2.64 bits, ZipMoE's models 2.55–2.65 (Fig. 2)."""
+    """A bf16 matrix [rows, 2048] of about `nbytes`; exponent entropy 2.64 bits, ZipMoE's models
+    2.55–2.65 (Fig. 2)."""
     rows = max(1, nbytes // (2 * COLUMNS))
     return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
 
 
 class Coder(NamedTuple):
-    """A way to pack one expert: its stored size in bytes, and functions of no arguments to be timed."""
+    """A way to pack one expert: its stored size in bytes, and functions of no arguments to be
+    timed."""
 
     nbytes: int
     compress: Work
     decode: Work
-    another: Callable[[], Work]                 # a decode with buffers of its own, for one more thread
+    another: Callable[[], Work]  # a decode with buffers of its own, for one more thread
 
 
 def coders(weights: torch.Tensor, names: Iterable[str] = CODECS) -> dict[str, Coder]:
-    """A coder for each codec, and for zipnn where it is installed; ValueError for one that loses anything."""
+    """A coder for each codec, and for zipnn where it is installed; ValueError for one that loses
+    anything."""
     made = {name: _coder(weights, name) for name in names}
     with suppress(ImportError):
         made[PEER] = _zipnn(weights)
@@ -71,14 +75,17 @@ def _coder(weights: torch.Tensor, name: str) -> Coder:
 
     def another() -> Callable[[], None]:
         out, scratch = torch.empty_like(weights), np.empty(weights.numel(), np.uint8)
-        out.zero_(), scratch.fill(0)                            # pre-faulted pages
+        out.zero_(), scratch.fill(0)  # pre-faulted pages
         return lambda: decompress_tensor(packed, out, scratch)
+
     return Coder(packed.nbytes, lambda: compress_tensor(weights, name), another(), another)
 
 
 def _zipnn(weights: torch.Tensor) -> Coder:
-    """zipnn on bytes, one thread. It compresses in place, so its input is copied before each run, a small part."""
+    """zipnn on bytes, one thread. It compresses in place, so its input is copied before each run, a
+    small part."""
     import zipnn
+
     make = partial(zipnn.ZipNN, input_format="byte", bytearray_dtype="bfloat16", threads=1)
     data = bytes(bits.as_bytes(weights))
     buffer = bytearray(data)
@@ -86,10 +93,12 @@ def _zipnn(weights: torch.Tensor) -> Coder:
     def compress() -> Any:
         buffer[:] = data
         return make().compress(buffer)
+
     packed = bytes(compress())
 
     def decode() -> Any:
         return make().decompress(packed)
+
     _check(PEER, np.frombuffer(decode(), np.uint8), weights)
     return Coder(len(packed), compress, decode, lambda: decode)
 
@@ -100,24 +109,32 @@ def _check(name: str, found: np.ndarray, weights: torch.Tensor) -> None:
 
 
 def copies(weights: torch.Tensor) -> dict[str, Work]:
-    """Two arms for comparison: memcpy of the expert, and recovery alone, which writes as many bytes."""
+    """Two arms for comparison: memcpy of the expert, and recovery alone, which writes as many
+    bytes."""
     source, out = bits.as_bytes(weights), np.zeros(weights.numel() * 2, np.uint8)
     exponents, rest = bits.split(source.view(np.uint16))
     words = out.view(np.uint16)
-    return {"memcpy": lambda: np.copyto(out, source), "recovery": lambda: bits.join(exponents, rest, words)}
+    return {
+        "memcpy": lambda: np.copyto(out, source),
+        "recovery": lambda: bits.join(exponents, rest, words),
+    }
 
 
 def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 7) -> Samples:
-    """Seconds of processor time of "memcpy", "recovery" and "NAME decode" of every coder; "NAME compress", which takes
-    up to seconds and is compared with nothing, by one run a round."""
+    """Seconds of processor time of "memcpy", "recovery" and "NAME decode" of every coder; "NAME
+    compress", which takes up to seconds and is compared with nothing, by one run a round."""
     decode = copies(weights) | {f"{name} decode": coder.decode for name, coder in made.items()}
     compress = {f"{name} compress": coder.compress for name, coder in made.items()}
     return interleaved(decode, repeats) | interleaved(compress, repeats, loops=1)
 
 
-def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4) -> Samples:
-    """Seconds on the clock until each of n threads has decoded the expert `loops` times: "NAME × n"."""
+def together(
+    made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4
+) -> Samples:
+    """Seconds on the clock until each of n threads has decoded the expert `loops` times: "NAME ×
+    n"."""
     with ThreadPoolExecutor(max(counts)) as pool:
+
         def loop(decode: Work) -> None:
             for _ in range(loops):
                 decode()
@@ -125,8 +142,13 @@ def together(made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats:
         def arm(coder: Coder, n: int) -> Work:
             decoders = [coder.another() for _ in range(n)]
             return lambda: list(pool.map(loop, decoders))
-        return interleaved({f"{name} × {n}": arm(coder, n) for name, coder in made.items() for n in counts},
-                           repeats, time.perf_counter, loops=1)
+
+        return interleaved(
+            {f"{name} × {n}": arm(coder, n) for name, coder in made.items() for n in counts},
+            repeats,
+            time.perf_counter,
+            loops=1,
+        )
 
 
 def rate(samples: Samples, name: str, nbytes: float) -> float:
@@ -135,21 +157,35 @@ def rate(samples: Samples, name: str, nbytes: float) -> float:
 
 
 def sizes(weights: torch.Tensor, made: Mapping[str, Coder]) -> dict[str, Numbers]:
-    """Of each coder, the compressed size and its distance from the order-0 bound: percent of the weights."""
+    """Of each coder, the compressed size and its distance from the order-0 bound: percent of the
+    weights."""
     size, bound = weights.numel() * 2, describe(joint_counts(weights)).bound
-    return {name: {"fraction %": 100 * coder.nbytes / size, "bound %": 100 * bound,
-                   "points above the bound": 100 * (coder.nbytes / size - bound)} for name, coder in made.items()}
+    return {
+        name: {
+            "fraction %": 100 * coder.nbytes / size,
+            "bound %": 100 * bound,
+            "points above the bound": 100 * (coder.nbytes / size - bound),
+        }
+        for name, coder in made.items()
+    }
 
 
 def rates(samples: Samples, nbytes: float) -> Records:
-    """Of each coder in `per_thread`'s samples, the rates a thread and their ratios to zipnn and memcpy."""
+    """Of each coder in `per_thread`'s samples, the rates a thread and their ratios to zipnn and
+    memcpy."""
     names = [name.removesuffix(" decode") for name in samples if name.endswith(" decode")]
     peer = f"{PEER} decode" in samples
-    return {name: {
-        "compress GB/s": rate(samples, f"{name} compress", nbytes),
-        "decode GB/s": rate(samples, f"{name} decode", nbytes),
-        f"decode ÷ {PEER}": speed_up(samples, f"{name} decode", f"{PEER} decode") if peer else MISSING,
-        "decode ÷ memcpy": speed_up(samples, f"{name} decode", "memcpy")} for name in names}
+    return {
+        name: {
+            "compress GB/s": rate(samples, f"{name} compress", nbytes),
+            "decode GB/s": rate(samples, f"{name} decode", nbytes),
+            f"decode ÷ {PEER}": speed_up(samples, f"{name} decode", f"{PEER} decode")
+            if peer
+            else MISSING,
+            "decode ÷ memcpy": speed_up(samples, f"{name} decode", "memcpy"),
+        }
+        for name in names
+    }
 
 
 def scaling(samples: Samples, nbytes: float, loops: int = 4) -> Numbers:
@@ -165,16 +201,19 @@ def scaling(samples: Samples, nbytes: float, loops: int = 4) -> Numbers:
 
 @dataclass(frozen=True)
 class Rates:
-    """What coders do on one expert: alone by processor time, together by the clock; GB of weights a second."""
+    """What coders do on one expert: alone by processor time, together by the clock; GB of weights a
+    second."""
 
     nbytes: int
-    single: Samples                         # of `per_thread`
-    several: Samples                        # of `together`
+    single: Samples  # of `per_thread`
+    several: Samples  # of `together`
     threads: list[int]
-    load: float | None                      # of the machine, before threads ran together
+    load: float | None  # of the machine, before threads ran together
 
     @classmethod
-    def of(cls, weights: torch.Tensor, made: Mapping[str, Coder], repeats: int, threads: list[int]) -> Rates:
+    def of(
+        cls, weights: torch.Tensor, made: Mapping[str, Coder], repeats: int, threads: list[int]
+    ) -> Rates:
         samples = per_thread(weights, made, repeats)
         load, real = load_average(), {name: coder for name, coder in made.items() if name != "raw"}
         return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
@@ -194,7 +233,8 @@ class Rates:
         return gain(self.single, "memcpy", "recovery")
 
     def over(self, base: str) -> Interval:
-        """How many times as fast the default codec decodes on one thread as `base`, a name of `single`."""
+        """How many times as fast the default codec decodes on one thread as `base`, a name of
+        `single`."""
         return gain(self.single, f"{DEFAULT} decode", base)
 
     @property
@@ -203,15 +243,19 @@ class Rates:
         return self.over(f"{PEER} decode") if f"{PEER} decode" in self.single else None
 
     def by_task(self) -> dict[str, Numbers]:
-        found = {what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
-                 for what in ("compress", "decode")}
+        found = {
+            what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
+            for what in ("compress", "decode")
+        }
         found["decode"]["recovery alone"] = self.memcpy / self.recovery[0]
         return found
 
     def by_threads(self) -> dict[str, Numbers]:
         found = scaling(self.several, self.nbytes)
-        return {f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
-                for n in self.threads}
+        return {
+            f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
+            for n in self.threads
+        }
 
     def decode(self, n: int) -> float:
         """Of the default codec by n threads together."""
@@ -223,26 +267,36 @@ class Rates:
 
     def metrics(self) -> dict[str, Numbers]:
         """Unit → name of a metric → value."""
-        alone = {f"{what}_{name.replace('-', '_')}": row[f"{what} GB/s"] for name, row in self.alone.items()
-                 for what in ("compress", "decode")}
-        return {"GB/s": {"memcpy_rate": self.memcpy}, "× the time": {"recovery_over_memcpy": self.recovery[0]},
-                "GB of weights/s a thread": alone, "processes": {"load_before_threads": self.load},
-                "× one thread": {f"decode_scaling_{n}_threads": self.scaling(n)[0] for n in self.threads if n > 1},
-                "×": {f"decode_over_{PEER}": self.over_peer[0]} if self.over_peer else {}}
+        alone = {
+            f"{what}_{name.replace('-', '_')}": row[f"{what} GB/s"]
+            for name, row in self.alone.items()
+            for what in ("compress", "decode")
+        }
+        return {
+            "GB/s": {"memcpy_rate": self.memcpy},
+            "× the time": {"recovery_over_memcpy": self.recovery[0]},
+            "GB of weights/s a thread": alone,
+            "processes": {"load_before_threads": self.load},
+            "× one thread": {
+                f"decode_scaling_{n}_threads": self.scaling(n)[0] for n in self.threads if n > 1
+            },
+            "×": {f"decode_over_{PEER}": self.over_peer[0]} if self.over_peer else {},
+        }
 
 
 class Sample(NamedTuple):
     """Expert weights of a model, spread evenly over its experts and read one expert at a time."""
 
     spec: Any
-    source: Callable[[int, int], dict[str, torch.Tensor]]           # (layer, expert) → its tensors
+    source: Callable[[int, int], dict[str, torch.Tensor]]  # (layer, expert) → its tensors
     tensors: list[torch.Tensor]
     dtype: str
-    counts: np.ndarray                                              # joint histogram of their bits, [65536]
+    counts: np.ndarray  # joint histogram of their bits, [65536]
 
     @classmethod
     def of(cls, model: str | None, nbytes: int) -> Sample:
-        """About `nbytes` of a checkpoint's. ValueError: weights that are not all of one float type of `FORMATS`."""
+        """About `nbytes` of a checkpoint's. ValueError: weights that are not all of one float type
+        of `FORMATS`."""
         found = examine(model)
         source, spec = CheckpointExperts(found.checkpoint, found.config), found.spec
         every = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
@@ -250,7 +304,9 @@ class Sample(NamedTuple):
         tensors = [tensor for key in every[::step] for tensor in source(*key).values()]
         dtype = NAMES[tensors[0].dtype]
         if dtype not in FORMATS or len({tensor.dtype for tensor in tensors}) > 1:
-            raise ValueError(f"the experts of {spec.name} are {dtype}; their entropy is known of {', '.join(FORMATS)}")
+            raise ValueError(
+                f"the experts of {spec.name} are {dtype}; their entropy is known of {', '.join(FORMATS)}"
+            )
         counts = np.zeros(1 << 16, np.int64)
         for tensor in tensors:
             joint_counts(tensor, dtype, counts)
@@ -262,57 +318,89 @@ class Sample(NamedTuple):
 
     @property
     def sigma(self) -> float:
-        return torch.cat([tensor.flatten()[:65536].float() for tensor in self.tensors[:64]]).std().item()
+        return (
+            torch.cat([tensor.flatten()[:65536].float() for tensor in self.tensors[:64]])
+            .std()
+            .item()
+        )
 
     def fractions(self) -> Numbers:
         """Compressed size over size by each codec, all weights in one piece."""
         joined = torch.cat([tensor.flatten() for tensor in self.tensors])[None]
-        return {name: compress_tensor(joined, name).nbytes / joined.nbytes for name in CODECS if name != "raw"}
+        return {
+            name: compress_tensor(joined, name).nbytes / joined.nbytes
+            for name in CODECS
+            if name != "raw"
+        }
 
     def apart(self, codec: str) -> float:
         """The same of some tensors, each by itself, with a code table of its own."""
         some = self.tensors[::8]
         return sum(compress_tensor(of, codec).nbytes for of in some) / sum(of.nbytes for of in some)
 
-    def microscope(self, layer: int, expert: int, tensor: str, codec: str) -> tuple[np.ndarray, str]:
-        """(joint histogram of one tensor, what its entropy allows and a codec reaches, in words)."""
+    def microscope(
+        self, layer: int, expert: int, tensor: str, codec: str
+    ) -> tuple[np.ndarray, str]:
+        """(joint histogram of one tensor, what its entropy allows and a codec reaches, in
+        words)."""
         weights = self.source(layer, expert)[tensor]
         counts, (size, same) = joint_counts(weights, self.dtype), round_trip(weights, codec)
-        return counts, (f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy bound "
-                        f"{describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} of the size; round "
-                        f"trip {'bit-identical' if same else 'FAILED'} (exact).")
+        return counts, (
+            f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy bound "
+            f"{describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} of the size; round "
+            f"trip {'bit-identical' if same else 'FAILED'} (exact)."
+        )
 
     def round_trips(self) -> bool:
         """Whether some fifty tensors come back from every codec bit for bit."""
-        return all(round_trip(tensor, codec)[1] for tensor in self.tensors[::max(1, len(self.tensors) // 50)]
-                   for codec in CODECS)
+        return all(
+            round_trip(tensor, codec)[1]
+            for tensor in self.tensors[:: max(1, len(self.tensors) // 50)]
+            for codec in CODECS
+        )
 
 
 def round_trip(weights: torch.Tensor, codec: str) -> tuple[float, bool]:
     """(compressed size over size, whether the same bytes come back)."""
     packed, back = compress_tensor(weights, codec), torch.zeros_like(weights)
     decompress_tensor(packed, back)
-    return packed.nbytes / weights.nbytes, np.array_equal(bits.as_bytes(back), bits.as_bytes(weights))
+    return packed.nbytes / weights.nbytes, np.array_equal(
+        bits.as_bytes(back), bits.as_bytes(weights)
+    )
 
 
 def from_disk(nbytes: int, repeats: int) -> tuple[Record, Samples]:
-    """Figures and samples of reading a store in the system's temporary folder; see `moelab.bench.reading`."""
+    """Figures and samples of reading a store in the system's temporary folder; see
+    `moelab.bench.reading`."""
     weights = [synthetic_expert(nbytes, seed) for seed in range(4)]
     with tempfile.TemporaryDirectory() as folder:
-        plain, packed = (reading.write_store(f"{folder}/{codec}", weights, codec) for codec in ("raw", DEFAULT))
-        found = {f"{mode} reads GB/s": value / 1e9 for mode, value in measure_modes(plain, len(weights)).items()}
+        plain, packed = (
+            reading.write_store(f"{folder}/{codec}", weights, codec) for codec in ("raw", DEFAULT)
+        )
+        found = {
+            f"{mode} reads GB/s": value / 1e9
+            for mode, value in measure_modes(plain, len(weights)).items()
+        }
         samples, _ = reading.compare(plain, packed, modes()[0], repeats=repeats)
     ways = reading.summary(samples, sum(w.numel() * 2 for w in weights))
-    return found | {f"{name}, {unit}": value for name, row in ways.items() for unit, value in row.items()}, samples
+    return found | {
+        f"{name}, {unit}": value for name, row in ways.items() for unit, value in row.items()
+    }, samples
 
 
 def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:
     load, weights = load_average(), synthetic_expert(nbytes)
     made = coders(weights)
     of = Rates.of(weights, made, repeats, sorted({1, 2, os.cpu_count() or 1}))
-    found = {"conditions": {
-        "load average before": load, "expert bytes": of.nbytes, "memcpy GB/s": of.memcpy,
-        "recovery time ÷ memcpy time": of.recovery[0], PEER: "in this run" if PEER in made else MISSING}}
+    found = {
+        "conditions": {
+            "load average before": load,
+            "expert bytes": of.nbytes,
+            "memcpy GB/s": of.memcpy,
+            "recovery time ÷ memcpy time": of.recovery[0],
+            PEER: "in this run" if PEER in made else MISSING,
+        }
+    }
     first, second = sizes(weights, made), rates(of.single, of.nbytes)
     found |= {f"{name}, one thread": first[name] | second[name] for name in made}
     found["threads together, by the clock"] = scaling(of.several, of.nbytes)

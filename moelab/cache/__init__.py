@@ -1,1 +1,2 @@
-"""Which experts stay in memory: eviction policies, the pools F ≺ C ≺ S ≺ E, their ceilings and their planning."""
+"""Which experts stay in memory: eviction policies, the pools F ≺ C ≺ S ≺ E, their ceilings and
+their planning."""

@@ -1,9 +1,12 @@
-"""The cross-token predictor: which experts the next token will choose at the first MoE layer, from routing alone.
+"""The cross-token predictor: which experts the next token will choose at the first MoE layer, from
+routing alone.
 
-Layer by layer a router's input can be predicted; the first layer of a forward pass has nobody before it. While the head
-and sampling run the disk rests, so its experts are predicted from what followed the same experts in earlier tokens:
+Layer by layer a router's input can be predicted; the first layer of a forward pass has nobody
+before it. While the head and sampling run the disk rests, so its experts are predicted from what
+followed the same experts in earlier tokens:
 
-    score[e] = Σ over i, chosen by the token before, of (times e followed i + popularity of e) / (times i came + 1)
+    score[e] = Σ over i, chosen by the token before, of (times e followed i + popularity of e) /
+    (times i came + 1)
 
 Shapes: E experts of one layer. Left out: batches as separate sequences, whose tokens count as one.
 """
@@ -54,11 +57,15 @@ class CrossToken:
         self._chosen = chosen
 
     def ends(self, layer: int) -> bool:
-        """Whether this is the last layer of a decode pass, as of the pass before, and not its only one."""
-        return self._decode and layer == self.last != self.first and self._now == (self.first, layer)
+        """Whether this is the last layer of a decode pass, as of the pass before, and not its only
+        one."""
+        return (
+            self._decode and layer == self.last != self.first and self._now == (self.first, layer)
+        )
 
     def predict(self) -> list[int]:
-        """All experts of layer `first`; those that the next token will most probably choose first."""
+        """All experts of layer `first`; those that the next token will most probably choose
+        first."""
         prior = self._popular / self._popular.sum()
         score = ((self._follows[self._chosen] + prior) / self._after[self._chosen, None]).sum(0)
         return np.argsort(-score, kind="stable").tolist()

@@ -1,12 +1,13 @@
-"""Ceilings of caching: the most hits that any cache could have on a recorded run, and simpler references beside it.
+"""Ceilings of caching: the most hits that any cache could have on a recorded run, and simpler
+references beside it.
 
-Keeping an expert from one use to the next is an interval over the gaps between steps, so the most hits are the most
-intervals of which no more than C overlap. Giving up the one that ends last whenever C + 1 overlap is optimal: Belady's
-rule (1966), with bypass, since what is given up may be the newcomer.
+Keeping an expert from one use to the next is an interval over the gaps between steps, so the most
+hits are the most intervals of which no more than C overlap. Giving up the one that ends last
+whenever C + 1 overlap is optimal: Belady's rule (1966), with bypass, since what is given up may be
+the newcomer.
 
-Steps are [(layer, {expert: tokens}), …] in the order of the run, capacity is experts in memory. All are exact counts,
-from an empty cache; for pools of each layer, ask layer by layer.
-"""
+Steps are [(layer, {expert: tokens}), …] in the order of the run, capacity is experts in memory. All
+are exact counts, from an empty cache; for pools of each layer, ask layer by layer."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def compulsory_misses(steps: Steps) -> int:
 
 
 def static_hits(steps: Steps, capacity: int) -> int:
-    """Hits of the best fixed set: the experts used most are kept from their first use on, all others never."""
+    """Hits of the best fixed set: the experts used most are kept from their first use on, all
+    others never."""
     uses = Counter(ExpertKey(layer, expert) for layer, tokens in steps for expert in tokens)
     return sum(count - 1 for _, count in uses.most_common(_checked(capacity)))
 
@@ -44,15 +46,17 @@ def _checked(capacity: int) -> int:
 def belady_hits(steps: Steps, capacity: int) -> int:
     """The most hits that any replacement decisions reach, bypass allowed."""
     _checked(capacity)
-    following: list[dict[ExpertKey, int]] = []                  # expert → the next step that uses it; last step first
+    following: list[
+        dict[ExpertKey, int]
+    ] = []  # expert → the next step that uses it; last step first
     upcoming: dict[ExpertKey, int] = {}
     for number, (layer, tokens) in reversed(list(enumerate(steps))):
         keys = [ExpertKey(layer, expert) for expert in tokens]
         following.append({key: upcoming[key] for key in keys if key in upcoming})
         upcoming.update(dict.fromkeys(keys, number))
     hits = 0
-    kept: dict[ExpertKey, int] = {}                             # kept expert → its next use
-    furthest: list[tuple[int, ExpertKey]] = []                  # the same as a heap; past uses lie at its bottom
+    kept: dict[ExpertKey, int] = {}  # kept expert → its next use
+    furthest: list[tuple[int, ExpertKey]] = []  # the same as a heap; past uses lie at its bottom
     for (layer, tokens), nexts in zip(steps, reversed(following)):
         hits += sum(kept.pop(ExpertKey(layer, expert), None) is not None for expert in tokens)
         for key, use in nexts.items():

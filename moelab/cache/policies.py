@@ -1,10 +1,11 @@
 """Eviction policies: which expert leaves when a pool is full.
 
-A policy is told which experts are used and is asked for a victim; it never sees bytes, threads or time, so the same
-object decides in the engine and in the simulator. The classics are those of ZipMoE's ablation (Fig. 10). All are
-deterministic, and none walks the whole pool for a victim.
+A policy is told which experts are used and is asked for a victim; it never sees bytes, threads or
+time, so the same object decides in the engine and in the simulator. The classics are those of
+ZipMoE's ablation (Fig. 10). All are deterministic, and none walks the whole pool for a victim.
 
-A policy of your own is a class with the two methods of `CachePolicy` and a line in `POLICIES`. It may also have
+A policy of your own is a class with the two methods of `CachePolicy` and a line in `POLICIES`. It
+may also have
 
     forget(key)      told that a key left the cache or was not kept
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
@@ -34,8 +35,8 @@ class CachePolicy(Protocol):
     """The two methods of a policy."""
 
     def touch(self, key: ExpertKey, step: int) -> None:
-        """`key` is used in `step` (0, 1, …: one layer of one forward). All experts of a step are touched, in
-        ascending order, before a victim is asked for."""
+        """`key` is used in `step` (0, 1, …: one layer of one forward). All experts of a step are
+        touched, in ascending order, before a victim is asked for."""
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
         """One of `resident`, to be evicted; experts that the step uses are not in it."""
@@ -66,7 +67,8 @@ class LRU(FIFO):
 
 
 class _ByPriority:
-    """Evicts the key of the smallest priority, ties by key: a heap whose outdated entries are skipped when met."""
+    """Evicts the key of the smallest priority, ties by key: a heap whose outdated entries are
+    skipped when met."""
 
     def __init__(self) -> None:
         self._priority: dict[ExpertKey, Any] = {}
@@ -80,7 +82,9 @@ class _ByPriority:
             heapq.heapify(self._heap)
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        if 2 * len(resident) < len(self._priority):             # one policy shared by many pools: most are not meant
+        if 2 * len(resident) < len(
+            self._priority
+        ):  # one policy shared by many pools: most are not meant
             return min(resident, key=lambda key: (self._priority[key], key))
         aside = []
         while True:
@@ -100,7 +104,8 @@ class _ByPriority:
 
 
 class LFU(_ByPriority):
-    """Least frequently used: fewest steps that used the expert since the start, then least recently used."""
+    """Least frequently used: fewest steps that used the expert since the start, then least recently
+    used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,18 +117,19 @@ class LFU(_ByPriority):
 
 
 class LRFU(_ByPriority):
-    """Between LRU and LFU: fewest uses, of which each counts half as much after every `half_life` turns of its layer.
+    """Between LRU and LFU: fewest uses, of which each counts half as much after every `half_life`
+    turns of its layer.
 
-    Source: Lee et al. 2001, "LRFU: A spectrum of policies that subsumes the LRU and LFU policies". The order of two
-    experts that are not used does not change with time, so the priority is log₂ of the count plus the time.
-    """
+    Source: Lee et al. 2001, "LRFU: A spectrum of policies that subsumes the LRU and LFU policies".
+    The order of two experts that are not used does not change with time, so the priority is log₂ of
+    the count plus the time."""
 
     half_life = 16
 
     def __init__(self) -> None:
         super().__init__()
-        self._turns: dict[int, tuple[int, int]] = {}            # layer → (its turns, step of the latest)
-        self._uses: dict[ExpertKey, float] = {}                 # log₂ of the uses, as counted at turn 0
+        self._turns: dict[int, tuple[int, int]] = {}  # layer → (its turns, step of the latest)
+        self._uses: dict[ExpertKey, float] = {}  # log₂ of the uses, as counted at turn 0
 
     def touch(self, key: ExpertKey, step: int) -> None:
         turns, latest = self._turns.get(key.layer, (0, -1))
@@ -134,15 +140,16 @@ class LRFU(_ByPriority):
 
 
 class Marking:
-    """A random victim among the experts not used in this phase (Fiat et al. 1991, "Competitive paging algorithms").
+    """A random victim among the experts not used in this phase (Fiat et al. 1991, "Competitive
+    paging algorithms").
 
-    Used experts are marked. When all are, a new phase begins: all marks but those of the current step are removed.
-    """
+    Used experts are marked. When all are, a new phase begins: all marks but those of the current
+    step are removed."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._unmarked: list[ExpertKey] = []
-        self._place: dict[ExpertKey, int] = {}                  # index in _unmarked, for removal in O(1)
+        self._place: dict[ExpertKey, int] = {}  # index in _unmarked, for removal in O(1)
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self.forget(key)
@@ -166,13 +173,15 @@ class Marking:
 class LeastStale:
     """Stale experts first, then those of the layers whose next turn is furthest away.
 
-    After SpecMD (Hoang et al. 2026, arXiv 2602.03921). An expert is stale if it was not used the last time that its
-    layer ran. Among the stale, and then among the rest, the layer that ran last goes first; within a layer, the least
-    recently used. The paper's prefetching and its exact order among the stale are left out.
-    """
+    After SpecMD (Hoang et al. 2026, arXiv 2602.03921). An expert is stale if it was not used the
+    last time that its layer ran. Among the stale, and then among the rest, the layer that ran last
+    goes first; within a layer, the least recently used. The paper's prefetching and its exact order
+    among the stale are left out."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, OrderedDict[ExpertKey, int]] = {}       # layer → key → last step, oldest first
+        self._layers: dict[
+            int, OrderedDict[ExpertKey, int]
+        ] = {}  # layer → key → last step, oldest first
         self._ran: dict[int, int] = {}
         self._latest = 0
 
@@ -184,7 +193,9 @@ class LeastStale:
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
         fresh = None
-        for layer in sorted(self._layers, key=lambda layer: (layer <= self._latest, layer), reverse=True):
+        for layer in sorted(
+            self._layers, key=lambda layer: (layer <= self._latest, layer), reverse=True
+        ):
             order = self._layers[layer]
             key = next((key for key in order if key in resident), None)
             if key is not None and order[key] < self._ran[layer]:
@@ -197,7 +208,8 @@ class LeastStale:
 
 
 class FewestTokens(_ByPriority):
-    """ZipMoE's own (§3.4): the expert that got the fewest tokens since the start goes, the newcomer included."""
+    """ZipMoE's own (§3.4): the expert that got the fewest tokens since the start goes, the newcomer
+    included."""
 
     selective = True
 
@@ -209,15 +221,18 @@ class FewestTokens(_ByPriority):
 
 
 class AsPrinted(FewestTokens):
-    """ZipMoE's own, to the letter of §3.4: whom the pool of its rank refuses is in none, and the next ranks neither."""
+    """ZipMoE's own, to the letter of §3.4: whom the pool of its rank refuses is in none, and the
+    next ranks neither."""
 
     cascade = False
 
 
 class Belady(_ByPriority):
-    """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer included.
+    """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer
+    included.
 
-    Experts that a step uses are pinned, as for every policy; `optimum.belady_hits` is the ceiling without that rule.
+    Experts that a step uses are pinned, as for every policy; `optimum.belady_hits` is the ceiling
+    without that rule.
 
     steps : the steps that will be asked for, in order: (layer, {expert: tokens}).
     """
@@ -235,38 +250,56 @@ class Belady(_ByPriority):
         uses = self._uses.get(key, [])
         after = bisect_right(uses, step)
         if not after or uses[after - 1] != step:
-            raise ValueError(f"step {step} uses expert {key.expert} of layer {key.layer}, which the steps given to "
-                             "Belady do not say; give it the steps of this very run, from the first")
+            raise ValueError(
+                f"step {step} uses expert {key.expert} of layer {key.layer}, which the steps given to "
+                "Belady do not say; give it the steps of this very run, from the first"
+            )
         self.put(key, -uses[after] if after < len(uses) else -float("inf"))
 
 
-#: of all that a name makes, the one with more hits than LRU at every budget, with prose and with code. Pools for each
-#: layer make it better on the small model, not at every budget on one of another shape (`bench recall_and_misses`).
+#: of all that a name makes, the one with more hits than LRU at every budget, with prose and with
+#: code. Pools for each layer make it better on the small model, not at every budget on one of
+#: another shape (`bench recall_and_misses`).
 DEFAULT_POLICY = "lrfu"
 #: name → policy, a class or an `Entry`; another one is a class and a line here
 POLICIES: dict[str, type | Entry] = {
-    "fifo": FIFO, "lru": LRU, "lfu": LFU, "lrfu": LRFU, "marking": Marking, "least-stale": LeastStale,
+    "fifo": FIFO,
+    "lru": LRU,
+    "lfu": LFU,
+    "lrfu": LRFU,
+    "marking": Marking,
+    "least-stale": LeastStale,
     "zipmoe": FewestTokens,
-    "zipmoe-printed": Entry(AsPrinted, "ZipMoE's own to the letter: who is refused is offered to no other pool", True),
-    "next-token": Entry("moelab.cache.next_token:NextTokenPolicy", "evicts what a fitted regression says that the next "
-                        "tokens will hardly choose"),
-    "belady": Entry(Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True),
+    "zipmoe-printed": Entry(
+        AsPrinted, "ZipMoE's own to the letter: who is refused is offered to no other pool", True
+    ),
+    "next-token": Entry(
+        "moelab.cache.next_token:NextTokenPolicy",
+        "evicts what a fitted regression says that the next tokens will hardly choose",
+    ),
+    "belady": Entry(
+        Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True
+    ),
 }
 #: policies for which a name is not enough → why, and what to do
 NEEDS = {
     "next-token": "must be fitted to your model: cache=NextTokenPolicy(moelab.speculate.next_token.fit(trace)), from "
-                  "moelab.cache.next_token and a trace recorded with hidden=True",
-    "belady": "needs the future, so it is for a run that has been: moelab.simulate(run, cache=\"belady\"), or "
-              "Belady(steps) with the steps of a run"}
+    "moelab.cache.next_token and a trace recorded with hidden=True",
+    "belady": 'needs the future, so it is for a run that has been: moelab.simulate(run, cache="belady"), or '
+    "Belady(steps) with the steps of a run",
+}
 
 
 def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
-    """A maker of policies, one for each pool: of a name of `POLICIES`, a class, or an instance (shared by all)."""
+    """A maker of policies, one for each pool: of a name of `POLICIES`, a class, or an instance
+    (shared by all)."""
     name = "belady" if policy is Belady else policy
     if isinstance(name, str):
         policy = find("cache", name)
         if name in NEEDS:
             raise ValueError(f'"{name}" {NEEDS[name]}')
     if not all(callable(getattr(policy, name, None)) for name in ("touch", "victim")):
-        raise ValueError(f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)")
+        raise ValueError(
+            f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)"
+        )
     return policy if isinstance(policy, type) else lambda: policy

@@ -1,4 +1,5 @@
-"""The pools F ≺ C ≺ S ≺ E (ZipMoE §3.4): how many experts each holds, and how one of them makes room.
+"""The pools F ≺ C ≺ S ≺ E (ZipMoE §3.4): how many experts each holds, and how one of them makes
+room.
 
 F holds full tensors, C both compressed chunks, S sign-mantissa chunks, E exponent chunks.
 """
@@ -17,7 +18,8 @@ HIERARCHY = (State.FULL, State.COMPRESSED, State.SM, State.E)
 
 @dataclass(frozen=True)
 class Pools:
-    """How many experts each pool holds: of the whole model, or of each layer (the scope of a `Residency`)."""
+    """How many experts each pool holds: of the whole model, or of each layer (the scope of a
+    `Residency`)."""
 
     F: int = 0
     C: int = 0
@@ -27,7 +29,9 @@ class Pools:
     def __post_init__(self) -> None:
         for name in "FCSE":
             if getattr(self, name) < 0:
-                raise ValueError(f"pool {name} holds {getattr(self, name)} experts; it must be 0 or more")
+                raise ValueError(
+                    f"pool {name} holds {getattr(self, name)} experts; it must be 0 or more"
+                )
 
     def __getitem__(self, state: State) -> int:
         return getattr(self, state.value)
@@ -49,11 +53,14 @@ class Pool:
     policy: CachePolicy
     keys: dict[ExpertKey, None] = field(default_factory=dict)
 
-    def make_room(self, key: ExpertKey, found: set[ExpertKey], used: set[ExpertKey]) -> ExpertKey | None:
-        """The key that left so that `key` can enter, None if there was room, or `key` itself if it may not enter.
+    def make_room(
+        self, key: ExpertKey, found: set[ExpertKey], used: set[ExpertKey]
+    ) -> ExpertKey | None:
+        """The key that left so that `key` can enter, None if there was room, or `key` itself if it
+        may not enter.
 
-        used, found : the experts of the step, and those of them that were in memory before; a selective policy may
-            choose among the newcomers too.
+        used, found : the experts of the step, and those of them that were in memory before; a
+            selective policy may choose among the newcomers too.
 
         Raises ValueError: the policy chose a key that it was not offered.
         """
@@ -65,8 +72,10 @@ class Pool:
             return key
         victim = self.policy.victim(candidates)
         if victim not in candidates:
-            raise ValueError(f"the policy {type(self.policy).__name__} chose {victim!r} as victim, which is not among "
-                             "the candidates; victim(resident) must return one of resident")
+            raise ValueError(
+                f"the policy {type(self.policy).__name__} chose {victim!r} as victim, which is not among "
+                "the candidates; victim(resident) must return one of resident"
+            )
         if victim == key:
             return key
         self.leave(victim)
@@ -83,14 +92,22 @@ class Pool:
 
 
 class Candidates(Collection):
-    """The keys of a pool that may leave, not pinned or a newcomer, without a copy: a pool may hold thousands."""
+    """The keys of a pool that may leave, not pinned or a newcomer, without a copy: a pool may hold
+    thousands."""
 
-    def __init__(self, keys: dict[ExpertKey, None], pinned: set[ExpertKey], newcomer: ExpertKey | None = None) -> None:
+    def __init__(
+        self, keys: dict[ExpertKey, None], pinned: set[ExpertKey], newcomer: ExpertKey | None = None
+    ) -> None:
         self._keys, self._pinned, self._newcomer = keys, pinned, newcomer
         self._len = len(keys) - sum(key in keys for key in pinned) + (newcomer is not None)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys and key not in self._pinned or self._newcomer is not None and key == self._newcomer
+        return (
+            key in self._keys
+            and key not in self._pinned
+            or self._newcomer is not None
+            and key == self._newcomer
+        )
 
     def __iter__(self) -> Iterator[ExpertKey]:
         yield from (key for key in self._keys if key not in self._pinned)

@@ -1,12 +1,14 @@
-"""Residency: which experts are in memory in which state, and who is admitted and evicted (ZipMoE §3.2, §3.4).
+"""Residency: which experts are in memory in which state, and who is admitted and evicted (ZipMoE
+§3.2, §3.4).
 
-An expert that is used goes to the first pool whose threshold its rank passes, where the rank counts the experts that
-got more tokens so far; a full pool evicts the victim of its policy; beyond all thresholds an expert leaves as soon as
-it has run. All is decided when a layer's step begins, never from timing, so engine and simulator decide the same.
+An expert that is used goes to the first pool whose threshold its rank passes, where the rank counts
+the experts that got more tokens so far; a full pool evicts the victim of its policy; beyond all
+thresholds an expert leaves as soon as it has run. All is decided when a layer's step begins, never
+from timing, so engine and simulator decide the same.
 
-A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves, so the δ ranks past
-the first pool, which are that pool's by their threshold, are in none. A policy with `cascade = False` does as §3.4 says
-(`policies.AsPrinted`).
+A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves,
+so the δ ranks past the first pool, which are that pool's by their threshold, are in none. A policy
+with `cascade = False` does as §3.4 says (`policies.AsPrinted`).
 
     tokens   {expert: tokens routed to it}, one layer of one forward
     scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
@@ -30,7 +32,8 @@ SCOPES = ("model", "layer")
 
 
 class Request(NamedTuple):
-    """One expert that a step needs: its state before, and the state in which it stays afterwards (MISSED: not kept)."""
+    """One expert that a step needs: its state before, and the state in which it stays afterwards
+    (MISSED: not kept)."""
 
     key: ExpertKey
     tokens: int
@@ -40,7 +43,8 @@ class Request(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer's step needs, by ascending expert id; the experts that leave memory first, with their states."""
+    """What a layer's step needs, by ascending expert id; the experts that leave memory first, with
+    their states."""
 
     layer: int
     requests: list[Request]
@@ -51,7 +55,8 @@ class Step:
 class CacheCounters:
     """Exact counts of what the steps found.
 
-    hits : requests by the state they were found in. rereads : misses of experts that had been in memory before.
+    hits : requests by the state they were found in. rereads : misses of experts that had been in
+        memory before.
     evictions : residents that left. not_kept : missed requests that did not stay.
     """
 
@@ -76,18 +81,29 @@ class Residency:
 
     holds_all : whether no expert that is in memory ever leaves.
     pools : capacities, of the whole model or of each layer.
-    policy : a name of `POLICIES`, a class (one instance a pool), or an instance (shared by all pools).
+    policy : a name of `POLICIES`, a class (one instance a pool), or an instance (shared by all
+        pools).
     scope : "model", one set of pools, or "layer", one for each layer; ranks count within the scope.
-    margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter (several pools, or the
-        policy "zipmoe"), and infinite for a single pool under another policy, which then admits everything.
+    margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter
+        (several pools, or the policy "zipmoe"), and infinite for a single pool under another
+        policy, which then admits everything.
     """
 
-    def __init__(self, L: int, E: int, pools: Pools, policy: str | type | CachePolicy = DEFAULT_POLICY,
-                 scope: str = "model", margin: float | None = None) -> None:
+    def __init__(
+        self,
+        L: int,
+        E: int,
+        pools: Pools,
+        policy: str | type | CachePolicy = DEFAULT_POLICY,
+        scope: str = "model",
+        margin: float | None = None,
+    ) -> None:
         if L < 1 or E < 1:
             raise ValueError(f"L={L} layers and E={E} experts a layer: both must be at least 1")
         if scope not in SCOPES:
-            raise ValueError(f"unknown scope {scope!r}; pools are either of the whole 'model' or of each 'layer'")
+            raise ValueError(
+                f"unknown scope {scope!r}; pools are either of the whole 'model' or of each 'layer'"
+            )
         if margin is not None and not margin >= 0:
             raise ValueError(f"the margin is {margin}; it is a number of experts, 0 or more")
         self.L, self.E, self.pools, self.scope = L, E, pools, scope
@@ -100,32 +116,51 @@ class Residency:
         self.holds_all = pools.F == pools.capacity >= (E if scope == "layer" else L * E)
         self.clear()
         if margin is None:
-            ranked = len(self._pools[0]) > 1 or any(hasattr(pool.policy, "follow") for pool in self._pools[0].values())
+            ranked = len(self._pools[0]) > 1 or any(
+                hasattr(pool.policy, "follow") for pool in self._pools[0].values()
+            )
             margin = math.ceil(0.05 * (E if scope == "layer" else L * E)) if ranked else math.inf
         self.margin = margin
         sizes = [pools[state] for state in self._pools[0]]
-        self._thresholds = [(state, sum(sizes[:i + 1]) + margin) for i, state in enumerate(self._pools[0])]  # τ of §3.4
+        self._thresholds = [
+            (state, sum(sizes[: i + 1]) + margin) for i, state in enumerate(self._pools[0])
+        ]  # τ of §3.4
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
-        """Decide about one layer's step: in which states its experts are and stay, and which others are evicted."""
+        """Decide about one layer's step: in which states its experts are and stay, and which others
+        are evicted."""
         if not 0 <= layer < self.L:
-            raise ValueError(f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}")
+            raise ValueError(
+                f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}"
+            )
         experts = sorted(tokens)
         if experts and not (0 <= experts[0] and experts[-1] < self.E and min(tokens.values()) >= 1):
-            raise ValueError(f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
-                             f"each; this one is {dict(tokens)}")
+            raise ValueError(
+                f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
+                f"each; this one is {dict(tokens)}"
+            )
         keys = [self._keys[layer][expert] for expert in experts]
-        if self.holds_all and all(key in self._state for key in keys):         # no expert ever leaves
+        if self.holds_all and all(key in self._state for key in keys):  # no expert ever leaves
             self._now, self.counters.steps = self._now + 1, self.counters.steps + 1
             self.counters.hits[State.FULL] += len(experts)
-            return Step(layer, [Request(key, tokens[key[1]], State.FULL, State.FULL) for key in keys], [])
-        self._scores[layer, experts] += np.array([tokens[expert] for expert in experts], np.int64) * self._scores.size
+            return Step(
+                layer, [Request(key, tokens[key[1]], State.FULL, State.FULL) for key in keys], []
+            )
+        self._scores[layer, experts] += (
+            np.array([tokens[expert] for expert in experts], np.int64) * self._scores.size
+        )
         before = [self._state.get(key, State.MISSED) for key in keys]
         keep, evicted = self._place(layer, keys, before)
         self._count(keys, before, keep, evicted)
         self._now += 1
-        return Step(layer, [Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)],
-                    evicted)
+        return Step(
+            layer,
+            [
+                Request(key, tokens[key.expert], state, keep[key])
+                for key, state in zip(keys, before)
+            ],
+            evicted,
+        )
 
     def fill(self) -> None:
         """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
@@ -134,7 +169,8 @@ class Residency:
             self._pools[key.layer][State.FULL].keys[key] = None
 
     def see(self, layer: int, s: np.ndarray) -> None:
-        """Tell the policies what a layer's router saw, float32 [T, H], before its step; only needed if `sees`."""
+        """Tell the policies what a layer's router saw, float32 [T, H], before its step; only needed
+        if `sees`."""
         for pool in self._pools[layer].values():
             if hasattr(pool.policy, "see"):
                 pool.policy.see(layer, s)
@@ -147,14 +183,21 @@ class Residency:
             self._seen.discard(key)
 
     def clear(self) -> None:
-        """Mark every expert as missed; policies that were not given as instances start anew, token counts stay."""
+        """Mark every expert as missed; policies that were not given as instances start anew, token
+        counts stay."""
         self._state: dict[ExpertKey, State] = {}
-        groups = [{state: Pool(self.pools[state], self._make()) for state in HIERARCHY if self.pools[state]}
-                  for _ in range(self.L if self.scope == "layer" else 1)]
+        groups = [
+            {
+                state: Pool(self.pools[state], self._make())
+                for state in HIERARCHY
+                if self.pools[state]
+            }
+            for _ in range(self.L if self.scope == "layer" else 1)
+        ]
         for pool in (pool for group in groups for pool in group.values()):
             if hasattr(pool.policy, "follow"):
                 pool.policy.follow(self._scores)
-        self._pools = groups if self.scope == "layer" else groups * self.L      # layer → state → pool
+        self._pools = groups if self.scope == "layer" else groups * self.L  # layer → state → pool
         self.sees = any(hasattr(pool.policy, "see") for group in groups for pool in group.values())
 
     def state(self, key: ExpertKey) -> State:
@@ -165,7 +208,9 @@ class Residency:
 
     def full(self) -> list[list[int]]:
         """The experts of each layer that are FULL, in ascending order."""
-        return [[key.expert for key in keys if self.state(key) is State.FULL] for keys in self._keys]
+        return [
+            [key.expert for key in keys if self.state(key) is State.FULL] for keys in self._keys
+        ]
 
     def resident(self, state: State) -> list[ExpertKey]:
         return [key for key, found in self._state.items() if found is state]
@@ -175,17 +220,19 @@ class Residency:
         counters, self.counters = self.counters, CacheCounters()
         return counters
 
-    def _place(self, layer: int, keys: list[ExpertKey], before: list[State]) \
-            -> tuple[dict[ExpertKey, State], list[tuple[ExpertKey, State]]]:
-        """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was evicted for it."""
+    def _place(
+        self, layer: int, keys: list[ExpertKey], before: list[State]
+    ) -> tuple[dict[ExpertKey, State], list[tuple[ExpertKey, State]]]:
+        """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was
+        evicted for it."""
         group, goals = self._pools[layer], self._goals(keys)
-        if goals == before and State.MISSED not in before:                     # all are where they shall be
+        if goals == before and State.MISSED not in before:  # all are where they shall be
             for key, state in zip(keys, before):
                 group[state].policy.touch(key, self._now)
             return dict(zip(keys, before)), []
         used = set(keys)
         found = {key for key, state in zip(keys, before) if state is not State.MISSED}
-        keep, evicted, leaving, moves = {}, [], [], []                         # moves: (key, a better pool)
+        keep, evicted, leaving, moves = {}, [], [], []  # moves: (key, a better pool)
         for key, state, goal in zip(keys, before, goals):
             if goal is State.MISSED:
                 keep[key] = goal
@@ -193,24 +240,26 @@ class Residency:
                     leaving.append((key, state))
                 continue
             keep[key] = state
-            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):    # only upward
+            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(
+                state
+            ):  # only upward
                 moves.append((key, goal))
                 group[goal].policy.touch(key, self._now)
             else:
                 group[state].policy.touch(key, self._now)
         if not math.isinf(self.margin):
-            moves.sort(key=lambda move: -self._scores[move[0]])               # the best ranks choose first
+            moves.sort(key=lambda move: -self._scores[move[0]])  # the best ranks choose first
         moves, below = deque(moves), dict(zip(group, [*group][1:]))
         while moves:
             key, goal = moves.popleft()
             pool = group[goal]
             left = pool.make_room(key, found, used)
-            if left is key:                                                    # no room, or the policy refused it
+            if left is key:  # no room, or the policy refused it
                 pool.forget(key)
             else:
                 if left is not None:
                     del self._state[left]
-                    if left in keep:                                           # a newcomer of this step after all
+                    if left in keep:  # a newcomer of this step after all
                         keep[left] = State.MISSED
                     else:
                         evicted.append((left, goal))
@@ -218,14 +267,18 @@ class Residency:
                 if keep[key] is not State.MISSED:
                     leaving.append((key, keep[key]))
                 keep[key] = self._state[key] = goal
-            if left in keep:                                                   # refused: what of the next pool?
-                stays, lower = keep[left], below.get(goal) if getattr(pool.policy, "cascade", True) else None
+            if left in keep:  # refused: what of the next pool?
+                stays, lower = (
+                    keep[left],
+                    below.get(goal) if getattr(pool.policy, "cascade", True) else None,
+                )
                 if lower not in (None, stays):
                     group[lower].policy.touch(left, self._now)
                     moves.appendleft((left, lower))
                 elif stays is not State.MISSED:
                     group[stays].policy.touch(left, self._now)
-        # A place in a lower pool is free only after the step: its chunks are needed until they are decoded.
+        # A place in a lower pool is free only after the step: its chunks are needed until they are
+        # decoded.
         for key, state in leaving:
             stays = group[keep[key]].policy if keep[key] is not State.MISSED else None
             group[state].leave(key, told=group[state].policy is stays)
@@ -242,11 +295,18 @@ class Residency:
         scores = self._scores[keys[0].layer] if keys and self.scope == "layer" else self._scores
         own = self._scores[tuple(np.array(keys, np.intp).reshape(-1, 2).T)]
         ranks = scores.size - 1 - np.searchsorted(np.sort(scores, axis=None), own)
-        return [next((state for state, threshold in self._thresholds if rank < threshold), State.MISSED)
-                for rank in ranks.tolist()]
+        return [
+            next((state for state, threshold in self._thresholds if rank < threshold), State.MISSED)
+            for rank in ranks.tolist()
+        ]
 
-    def _count(self, keys: list[ExpertKey], before: list[State], keep: Mapping[ExpertKey, State],
-               evicted: list[tuple[ExpertKey, State]]) -> None:
+    def _count(
+        self,
+        keys: list[ExpertKey],
+        before: list[State],
+        keep: Mapping[ExpertKey, State],
+        evicted: list[tuple[ExpertKey, State]],
+    ) -> None:
         counters = self.counters
         counters.steps += 1
         counters.evictions += len(evicted)

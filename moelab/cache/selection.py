@@ -1,16 +1,18 @@
-"""Selection probabilities: conditional Bernoulli sampling of k experts a step with given inclusion probabilities.
+"""Selection probabilities: conditional Bernoulli sampling of k experts a step with given inclusion
+probabilities.
 
-Source: ZipMoE §3.4 and appendix D (eq. 15–24), after Chen, Dempster and Liu, "Weighted finite population sampling
-to maximize entropy", Biometrika 81 (1994). Of all distributions over sets of k experts of which rank r is in a share
-f_r, the one of maximum entropy is that of independent Bernoulli variables with probabilities q_r, given that their sum
-is k. Finding q from f is a concave problem in the log odds λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ).
+Source: ZipMoE §3.4 and appendix D (eq. 15–24), after Chen, Dempster and Liu, "Weighted finite
+population sampling to maximize entropy", Biometrika 81 (1994). Of all distributions over sets of k
+experts of which rank r is in a share f_r, the one of maximum entropy is that of independent
+Bernoulli variables with probabilities q_r, given that their sum is k. Finding q from f is a concave
+problem in the log odds λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ).
 
-The paper solves it by iterative proportional fitting, w_r ← w_r · f_r / f_r(w) with w = e^λ (its printed update,
-w_r ← w_r · f_r / R(k, N), is a misprint), which converges slowly where an f_r is near 1. Newton's method takes some
-five rounds; its Hessian is the covariance of the experts.
+The paper solves it by iterative proportional fitting, w_r ← w_r · f_r / f_r(w) with w = e^λ (its
+printed update, w_r ← w_r · f_r / R(k, N), is a misprint), which converges slowly where an f_r is
+near 1. Newton's method takes some five rounds; its Hessian is the covariance of the experts.
 
-Shapes: f, q [E], by rank. Steps with different numbers of experts are only approximated, by `whole`.
-"""
+Shapes: f, q [E], by rank. Steps with different numbers of experts are only approximated, by
+`whole`."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ CERTAIN = 1e-12
 def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
     """q with P(r selected | k selected in all) = f_r (ZipMoE eq. 24); float64 [E].
 
-    Multiplying all odds q / (1 − q) by one number changes nothing given k; they are chosen so that q, too, sums to k.
+    Multiplying all odds q / (1 − q) by one number changes nothing given k; they are chosen so that
+    q, too, sums to k.
 
     f : [E], shares of steps that need the expert of each rank, in any order, summing to `k`.
 
@@ -33,27 +36,33 @@ def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
     """
     f = np.asarray(f, np.float64)
     if f.ndim != 1 or not ((f >= 0) & (f <= 1 + 1e-9)).all():
-        raise ValueError(f"inclusion probabilities are one number from 0 to 1 for each rank, [E]; these have shape "
-                         f"{list(f.shape)}" + (f" and lie in {f.min():g} … {f.max():g}" if f.size else ""))
+        raise ValueError(
+            f"inclusion probabilities are one number from 0 to 1 for each rank, [E]; these have shape "
+            f"{list(f.shape)}" + (f" and lie in {f.min():g} … {f.max():g}" if f.size else "")
+        )
     if not abs(f.sum() - k) <= 1e-9:
-        raise ValueError(f"the inclusion probabilities sum to {f.sum():.12g}, but k is {k}: with exactly k experts a "
-                         f"step they sum to k. Steps of a batch have different numbers of experts, and tokens that "
-                         f"were dropped have none: `whole(f)` gives the nearest f and k")
+        raise ValueError(
+            f"the inclusion probabilities sum to {f.sum():.12g}, but k is {k}: with exactly k experts a "
+            f"step they sum to k. Steps of a batch have different numbers of experts, and tokens that "
+            f"were dropped have none: `whole(f)` gives the nearest f and k"
+        )
     return _uncertain(f, k, _fit)
 
 
 def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
-    """The nearest (f, k) with f summing to an integer k, for steps whose number of experts varies, as of a batch.
+    """The nearest (f, k) with f summing to an integer k, for steps whose number of experts varies,
+    as of a batch.
 
-    k is the mean number, rounded; all odds f / (1 − f) are multiplied by one number until they sum to it.
-    """
+    k is the mean number, rounded; all odds f / (1 − f) are multiplied by one number until they sum
+    to it."""
     f = np.asarray(f, np.float64)
     k = round(float(f.sum()))
     return _uncertain(f, k, lambda inner, m: _shifted(_logit(inner), m)[1]), k
 
 
 def _uncertain(f: np.ndarray, k: int, solve: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
-    """f with its certain entries rounded, and the m of k that are left distributed over the others by `solve`."""
+    """f with its certain entries rounded, and the m of k that are left distributed over the others
+    by `solve`."""
     out, inner = (f > 0.5).astype(np.float64), (f > CERTAIN) & (f < 1 - CERTAIN)
     m = k - int(out[~inner].sum())
     # where all or none of the others are left, they are as certain as rounding lets them be
@@ -62,20 +71,20 @@ def _uncertain(f: np.ndarray, k: int, solve: Callable[[np.ndarray, int], np.ndar
 
 
 def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(f [E], pairs [E, E]): P(r selected | k selected) and P(r and s selected | k selected), s < r; 0 elsewhere.
+    """(f [E], pairs [E, E]): P(r selected | k selected) and P(r and s selected | k selected), s <
+    r; 0 elsewhere.
 
-    Row i of `counts` is the distribution of the number selected so far, jointly with i being one of them; the last row
-    is without that condition. Sums of products of probabilities only.
-    """
+    Row i of `counts` is the distribution of the number selected so far, jointly with i being one of
+    them; the last row is without that condition. Sums of products of probabilities only."""
     E = len(q)
-    after = np.zeros((E + 1, k + 1))                # [r, h]: P(h among the ranks from r on)
+    after = np.zeros((E + 1, k + 1))  # [r, h]: P(h among the ranks from r on)
     after[E, 0] = 1
     for r in reversed(range(E)):
         after[r] = add_one(after[r + 1], q[r])
     f, pairs, counts = np.zeros(E), np.zeros((E, E)), np.zeros((E + 1, k + 1))
     counts[E, 0] = 1
     for r in range(E):
-        joint = counts[:, :k] @ after[r + 1, k - 1::-1] * (q[r] / after[0, k])      # [E + 1]
+        joint = counts[:, :k] @ after[r + 1, k - 1 :: -1] * (q[r] / after[0, k])  # [E + 1]
         pairs[r], f[r] = joint[:E], joint[E]
         row = np.concatenate([[0], counts[E, :k] * q[r]])
         counts = add_one(counts, q[r])
@@ -84,13 +93,16 @@ def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
-    """n independent draws of k experts with the selection probabilities q: bool [n, E], k in each row.
+    """n independent draws of k experts with the selection probabilities q: bool [n, E], k in each
+    row.
 
     They have the popularity of a recorded run, but a step tells nothing about the next.
     """
     if not abs(q.sum() - k) <= 1e-6:
-        raise ValueError(f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "
-                         "selection_probabilities(f, k) finds")
+        raise ValueError(
+            f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "
+            "selection_probabilities(f, k) finds"
+        )
     rng, E = np.random.default_rng(seed), len(q)
     found, missing = [np.zeros((0, E), bool)], n
     while missing > 0:
@@ -101,27 +113,35 @@ def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
 
 
 def add_one(hits: np.ndarray, q: float) -> np.ndarray:
-    """Distributions [..., h] of a number of hits, with one more expert that is hit with probability q (Algorithm 2)."""
+    """Distributions [..., h] of a number of hits, with one more expert that is hit with probability
+    q (Algorithm 2)."""
     out = hits * (1 - q)
     out[..., 1:] += hits[..., :-1] * q
     return out
 
 
 def _fit(f: np.ndarray, k: int) -> np.ndarray:
-    """Newton's method on the dual, λ·f − log P(k) + Σ log(1 − q); all f strictly between 0 and 1, summing to k."""
+    """Newton's method on the dual, λ·f − log P(k) + Σ log(1 − q); all f strictly between 0 and 1,
+    summing to k."""
     logits, scale = _logit(f), np.sqrt(f * (1 - f))
-    null = scale / np.linalg.norm(scale)            # all log odds together: the direction in which nothing changes
+    null = scale / np.linalg.norm(
+        scale
+    )  # all log odds together: the direction in which nothing changes
     logits, q = _shifted(logits, k)
     found, pairs = inclusion(q, k)
-    tolerance = 1e-12 + 2 * abs(f.sum() - k)        # where the sum is off, no q is exact
+    tolerance = 1e-12 + 2 * abs(f.sum() - k)  # where the sum is off, no q is exact
     for _ in range(200):
         error = np.abs(f - found).max()
         if error <= tolerance:
             return q
         covariance = pairs + pairs.T + np.diag(found) - np.outer(found, found)
         hessian = covariance / np.outer(scale, scale) + np.outer(null, null)
-        step = np.linalg.lstsq(hessian, (f - found) / scale)[0] / scale         # singular where all is almost certain
-        step *= min(1, 4 / np.abs(step - np.median(step)).max())                # far away, Newton's steps mean little
+        step = (
+            np.linalg.lstsq(hessian, (f - found) / scale)[0] / scale
+        )  # singular where all is almost certain
+        step *= min(
+            1, 4 / np.abs(step - np.median(step)).max()
+        )  # far away, Newton's steps mean little
         here = _dual(f, logits, q, k)
         for _ in range(40):
             trial, q = _shifted(logits + step, k)
@@ -130,8 +150,10 @@ def _fit(f: np.ndarray, k: int) -> np.ndarray:
                 break
             step /= 2
         logits = trial
-    raise ArithmeticError(f"no selection probabilities were found: {error:.1e} is left of the inclusion probabilities "
-                          f"{np.array2string(f, threshold=8)}")
+    raise ArithmeticError(
+        f"no selection probabilities were found: {error:.1e} is left of the inclusion probabilities "
+        f"{np.array2string(f, threshold=8)}"
+    )
 
 
 def _dual(f: np.ndarray, logits: np.ndarray, q: np.ndarray, k: int) -> float:
@@ -146,7 +168,8 @@ def _logit(p: np.ndarray) -> np.ndarray:
 
 
 def _shifted(logits: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
-    """Log odds moved by one constant so that the probabilities sum to `total`, and those probabilities."""
+    """Log odds moved by one constant so that the probabilities sum to `total`, and those
+    probabilities."""
     low, high = -logits.max() - 50, -logits.min() + 50
     for _ in range(80):
         middle = (low + high) / 2

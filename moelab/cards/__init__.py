@@ -1,9 +1,10 @@
-"""Model and device cards: the geometry and the published figures of what the sources talk about, one TOML file each.
+"""Model and device cards: the geometry and the published figures of what the sources talk about,
+one TOML file each.
 
-A model card states the geometry (the fields of `MoESpec`) and its source, the published parameter counts, which of
-the five papers uses the model, and notes on what a paper gets wrong. A device card is a table of figures, each with
-unit, kind and source; "not re-read" and "second hand" mark what was not checked against the named document.
-"""
+A model card states the geometry (the fields of `MoESpec`) and its source, the published parameter
+counts, which of the five papers uses the model, and notes on what a paper gets wrong. A device card
+is a table of figures, each with unit, kind and source; "not re-read" and "second hand" mark what
+was not checked against the named document."""
 
 from __future__ import annotations
 
@@ -20,11 +21,20 @@ from moelab.specs import DeviceSpec, Figure, MoESpec
 
 
 #: end of a figure's name → its unit
-UNITS = {"gbs": "GB/s", "gb": "GB", "tflops": "TFLOPS", "tops": "TOPS", "ghz": "GHz", "w": "W", "count": "1"}
+UNITS = {
+    "gbs": "GB/s",
+    "gb": "GB",
+    "tflops": "TFLOPS",
+    "tops": "TOPS",
+    "ghz": "GHz",
+    "w": "W",
+    "count": "1",
+}
 
 
 def load_card(name: str) -> dict[str, Any]:
-    """The card of a model or a device as it stands in its file, with sources and notes. ValueError: there is none."""
+    """The card of a model or a device as it stands in its file, with sources and notes. ValueError:
+    there is none."""
     return _read("models", name) if name in MODELS else _read("devices", name, [*MODELS, *DEVICES])
 
 
@@ -39,7 +49,8 @@ def load_model(name: str) -> MoESpec:
 
 
 def load_device(name: str | Path) -> DeviceSpec:
-    """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there is none."""
+    """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there
+    is none."""
     return _spec(name, _parse(absolute(name))) if Path(name).suffix == ".toml" else _shipped(name)
 
 
@@ -53,8 +64,10 @@ def _spec(name: str | Path, card: dict[str, Any]) -> DeviceSpec:
         found = typed(card, _DeviceCard)
         for key, figure in found["figures"].items():
             if UNITS.get(key.rpartition("_")[2]) != figure.unit or figure.value <= 0:
-                raise ValueError(f"figures.{key} is {figure.value} {figure.unit}; it must be above 0 and in the unit "
-                                 f"that its name ends in: _{', _'.join(UNITS)}")
+                raise ValueError(
+                    f"figures.{key} is {figure.value} {figure.unit}; it must be above 0 and in the unit "
+                    f"that its name ends in: _{', _'.join(UNITS)}"
+                )
         return DeviceSpec(found["name"], found["figures"])
 
 
@@ -64,7 +77,8 @@ class _DeviceCard(TypedDict):
 
 
 def entries_of(kind: str, load: Any, told: Any) -> dict[str, Entry]:
-    """Card name → what loads it, of the folder `kind`; `told` says in a phrase what is on a card."""
+    """Card name → what loads it, of the folder `kind`; `told` says in a phrase what is on a
+    card."""
     found = (file.name for file in (files(__name__) / kind).iterdir())
     names = sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
     return {name: Entry(partial(load, name), partial(told, name)) for name in names}
@@ -72,16 +86,27 @@ def entries_of(kind: str, load: Any, told: Any) -> dict[str, Entry]:
 
 def _model_told(name: str) -> str:
     spec = load_model(name)
-    sizes = [f"{figure['value'] / 1e9:.3g}B {key.removesuffix('_params')}"
-             for key, figure in load_card(name)["figures"].items()]
-    return f"{', '.join(sizes)} parameters; {spec.L} MoE layers of {spec.E} experts, {spec.K} a token"
+    sizes = [
+        f"{figure['value'] / 1e9:.3g}B {key.removesuffix('_params')}"
+        for key, figure in load_card(name)["figures"].items()
+    ]
+    return (
+        f"{', '.join(sizes)} parameters; {spec.L} MoE layers of {spec.E} experts, {spec.K} a token"
+    )
 
 
 def _device_told(name: str) -> str:
     device = load_device(name)
-    figures = [f"{device[key]:,g} {told}" for key, told in (
-        ("memory_gb", "GB"), ("memory_bandwidth_gbs", "GB/s from memory"), ("link_bandwidth_gbs", "GB/s from the host"),
-        ("storage_read_gbs", "GB/s from disk")) if key in device.figures]
+    figures = [
+        f"{device[key]:,g} {told}"
+        for key, told in (
+            ("memory_gb", "GB"),
+            ("memory_bandwidth_gbs", "GB/s from memory"),
+            ("link_bandwidth_gbs", "GB/s from the host"),
+            ("storage_read_gbs", "GB/s from disk"),
+        )
+        if key in device.figures
+    ]
     return f"{device.name}: {', '.join(figures)}"
 
 

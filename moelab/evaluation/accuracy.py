@@ -1,7 +1,9 @@
-"""Accuracy of running a model in several modes: language loss and right answers, each mode against a baseline.
+"""Accuracy of running a model in several modes: language loss and right answers, each mode against
+a baseline.
 
-Source: Speculating Experts §4.1 and Table 1 (accuracy ± standard error of executing predicted experts), on text and
-questions that need no network. All modes see the same windows and prompts, so differences are *paired*.
+Source: Speculating Experts §4.1 and Table 1 (accuracy ± standard error of executing predicted
+experts), on text and questions that need no network. All modes see the same windows and prompts, so
+differences are *paired*.
 
     score        mean ± s/√n over windows or prompts (s: sample standard deviation)
     difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these differences
@@ -29,44 +31,76 @@ from moelab.intervals import standard_error, t95
 from moelab.records import Numbers, Record, Records
 from moelab.table import text_table
 
-#: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out library text
+#: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out
+#: library text
 TASKS: dict[str, tuple[str, ...]] = {
-    "loss": (), "needle": ("needle",), "needle_multikey": ("needle_multikey",), "lookup": ("lookup",),
-    "yesno": ("yesno",), "completion": ("code", "prose"), **{name: (name,) for name in datasets.REMEMBERED}}
+    "loss": (),
+    "needle": ("needle",),
+    "needle_multikey": ("needle_multikey",),
+    "lookup": ("lookup",),
+    "yesno": ("yesno",),
+    "completion": ("code", "prose"),
+    **{name: (name,) for name in datasets.REMEMBERED},
+}
 
 #: name of a mode → what makes the context manager under which the model runs in that mode
 Modes = Mapping[str, Callable[[], AbstractContextManager]]
-#: task → mode → one score a window (nats a token) or a prompt (right or wrong), in the same order in every mode
+#: task → mode → one score a window (nats a token) or a prompt (right or wrong), in the same order
+#: in every mode
 Samples = dict[str, dict[str, np.ndarray]]
 
 
-def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n: int = 200, windows: int = 64,
-            tokens: int = 256, seed: int = 0, decode: bool = False, batch_size: int = 16, singly: Collection[str] = ()
-            ) -> Record:
+def compare(
+    model: Any,
+    modes: Modes,
+    tasks: Sequence[str] = tuple(TASKS),
+    *,
+    n: int = 200,
+    windows: int = 64,
+    tokens: int = 256,
+    seed: int = 0,
+    decode: bool = False,
+    batch_size: int = 16,
+    singly: Collection[str] = (),
+) -> Record:
     """Score one model in several modes on the same held-out text and prompts.
 
     modes : the first is the baseline; `nullcontext` is the model as it is.
-    n : prompts a task; windows : windows of library text; tokens : length of each, in the model's own tokens.
-    decode : False reads each text in one forward pass; True computes what is scored (the answers, the last quarter of
-        each window) in decode steps after an ordinary prefill, one text at a time.
+    n : prompts a task; windows : windows of library text; tokens : length of each, in the model's
+        own tokens.
+    decode : False reads each text in one forward pass; True computes what is scored (the answers,
+        the last quarter of each window) in decode steps after an ordinary prefill, one text at a
+        time.
     batch_size : texts of one length in a forward pass; singly : modes in which it is 1.
 
-    Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of modes that count it;
-    "pairs": {task: {"mode − other": row}} of any two that are not the baseline; "samples": {task: {mode: [score, …]}}.
-    Raises ValueError: unknown tasks, no modes, fewer than two samples, an encoder-decoder, no tokenizer.
-    """
+    Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of
+    modes that count it; "pairs": {task: {"mode − other": row}} of any two that are not the
+    baseline; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
+    fewer than two samples, an encoder-decoder, no tokenizer."""
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
-        raise ValueError(f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}")
+        raise ValueError(
+            f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}"
+        )
     if not modes:
-        raise ValueError("there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}")
+        raise ValueError(
+            "there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}"
+        )
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
-                         "doesn't do; lm-eval's tasks can be used")
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
+            "doesn't do; lm-eval's tasks can be used"
+        )
     if getattr(model, "tokenizer", None) is None:
-        raise ValueError("the model has no tokenizer; put one beside its weights, or set model.tokenizer")
-    texts = {task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed) if task == "loss"
-             else task_prompts(model.tokenizer, task, n, tokens, seed) for task in tasks}
+        raise ValueError(
+            "the model has no tokenizer; put one beside its weights, or set model.tokenizer"
+        )
+    texts = {
+        task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed)
+        if task == "loss"
+        else task_prompts(model.tokenizer, task, n, tokens, seed)
+        for task in tasks
+    }
     samples: Samples = {task: {} for task in texts}
     recalls: dict[tuple[str, str], float] = {}
     for mode, context in modes.items():
@@ -75,23 +109,39 @@ def compare(model: Any, modes: Modes, tasks: Sequence[str] = tuple(TASKS), *, n:
             size = 1 if mode in singly else batch_size
             with context() as running:
                 samples[task][mode] = (
-                    scores.language_loss(model, items, size, last, label) if task == "loss"
-                    else np.array(scores.right_answers(model, items, size, decode, label)))
-                if hasattr(running, "recall") and (known := [share for share in running.recall().tolist()
-                                                             if not math.isnan(share)]):
+                    scores.language_loss(model, items, size, last, label)
+                    if task == "loss"
+                    else np.array(scores.right_answers(model, items, size, decode, label))
+                )
+                if hasattr(running, "recall") and (
+                    known := [share for share in running.recall().tolist() if not math.isnan(share)]
+                ):
                     recalls[task, mode] = sum(known) / len(known)
-    settings = {"prompts": n, "windows": windows, "tokens": tokens, "seed": seed,
-                "scored": "decode steps" if decode else "one forward pass"}
+    settings = {
+        "prompts": n,
+        "windows": windows,
+        "tokens": tokens,
+        "seed": seed,
+        "scored": "decode steps" if decode else "one forward pass",
+    }
     found = result(samples, settings)
     for (task, mode), share in recalls.items():
         found["scores"][task][mode]["recall"] = share
     return found
 
 
-def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: str, *, compete: bool = True, **how: Any
-                     ) -> tuple[Record, Records]:
-    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's context yielded);
-    if texts of a batch `compete` for capacity, these modes run one text at a time."""
+def compare_dropping(
+    model: Any,
+    modes: Modes,
+    tasks: Sequence[str],
+    baseline: str,
+    *,
+    compete: bool = True,
+    **how: Any,
+) -> tuple[Record, Records]:
+    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's
+    context yielded); if texts of a batch `compete` for capacity, these modes run one text at a
+    time."""
     kept: dict[str, list[Any]] = {mode: [] for mode in modes}
 
     @contextmanager
@@ -99,35 +149,54 @@ def compare_dropping(model: Any, modes: Modes, tasks: Sequence[str], baseline: s
         with modes[mode]() as running:
             yield running
         kept[mode].append(running)
-    found = compare(model, {baseline: nullcontext} | {mode: partial(keeping, mode) for mode in modes}, tasks,
-                    singly=modes if compete else (), **how)
+
+    found = compare(
+        model,
+        {baseline: nullcontext} | {mode: partial(keeping, mode) for mode in modes},
+        tasks,
+        singly=modes if compete else (),
+        **how,
+    )
     return found, {mode: dict(zip(tasks, of, strict=True)) for mode, of in kept.items()}
 
 
 def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:
     """`n` prompts of a task; a task of several sources takes them in turn."""
     count = datasets.token_count(tokenizer)
-    sources = [datasets.prompts(source, -(-n // len(TASKS[task])), tokens=tokens, seed=seed, count=count)
-               for source in TASKS[task]]
+    sources = [
+        datasets.prompts(source, -(-n // len(TASKS[task])), tokens=tokens, seed=seed, count=count)
+        for source in TASKS[task]
+    ]
     return [prompt for turn in zip(*sources) for prompt in turn][:n]
 
 
 def result(samples: Samples, settings: Record) -> Record:
     """The document that `compare` returns, of any samples."""
-    return {"kind": "measured", "settings": settings, "scores": summarise(samples),
-            "pairs": {task: {f"{mode} − {other}": paired(by_mode[other], by_mode[mode])
-                             for other, mode in combinations(list(by_mode)[1:], 2)}
-                      for task, by_mode in samples.items() if len(by_mode) > 2},
-            "samples": {task: {mode: values.tolist() for mode, values in by_mode.items()}
-                        for task, by_mode in samples.items()}}
+    return {
+        "kind": "measured",
+        "settings": settings,
+        "scores": summarise(samples),
+        "pairs": {
+            task: {
+                f"{mode} − {other}": paired(by_mode[other], by_mode[mode])
+                for other, mode in combinations(list(by_mode)[1:], 2)
+            }
+            for task, by_mode in samples.items()
+            if len(by_mode) > 2
+        },
+        "samples": {
+            task: {mode: values.tolist() for mode, values in by_mode.items()}
+            for task, by_mode in samples.items()
+        },
+    }
 
 
 def summarise(samples: Samples) -> dict[str, Records]:
     """{task: {mode: row}}; the first mode of a task is its baseline.
 
-    A row has "unit", "n", "score" and "error" and, but for the baseline, "difference", "difference error", "interval"
-    and, for answers, "lost", "gained" and "p" or, for other scores, "relative" and "relative error" (per cent).
-    """
+    A row has "unit", "n", "score" and "error" and, but for the baseline, "difference", "difference
+    error", "interval" and, for answers, "lost", "gained" and "p" or, for other scores, "relative"
+    and "relative error" (per cent)."""
     rows: dict[str, Records] = {}
     for task, by_mode in samples.items():
         by_mode = {mode: np.asarray(values) for mode, values in by_mode.items()}
@@ -136,9 +205,13 @@ def summarise(samples: Samples) -> dict[str, Records]:
         answers = all(values.dtype == bool for values in by_mode.values())
         for mode, values in by_mode.items():
             if len(values) < 2 or len(values) != len(base):
-                raise ValueError(f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; a standard "
-                                 f"error needs at least two, and pairs as many of each")
-            unit = "share of right answers" if answers else {"loss": "nats a token"}.get(task, "score")
+                raise ValueError(
+                    f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; a standard "
+                    f"error needs at least two, and pairs as many of each"
+                )
+            unit = (
+                "share of right answers" if answers else {"loss": "nats a token"}.get(task, "score")
+            )
             rows[task][mode] = {"unit": unit, "n": len(values)} | _mean("score", "error", values)
             if mode != baseline:
                 rows[task][mode] |= paired(base, values)
@@ -146,7 +219,8 @@ def summarise(samples: Samples) -> dict[str, Records]:
 
 
 def paired(base: np.ndarray, values: np.ndarray) -> Record:
-    """One mode's scores against another's, over the same windows or prompts [n]: right answers if both are bool."""
+    """One mode's scores against another's, over the same windows or prompts [n]: right answers if
+    both are bool."""
     base, values = np.asarray(base), np.asarray(values)
     if base.dtype == values.dtype == bool:
         return paired_answers(base, values)
@@ -172,13 +246,19 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> Record:
     # Agresti and Min: 1/2 to each cell of the 2×2 table
     mean, changed = (gained - lost) / (n + 2), (lost + gained + 1) / (n + 2)
     half = 1.96 * math.sqrt((changed - mean**2) / (n + 2))
-    return row | {"interval": [max(mean - half, -1.0), min(mean + half, 1.0)], "lost": lost, "gained": gained,
-                  "p": mcnemar(lost, gained)}
+    return row | {
+        "interval": [max(mean - half, -1.0), min(mean + half, 1.0)],
+        "lost": lost,
+        "gained": gained,
+        "p": mcnemar(lost, gained),
+    }
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Exact two-sided p value of McNemar's test: of a split so uneven if both directions were equally likely."""
-    from scipy.stats import binomtest                       # takes a moment to import
+    """Exact two-sided p value of McNemar's test: of a split so uneven if both directions were
+    equally likely."""
+    from scipy.stats import binomtest  # takes a moment to import
+
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
 
 
@@ -188,22 +268,41 @@ def _mean(name: str, error: str, values: np.ndarray) -> Numbers:
 
 
 def table(found: Record) -> str:
-    """A result as text, one line a task and mode; answers in per cent and points, losses in nats a token."""
+    """A result as text, one line a task and mode; answers in per cent and points, losses in nats a
+    token."""
     lines = []
     for task, by_mode in found["scores"].items():
         unit = next(iter(by_mode.values()))["unit"]
         for mode, row in (by_mode | found["pairs"].get(task, {})).items():
             answers = unit.startswith("share")
             scale, digits, sign = (100, 1, " %") if answers else (1, 4, "")
-            line = [task, mode, f"{scale * row['score']:.{digits}f}{sign} ± {scale * row['error']:.{digits}f}"
-                    if "score" in row else "–"]
+            line = [
+                task,
+                mode,
+                f"{scale * row['score']:.{digits}f}{sign} ± {scale * row['error']:.{digits}f}"
+                if "score" in row
+                else "–",
+            ]
             if "difference" not in row:
                 lines.append(line + ["–"] * 4)
                 continue
-            line.append(f"{scale * row['difference']:+.{digits}f} ± {scale * row['difference error']:.{digits}f}")
-            line.append("[" + ", ".join(f"{scale * side:+.{digits}f}" for side in row["interval"]) + "]")
-            lines.append(line + [
-                f"{row['lost']} lost, {row['gained']} gained, p = {row['p']:.2g}" if answers
-                else f"{row['relative']:+.2f} % ± {row['relative error']:.2f}" if "relative" in row else "–",
-                f"{100 * row['recall']:.1f} %" if "recall" in row else "–"])
-    return text_table(["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines)
+            line.append(
+                f"{scale * row['difference']:+.{digits}f} ± {scale * row['difference error']:.{digits}f}"
+            )
+            line.append(
+                "[" + ", ".join(f"{scale * side:+.{digits}f}" for side in row["interval"]) + "]"
+            )
+            lines.append(
+                line
+                + [
+                    f"{row['lost']} lost, {row['gained']} gained, p = {row['p']:.2g}"
+                    if answers
+                    else f"{row['relative']:+.2f} % ± {row['relative error']:.2f}"
+                    if "relative" in row
+                    else "–",
+                    f"{100 * row['recall']:.1f} %" if "recall" in row else "–",
+                ]
+            )
+    return text_table(
+        ["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines
+    )

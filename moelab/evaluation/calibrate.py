@@ -1,12 +1,12 @@
-"""`moelab calibrate MODEL FILE`: count a model's expert popularity once, for all that predicts (NPUMoE §3.3).
+"""`moelab calibrate MODEL FILE`: count a model's expert popularity once, for all that predicts
+(NPUMoE §3.3).
 
     moelab calibrate small small.calibration.safetensors
     moelab calibrate Qwen/Qwen3-30B-A3B qwen.safetensors --prompts 64 --new-tokens 32 --external
     moelab ane plan small --calibration small.calibration.safetensors
 
-Prompts of the training split run through the model; of their routing only counts are kept, a few kilobytes that are
-bound to the model: a `moelab.calibration.Calibration`.
-"""
+Prompts of the training split run through the model; of their routing only counts are kept, a few
+kilobytes that are bound to the model: a `moelab.calibration.Calibration`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,46 @@ from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 
 SOURCES = ("code", "prose", "needle_multikey", "lookup")
-HOT = 0.25                      # share of a layer's experts that are called hot
+HOT = 0.25  # share of a layer's experts that are called hot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
+    parser.add_argument(
+        "model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model"
+    )
     parser.add_argument("file", type=Path, help="the new file, FILE.safetensors")
-    parser.add_argument("--prompts", type=whole(1), default=16, metavar="N", help="of each source (%(default)s)")
-    parser.add_argument("--sources", type=several(one_of(datasets.SOURCES)), default=list(SOURCES),
-                        help=f"of {', '.join(datasets.SOURCES)} (default: {','.join(SOURCES)})")
-    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
-    parser.add_argument("--new-tokens", type=whole(), default=17, metavar="N", help="generated after each prompt; n "
-                        "tokens are n - 1 decode steps, 0 leaves decode out (%(default)s)")
-    parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="prompts a forward pass (%(default)s)")
-    parser.add_argument("--external", action="store_true", help="read experts one by one where they are needed: "
-                        "slower, and a fraction of the memory")
+    parser.add_argument(
+        "--prompts", type=whole(1), default=16, metavar="N", help="of each source (%(default)s)"
+    )
+    parser.add_argument(
+        "--sources",
+        type=several(one_of(datasets.SOURCES)),
+        default=list(SOURCES),
+        help=f"of {', '.join(datasets.SOURCES)} (default: {','.join(SOURCES)})",
+    )
+    parser.add_argument(
+        "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "--new-tokens",
+        type=whole(),
+        default=17,
+        metavar="N",
+        help="generated after each prompt; n "
+        "tokens are n - 1 decode steps, 0 leaves decode out (%(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=whole(1),
+        default=8,
+        metavar="B",
+        help="prompts a forward pass (%(default)s)",
+    )
+    parser.add_argument(
+        "--external",
+        action="store_true",
+        help="read experts one by one where they are needed: slower, and a fraction of the memory",
+    )
     parser.add_argument("--seed", type=whole(), default=0, help="picks the prompts (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
 
@@ -48,7 +73,9 @@ def main(args: argparse.Namespace) -> int:
     name = None if args.model == "small" else args.model
     require_tokenizer(name)
     model = open_model(name, experts="external" if args.external else "resident")
-    found = calibration(model, args.sources, args.prompts, args.tokens, args.new_tokens, args.batch, args.seed)
+    found = calibration(
+        model, args.sources, args.prompts, args.tokens, args.new_tokens, args.batch, args.seed
+    )
     print(f"{found.save(args.file)}\n{summary(found)}")
     return 0
 
@@ -56,22 +83,38 @@ def main(args: argparse.Namespace) -> int:
 def check_writable(file: Path, force: bool) -> None:
     """A file that cannot be written is an error before a model is opened."""
     if writable(file).exists() and not force:
-        raise FileExistsError(f"{file} is there already; choose another name, or replace it with --force")
+        raise FileExistsError(
+            f"{file} is there already; choose another name, or replace it with --force"
+        )
 
 
-def calibration(model: Any, sources: Sequence[str] = SOURCES, n: int = 16, tokens: int = 256, new_tokens: int = 17,
-                batch_size: int = 8, seed: int = 0) -> Calibration:
+def calibration(
+    model: Any,
+    sources: Sequence[str] = SOURCES,
+    n: int = 16,
+    tokens: int = 256,
+    new_tokens: int = 17,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> Calibration:
     """Calibrate a model on n prompts of each source; ValueError without a tokenizer."""
-    asked = datasets.prompts(sources, n, tokens=tokens, seed=seed, split="train",
-                             count=datasets.token_count(getattr(model, "tokenizer", None)))
+    asked = datasets.prompts(
+        sources,
+        n,
+        tokens=tokens,
+        seed=seed,
+        split="train",
+        count=datasets.token_count(getattr(model, "tokenizer", None)),
+    )
     trace = record(model, asked, max_new_tokens=new_tokens, batch_size=batch_size)
     return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
 
 
 def hot_share(found: Calibration, phase: int) -> float:
-    """Share of the routings that go to the most popular `HOT` of each layer's experts; nan without tokens."""
+    """Share of the routings that go to the most popular `HOT` of each layer's experts; nan without
+    tokens."""
     counts = found.counts(phase).double().sort(1, descending=True).values
-    return float(counts[:, :max(round(HOT * found.spec.E), 1)].sum() / counts.sum())
+    return float(counts[:, : max(round(HOT * found.spec.E), 1)].sum() / counts.sum())
 
 
 def summary(found: Calibration) -> str:
@@ -80,7 +123,9 @@ def summary(found: Calibration) -> str:
     for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
         if found.tokens[phase]:
             r = found.imbalance(phase)
-            lines.append(f"{name}: {found.tokens[phase]:,} tokens; the {hot} most popular experts of a layer get "
-                         f"{hot_share(found, phase):.0%} of the routings ({hot / spec.E:.0%} if all were alike), the "
-                         f"busiest one {r.nanquantile(0):.2f} to {r.nanquantile(1):.2f} times the mean")
+            lines.append(
+                f"{name}: {found.tokens[phase]:,} tokens; the {hot} most popular experts of a layer get "
+                f"{hot_share(found, phase):.0%} of the routings ({hot / spec.E:.0%} if all were alike), the "
+                f"busiest one {r.nanquantile(0):.2f} to {r.nanquantile(1):.2f} times the mean"
+            )
     return "\n".join(lines)

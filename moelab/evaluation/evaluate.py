@@ -1,4 +1,5 @@
-"""`moelab evaluate [MODEL|STORE]`: accuracy of running a model in several modes, each against the baseline.
+"""`moelab evaluate [MODEL|STORE]`: accuracy of running a model in several modes, each against the
+baseline.
 
     moelab evaluate                                                     the small model, moelab's own tasks
     moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator estimator.safetensors
@@ -6,12 +7,11 @@
     moelab evaluate --modes executor:capacity:factor=1.25
     moelab evaluate --memory 50% --decode-only --modes executor:fast,cache-aware:0.5
 
-Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts, `speculative` the
-predicted ones, `router-free` the estimator's without a router (§4, §5.1, §6.4). `cache-aware:MARGIN` computes `fast`,
-in decode steps with experts in memory before others that lead them by less (`moelab.offloading.cache_aware`). With an
-executor that drops tokens every mode runs at batch size 1, as the texts of a batch, and its padding, would compete for
-the same capacity.
-"""
+Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts,
+`speculative` the predicted ones, `router-free` the estimator's without a router (§4, §5.1, §6.4).
+`cache-aware:MARGIN` computes `fast`, in decode steps with experts in memory before others that lead
+them by less (`moelab.offloading.cache_aware`). With an executor that drops tokens every mode runs
+at batch size 1, as the texts of a batch, and its padding, would compete for the same capacity."""
 
 from __future__ import annotations
 
@@ -35,121 +35,218 @@ from moelab.opening import make_executor
 from moelab.records import Record
 from moelab.store.layout import INDEX
 
-DEFAULT_PREDICTOR = "quasi"     # Router-PF, which needs no training
-EXECUTOR, CACHE_AWARE = "executor", "cache-aware"           # the modes that are no ways of speculating
+DEFAULT_PREDICTOR = "quasi"  # Router-PF, which needs no training
+EXECUTOR, CACHE_AWARE = "executor", "cache-aware"  # the modes that are no ways of speculating
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a checkpoint folder, a hub id or a store; else the small model")
-    parser.add_argument("--tasks", default=",".join(accuracy.TASKS), help="moelab's own, moelab_NAME (the same under "
-                        "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
-                        "ruler … (default: all of moelab's own)")
-    parser.add_argument("--modes", default="", help="compared with the baseline: hint[:PREDICTOR], "
-                        "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE], cache-aware:MARGIN")
-    parser.add_argument("--limit", type=whole(2), metavar="N", help="questions a task, at least two for a standard "
-                        "error; if not given, 200 of moelab's own and all of lm-eval's")
-    parser.add_argument("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
-    parser.add_argument("--decode-only", action="store_true", help="speculate in decode steps only, as a server would; "
-                        "moelab's own tasks are then scored in decode steps")
-    parser.add_argument("--memory", type=memory, help="for experts, such as 50%% or 2GB, the others stay "
-                        "on disk; of a store, what this machine has left if not given")
+    parser.add_argument(
+        "model", nargs="?", help="a checkpoint folder, a hub id or a store; else the small model"
+    )
+    parser.add_argument(
+        "--tasks",
+        default=",".join(accuracy.TASKS),
+        help="moelab's own, moelab_NAME (the same under "
+        "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
+        "ruler … (default: all of moelab's own)",
+    )
+    parser.add_argument(
+        "--modes",
+        default="",
+        help="compared with the baseline: hint[:PREDICTOR], "
+        "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE], cache-aware:MARGIN",
+    )
+    parser.add_argument(
+        "--limit",
+        type=whole(2),
+        metavar="N",
+        help="questions a task, at least two for a standard "
+        "error; if not given, 200 of moelab's own and all of lm-eval's",
+    )
+    parser.add_argument(
+        "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "--decode-only",
+        action="store_true",
+        help="speculate in decode steps only, as a server would; "
+        "moelab's own tasks are then scored in decode steps",
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory,
+        help="for experts, such as 50%% or 2GB, the others stay "
+        "on disk; of a store, what this machine has left if not given",
+    )
     parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--batch", type=whole(1), default=8, metavar="B", help="texts a forward pass (%(default)s); "
-                        "1 where an executor drops tokens")
-    parser.add_argument("--vectors", type=Path, metavar="FILE", help="default vectors, measured if not given")
-    parser.add_argument("--estimator", type=Path, metavar="FILE", help="a trained one: estimator, hybrid and "
-                        "router-free need it")
-    parser.add_argument("--calibration", type=whole(1), default=64, metavar="N", help="prompts of the training split "
-                        "that measure what a predictor needs (%(default)s)")
-    parser.add_argument("--chat", action="store_true", help="lm-eval's questions in the tokenizer's chat template")
-    parser.add_argument("--run-code", action="store_true", help="let tasks execute the code that the model writes, "
-                        "here and without a sandbox")
-    parser.add_argument("--seed", type=whole(), default=0, help="of prompts and of the random predictor")
-    parser.add_argument("--output", type=output, metavar="FILE", help="of the JSON (results/runs/evaluate/TIME.json)")
+    parser.add_argument(
+        "--batch",
+        type=whole(1),
+        default=8,
+        metavar="B",
+        help="texts a forward pass (%(default)s); 1 where an executor drops tokens",
+    )
+    parser.add_argument(
+        "--vectors", type=Path, metavar="FILE", help="default vectors, measured if not given"
+    )
+    parser.add_argument(
+        "--estimator",
+        type=Path,
+        metavar="FILE",
+        help="a trained one: estimator, hybrid and router-free need it",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=whole(1),
+        default=64,
+        metavar="N",
+        help="prompts of the training split that measure what a predictor needs (%(default)s)",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="lm-eval's questions in the tokenizer's chat template"
+    )
+    parser.add_argument(
+        "--run-code",
+        action="store_true",
+        help="let tasks execute the code that the model writes, here and without a sandbox",
+    )
+    parser.add_argument(
+        "--seed", type=whole(), default=0, help="of prompts and of the random predictor"
+    )
+    parser.add_argument(
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="of the JSON (results/runs/evaluate/TIME.json)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     if args.output is not None:
         writable(args.output)
     if not (wanted := list(dict.fromkeys(name for name in args.tasks.split(",") if name))):
-        raise ValueError(f"--tasks names none; there are {', '.join(accuracy.TASKS)}, and lm-eval's")
+        raise ValueError(
+            f"--tasks names none; there are {', '.join(accuracy.TASKS)}, and lm-eval's"
+        )
     own = [name for name in wanted if name in accuracy.TASKS]
     others = [name for name in wanted if name not in accuracy.TASKS]
     pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
     if args.estimator is None and {"estimator", "hybrid"} & {predictor for _, predictor in pairs}:
-        raise ValueError("the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
-                         "moelab.speculate.training.train makes one (notebook 04)")
+        raise ValueError(
+            "the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
+            "moelab.speculate.training.train makes one (notebook 04)"
+        )
     n = 200 if args.limit is None else args.limit
     if any(mode == CACHE_AWARE for mode, _ in pairs) and not args.decode_only:
         raise ValueError("cache-aware routing acts in decode steps: give --decode-only, too")
     stored = args.model is not None and (Path(args.model).expanduser() / INDEX).is_file()
-    with moelab.open_model(args.model, memory=args.memory or ("auto" if stored else None), device=args.device) as model:
+    with moelab.open_model(
+        args.model, memory=args.memory or ("auto" if stored else None), device=args.device
+    ) as model:
         modes: Record = {"baseline": nullcontext}
         parts, batch = Ingredients(model, args), args.batch
-        for name in ("vectors", "estimator"):           # files that cannot be read, before anything is measured
+        for name in (
+            "vectors",
+            "estimator",
+        ):  # files that cannot be read, before anything is measured
             _ = getattr(args, name) and getattr(parts, name)
         for mode, predictor in pairs:
             if mode == EXECUTOR:
                 name, options = executor_options(predictor)
-                modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor=name, **options)
+                modes[f"{mode}:{predictor}"] = partial(
+                    moelab.using, model, executor=name, **options
+                )
                 run = make_executor(model, name, **options)
                 batch = batch if run is None or run.lossless else 1
             elif mode == CACHE_AWARE:
-                modes[f"{mode}:{predictor}"] = partial(moelab.using, model, executor="fast",
-                                                       cache_aware=float(predictor))
+                modes[f"{mode}:{predictor}"] = partial(
+                    moelab.using, model, executor="fast", cache_aware=float(predictor)
+                )
             else:
                 name = mode if mode == "router-free" else f"{mode}:{predictor}"
-                modes[name] = partial(speculation, model, mode, predictor, parts.of(predictor), not args.decode_only)
+                modes[name] = partial(
+                    speculation, model, mode, predictor, parts.of(predictor), not args.decode_only
+                )
         samples: accuracy.Samples = {}
-        if others:          # first: a task that cannot be loaded fails before hours of work
+        if others:  # first: a task that cannot be loaded fails before hours of work
             from moelab.evaluation import lm_eval_adapter
-            tasks = lm_eval_adapter.load(others, model, n=n, tokens=args.tokens, seed=args.seed, run_code=args.run_code)
+
+            tasks = lm_eval_adapter.load(
+                others, model, n=n, tokens=args.tokens, seed=args.seed, run_code=args.run_code
+            )
             still = [task.task_name for task in tasks if task.OUTPUT_TYPE != "generate_until"]
             if args.decode_only and still:
-                raise ValueError(f"{', '.join(still)} generates nothing, so --decode-only would change nothing; leave "
-                                 "it out, or choose tasks that generate")
-            samples = lm_eval_adapter.compare(model, modes, tasks, limit=args.limit, batch_size=batch, chat=args.chat)
+                raise ValueError(
+                    f"{', '.join(still)} generates nothing, so --decode-only would change nothing; leave "
+                    "it out, or choose tasks that generate"
+                )
+            samples = lm_eval_adapter.compare(
+                model, modes, tasks, limit=args.limit, batch_size=batch, chat=args.chat
+            )
         found = accuracy.result(samples, {})
         if own:
-            mine = accuracy.compare(model, modes, own, n=n, windows=max(n // 4, 4), tokens=args.tokens, seed=args.seed,
-                                    decode=args.decode_only, batch_size=batch)
-            found = {"kind": mine["kind"]} | {key: mine[key] | found[key]
-                                              for key in ("settings", "scores", "pairs", "samples")}
+            mine = accuracy.compare(
+                model,
+                modes,
+                own,
+                n=n,
+                windows=max(n // 4, 4),
+                tokens=args.tokens,
+                seed=args.seed,
+                decode=args.decode_only,
+                batch_size=batch,
+            )
+            found = {"kind": mine["kind"]} | {
+                key: mine[key] | found[key] for key in ("settings", "scores", "pairs", "samples")
+            }
     print(accuracy.table(found))
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
-                if key not in ("main", "debug", "output")}
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(args).items()
+        if key not in ("main", "debug", "output")
+    }
     found["settings"] = settings | found["settings"] | {"model": model.spec.name, "batch": batch}
     now = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
-    print(f"\n{write_json(args.output or results_root() / 'runs' / 'evaluate' / f'{now}.json', found)}")
+    print(
+        f"\n{write_json(args.output or results_root() / 'runs' / 'evaluate' / f'{now}.json', found)}"
+    )
     return 0
 
 
 def parse_mode(text: str) -> tuple[str, str]:
-    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …; of an executor, its name and options, of
-    cache-aware routing its margin."""
+    """(mode, predictor) of "hint", "speculative:hybrid", "router-free" …; of an executor, its name
+    and options, of cache-aware routing its margin."""
     from moelab.speculate import MODES, PREDICTORS
+
     mode, _, predictor = text.partition(":")
     if mode == EXECUTOR:
-        executor_options(predictor)                     # an error comes before a model is opened
+        executor_options(predictor)  # an error comes before a model is opened
         return mode, predictor
     if mode == CACHE_AWARE:
         try:
             return mode, str(require_margin(float(predictor)))
         except ValueError:
-            raise ValueError(f"{text!r} has no margin of logits, 0 or more; write {CACHE_AWARE}:0.5") from None
+            raise ValueError(
+                f"{text!r} has no margin of logits, 0 or more; write {CACHE_AWARE}:0.5"
+            ) from None
     registry.require("mode", mode, ["baseline", *MODES, EXECUTOR, CACHE_AWARE])
     predictor = predictor or ("estimator" if mode == "router-free" else DEFAULT_PREDICTOR)
     if predictor == "oracle":
-        raise ValueError(f"{text!r}: an oracle must be given what these very prompts choose: see "
-                         f"moelab.speculate.scoring")
+        raise ValueError(
+            f"{text!r}: an oracle must be given what these very prompts choose: see "
+            f"moelab.speculate.scoring"
+        )
     registry.require("predictor", predictor, [name for name in PREDICTORS if name != "oracle"])
     if mode == "router-free" and predictor != "estimator":
-        raise ValueError(f"{text!r}: without routers only the estimator can choose experts; write router-free")
+        raise ValueError(
+            f"{text!r}: without routers only the estimator can choose experts; write router-free"
+        )
     return mode, predictor
 
 
 def executor_options(text: str) -> tuple[str, Record]:
-    """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none where possible."""
+    """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none
+    where possible."""
     name, *options = text.split(":")
     given: Record = {}
     for option in options:
@@ -158,7 +255,9 @@ def executor_options(text: str) -> tuple[str, Record]:
             raise ValueError(f"{EXECUTOR}:{text}: {option!r} is no option; write OPTION=VALUE")
         given[key] = value
         with suppress(ValueError, SyntaxError):
-            given[key] = ast.literal_eval(value.capitalize() if value.lower() in ("true", "false", "none") else value)
+            given[key] = ast.literal_eval(
+                value.capitalize() if value.lower() in ("true", "false", "none") else value
+            )
     registry.find("executor", name)
     if given:
         registry.make("executor", name, **given)
@@ -168,7 +267,10 @@ def executor_options(text: str) -> tuple[str, Record]:
 def speculation(model: Any, mode: str, predictor: str, ingredients: Record, prefill: bool) -> Any:
     """The context in which a model speculates; every use has a predictor of its own."""
     from moelab.speculate import Speculation
-    return Speculation(model, registry.make("predictor", predictor, model, **ingredients), mode, prefill=prefill)
+
+    return Speculation(
+        model, registry.make("predictor", predictor, model, **ingredients), mode, prefill=prefill
+    )
 
 
 class Ingredients:
@@ -176,21 +278,32 @@ class Ingredients:
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         from moelab.speculate.estimator import Estimator
+
         self.model, self.args, self.seed = model, args, args.seed
-        self.estimator = args.estimator and Estimator.load(args.estimator, model)       # before anything is measured
+        self.estimator = args.estimator and Estimator.load(
+            args.estimator, model
+        )  # before anything is measured
 
     def of(self, predictor: str) -> Record:
         from moelab.speculate import takes
+
         return {name: getattr(self, name) for name in takes(predictor)}
 
     @cached_property
     def prompts(self) -> list[datasets.Prompt]:
-        return datasets.prompts(SOURCES, max(1, self.args.calibration // len(SOURCES)), tokens=self.args.tokens,
-                                seed=self.seed, split="train", count=datasets.token_count(self.model.tokenizer))
+        return datasets.prompts(
+            SOURCES,
+            max(1, self.args.calibration // len(SOURCES)),
+            tokens=self.args.tokens,
+            seed=self.seed,
+            split="train",
+            count=datasets.token_count(self.model.tokenizer),
+        )
 
     @cached_property
     def vectors(self) -> Any:
         from moelab.speculate import DefaultVectors, default_vectors
+
         if self.args.vectors is not None:
             return DefaultVectors.load(self.args.vectors, self.model)
         return default_vectors(self.model, self.prompts)
@@ -198,11 +311,13 @@ class Ingredients:
     @cached_property
     def trace(self) -> Any:
         from moelab.recording import record
+
         return record(self.model, self.prompts, batch_size=self.args.batch)
 
     @cached_property
     def choice(self) -> Any:
         from moelab.recording import record
         from moelab.speculate.scoring import choose
+
         trace = record(self.model, self.prompts, hidden=True, batch_size=self.args.batch)
         return choose(trace, self.model, self.vectors, self.estimator)

@@ -1,10 +1,10 @@
 """lm-eval's tasks on a model that moelab has opened: resident, offloaded or speculating.
 
-lm-eval is given the open model, so what is plugged into its seam is what is measured. moelab's own prompts are lm-eval
-tasks too (`moelab_needle` …), need no network, and get the verdicts of `moelab.evaluation.scores`. lm-eval's own go by
-its names, or by those in Table 1 of Speculating Experts, and download their data. One score a question is kept, so that
-modes are compared in pairs; metrics that are no mean over questions (corpus BLEU, perplexities) are left out.
-"""
+lm-eval is given the open model, so what is plugged into its seam is what is measured. moelab's own
+prompts are lm-eval tasks too (`moelab_needle` …), need no network, and get the verdicts of
+`moelab.evaluation.scores`. lm-eval's own go by its names, or by those in Table 1 of Speculating
+Experts, and download their data. One score a question is kept, so that modes are compared in pairs;
+metrics that are no mean over questions (corpus BLEU, perplexities) are left out."""
 
 from __future__ import annotations
 
@@ -27,51 +27,80 @@ INSTALL = "pip install 'moelab[peers]'"
 LOCAL = {f"moelab_{task}": task for task in TASKS if task != "loss"}
 OWN = [*TASKS, *LOCAL]
 #: the benchmarks of the sources → what lm-eval calls them
-BENCHMARKS = {"humaneval": "humaneval", "mbpp+": "mbpp_plus", "gsm8k": "gsm8k", "aime24": "aime24", "aime25": "aime25",
-              "strategyqa": "bigbench_strategyqa_multiple_choice", "boolq": "boolq", "hellaswag": "hellaswag",
-              "ruler": "ruler"}
+BENCHMARKS = {
+    "humaneval": "humaneval",
+    "mbpp+": "mbpp_plus",
+    "gsm8k": "gsm8k",
+    "aime24": "aime24",
+    "aime25": "aime25",
+    "strategyqa": "bigbench_strategyqa_multiple_choice",
+    "boolq": "boolq",
+    "hellaswag": "hellaswag",
+    "ruler": "ruler",
+}
 
 
-def compare(model: Any, modes: Modes, tasks: Sequence[Any], *, limit: int | None = None, batch_size: int = 8,
-            chat: bool = False) -> Samples:
-    """Run what `load` returned in every mode: {"task metric": {mode: one score a question [n]}}; `limit` questions a
-    task, None for all; `chat` puts them into the tokenizer's chat template."""
+def compare(
+    model: Any,
+    modes: Modes,
+    tasks: Sequence[Any],
+    *,
+    limit: int | None = None,
+    batch_size: int = 8,
+    chat: bool = False,
+) -> Samples:
+    """Run what `load` returned in every mode: {"task metric": {mode: one score a question [n]}};
+    `limit` questions a task, None for all; `chat` puts them into the tokenizer's chat template."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
-    # The tasks are made already, so that no list of lm-eval's ten thousand is needed, which takes long; `load` has
-    # asked whether code may run.
-    options = {"bootstrap_iters": 0, "task_manager": TaskManager(include_defaults=False),
-               "confirm_run_unsafe_code": True}
+
+    # The tasks are made already, so that no list of lm-eval's ten thousand is needed, which takes
+    # long; `load` has asked whether code may run.
+    options = {
+        "bootstrap_iters": 0,
+        "task_manager": TaskManager(include_defaults=False),
+        "confirm_run_unsafe_code": True,
+    }
     samples: Samples = {}
     for mode, context in modes.items():
         lm = _adapter(model, batch_size, mode)
         with context():
-            found = simple_evaluate(lm, tasks=list(tasks), limit=limit, apply_chat_template=chat, **options)
+            found = simple_evaluate(
+                lm, tasks=list(tasks), limit=limit, apply_chat_template=chat, **options
+            )
         for name, values in per_question(found).items():
             samples.setdefault(name, {})[mode] = values
     if not samples:
-        raise ValueError(f"no metric of {', '.join(task.task_name for task in tasks)} is a mean over questions, so "
-                         f"modes cannot be compared in pairs; use lm-eval itself")
+        raise ValueError(
+            f"no metric of {', '.join(task.task_name for task in tasks)} is a mean over questions, so "
+            f"modes cannot be compared in pairs; use lm-eval itself"
+        )
     for name, of in samples.items():
         if lacking := [mode for mode in modes if mode not in of]:
-            raise ValueError(f"{name} is no mean over questions in mode {lacking[0]}, though it is in "
-                             f"{next(iter(of))}: a score there is no number; leave out the mode or the task")
+            raise ValueError(
+                f"{name} is no mean over questions in mode {lacking[0]}, though it is in "
+                f"{next(iter(of))}: a score there is no number; leave out the mode or the task"
+            )
     return samples
 
 
 def per_question(found: Record) -> dict[str, np.ndarray]:
-    """{"task metric": score of each question [n]} of lm-eval's results, in its order of questions; right or wrong is
-    bool. A metric stays only if the mean of its scores is what lm-eval reports."""
+    """{"task metric": score of each question [n]} of lm-eval's results, in its order of questions;
+    right or wrong is bool. A metric stays only if the mean of its scores is what lm-eval
+    reports."""
     scores: dict[str, np.ndarray] = {}
     for task, rows in found["samples"].items():
         filters = list(dict.fromkeys(row["filter"] for row in rows))
         for kind in filters:
-            questions = sorted((row for row in rows if row["filter"] == kind), key=lambda row: row["doc_id"])
+            questions = sorted(
+                (row for row in rows if row["filter"] == kind), key=lambda row: row["doc_id"]
+            )
             for metric in questions[0]["metrics"]:
                 values = np.array([row[metric] for row in questions], dtype=object)
                 reported = found["results"][task].get(f"{metric},{kind}", np.nan)
-                if not all(isinstance(value, (bool, int, float, np.number)) for value in values) or \
-                        not np.isclose(values.astype(float).mean(), reported):
+                if not all(
+                    isinstance(value, (bool, int, float, np.number)) for value in values
+                ) or not np.isclose(values.astype(float).mean(), reported):
                     continue
                 values = values.astype(float)
                 name = " ".join([task, metric] + [kind] * (len(filters) > 1))
@@ -79,67 +108,103 @@ def per_question(found: Record) -> dict[str, np.ndarray]:
     return scores
 
 
-def load(names: Sequence[str], model: Any, *, n: int = 200, tokens: int = 256, seed: int = 0,
-         run_code: bool = False) -> list[Any]:
+def load(
+    names: Sequence[str],
+    model: Any,
+    *,
+    n: int = 200,
+    tokens: int = 256,
+    seed: int = 0,
+    run_code: bool = False,
+) -> list[Any]:
     """lm-eval's task objects, their data loaded.
 
-    names : of `LOCAL`, of `BENCHMARKS` in any case, or lm-eval's own; a group or tag stands for its members.
-    n, tokens, seed : prompts of a local task; `tokens`, of the model's tokenizer, is RULER's context length too.
-    run_code : allow tasks that execute what the model writes (HumanEval, MBPP+), on this machine, without a sandbox.
+    names : of `LOCAL`, of `BENCHMARKS` in any case, or lm-eval's own; a group or tag stands for its
+        members.
+    n, tokens, seed : prompts of a local task; `tokens`, of the model's tokenizer, is RULER's
+        context length too.
+    run_code : allow tasks that execute what the model writes (HumanEval, MBPP+), on this machine,
+        without a sandbox.
 
-    Raises ImportError without lm-eval; ValueError for an unknown task, or one that executes code without `run_code`;
-    RuntimeError that names every task whose data cannot be had here.
-    """
+    Raises ImportError without lm-eval; ValueError for an unknown task, or one that executes code
+    without `run_code`; RuntimeError that names every task whose data cannot be had here."""
     try:
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError(f"{', '.join(names)}: no task of moelab's own ({', '.join(TASKS)})."
-                          f"{near(names[0], OWN)} lm-eval, which may have it, is not installed ({error}): "
-                          f"{INSTALL}") from error
+        raise ImportError(
+            f"{', '.join(names)}: no task of moelab's own ({', '.join(TASKS)})."
+            f"{near(names[0], OWN)} lm-eval, which may have it, is not installed ({error}): "
+            f"{INSTALL}"
+        ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if run_code:
-        os.environ[ALLOW_CODE] = "1"          # asked for when such a task is made
+        os.environ[ALLOW_CODE] = "1"  # asked for when such a task is made
     tasks, missing, unsafe, manager = [], [], [], None
     for name in names:
         if name in LOCAL:
-            tasks.append(ConfigurableTask(config=local_config(name, model.tokenizer, n, tokens, seed)))
+            tasks.append(
+                ConfigurableTask(config=local_config(name, model.tokenizer, n, tokens, seed))
+            )
             continue
         if manager is None:
-            manager = TaskManager(metadata={"max_seq_lengths": [tokens], "pretrained": model.name_or_path})
+            manager = TaskManager(
+                metadata={"max_seq_lengths": [tokens], "pretrained": model.name_or_path}
+            )
         known = BENCHMARKS.get(name.lower(), name)
         if known not in manager.all_tasks:
-            raise ValueError(f"neither moelab nor lm-eval has a task {name!r}.{near(name, OWN)} moelab's "
-                             f"are {', '.join(OWN)}, and `lm-eval ls tasks` lists lm-eval's")
+            raise ValueError(
+                f"neither moelab nor lm-eval has a task {name!r}.{near(name, OWN)} moelab's "
+                f"are {', '.join(OWN)}, and `lm-eval ls tasks` lists lm-eval's"
+            )
         try:
             tasks += manager.load([known])["tasks"].values()
-        except Exception as error:          # each data set has its own kinds of "cannot be had"
+        except Exception as error:  # each data set has its own kinds of "cannot be had"
             if ALLOW_CODE in str(error):
                 unsafe.append(name)
                 continue
-            missing.append(f"{name} ({type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]})")
-    unsafe += [task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False) and not run_code]
+            missing.append(
+                f"{name} ({type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]})"
+            )
+    unsafe += [
+        task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False) and not run_code
+    ]
     if unsafe:
-        raise ValueError(f"{', '.join(unsafe)}: the code that the model writes is executed, on this machine and "
-                         f"without a sandbox; --run-code (run_code=True) allows that")
+        raise ValueError(
+            f"{', '.join(unsafe)}: the code that the model writes is executed, on this machine and "
+            f"without a sandbox; --run-code (run_code=True) allows that"
+        )
     if missing:
-        raise RuntimeError(f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. Data need a "
-                           f"network, or a cache that was filled before (HF_HOME); without one, use "
-                           f"{', '.join(LOCAL)}")
+        raise RuntimeError(
+            f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. Data need a "
+            f"network, or a cache that was filled before (HF_HOME); without one, use "
+            f"{', '.join(LOCAL)}"
+        )
     return tasks
 
 
 def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> Record:
-    """lm-eval's configuration of one of moelab's tasks: right if greedy decoding gives exactly the answer."""
+    """lm-eval's configuration of one of moelab's tasks: right if greedy decoding gives exactly the
+    answer."""
+
     def questions(**_: Any) -> Record:
         from datasets import Dataset
+
         prompts = task_prompts(tokenizer, LOCAL[name], n, tokens, seed)
         return {"test": Dataset.from_list([{"text": p.text, "answer": p.answer} for p in prompts])}
 
-    return {"task": name, "custom_dataset": questions, "test_split": "test", "output_type": "loglikelihood",
-            "doc_to_text": lambda doc: doc["text"], "doc_to_target": lambda doc: doc["answer"],
-            "target_delimiter": "", "num_fewshot": 0, "metadata": {"version": 1},
-            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
+    return {
+        "task": name,
+        "custom_dataset": questions,
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": lambda doc: doc["text"],
+        "doc_to_target": lambda doc: doc["answer"],
+        "target_delimiter": "",
+        "num_fewshot": 0,
+        "metadata": {"version": 1},
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
 
 
 def _adapter(model: Any, batch_size: int, label: str) -> Any:
@@ -148,14 +213,22 @@ def _adapter(model: Any, batch_size: int, label: str) -> Any:
 
     def with_bar(method: str) -> Any:
         def answer(self: Any, requests: list, disable_tqdm: bool = False) -> list:
-            with progress(total=len(requests), desc=f"{label}: {requests[0].task_name}", unit="request") as bar:
-                self.cache_hook.add_partial = lambda *_: bar.update()       # lm-eval calls it once a request
+            with progress(
+                total=len(requests), desc=f"{label}: {requests[0].task_name}", unit="request"
+            ) as bar:
+                self.cache_hook.add_partial = lambda *_: (
+                    bar.update()
+                )  # lm-eval calls it once a request
                 return getattr(HFLM, method)(self, requests, disable_tqdm=True)
+
         return answer
 
     def generate(self: Any, *args: Any, **options: Any) -> Any:
         return HFLM._model_generate(self, *args, **greedy(model) | options)
 
     methods = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-    return type("OpenModel", (HFLM,), {name: with_bar(name) for name in methods} | {"_model_generate": generate})(
-        pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)
+    return type(
+        "OpenModel",
+        (HFLM,),
+        {name: with_bar(name) for name in methods} | {"_model_generate": generate},
+    )(pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)

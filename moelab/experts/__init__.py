@@ -9,14 +9,35 @@ from moelab.registry import Entry
 
 EXECUTORS = {
     "exact": Entry("moelab.experts.executor:Exact", "transformers' own arithmetic, bit for bit"),
-    "fast": Entry("moelab.experts.fast:Fast", "GEMV for few tokens, GEMM for many, switched where measured"),
-    "gemv": Entry("moelab.experts.gemv:GEMV", "decode on the CPU: each weight read once, from where it lies"),
-    "sorted": Entry("moelab.experts.executor:Sorted", "tokens sorted by expert, one product each; runs everywhere"),
-    "selective": Entry("moelab.experts.neuron:Selective", "only the experts that a step chose (Neuron guide)", True),
-    "all_experts": Entry("moelab.experts.neuron:AllExperts", "every expert on every token (Neuron guide)", True),
-    "blockwise": Entry("moelab.experts.blockwise:Blockwise", "blocks of fixed size, dropless (Neuron guide)", True),
-    "neuron": Entry("moelab.experts.neuron:NeuronRule", "the Neuron SDK's choice among its algorithms, by sizes", True),
-    "capacity": Entry("moelab.experts.static:CapacityFactor", "one capacity for all experts, drops tokens", True),
+    "fast": Entry(
+        "moelab.experts.fast:Fast", "GEMV for few tokens, GEMM for many, switched where measured"
+    ),
+    "gemv": Entry(
+        "moelab.experts.gemv:GEMV", "decode on the CPU: each weight read once, from where it lies"
+    ),
+    "sorted": Entry(
+        "moelab.experts.executor:Sorted",
+        "tokens sorted by expert, one product each; runs everywhere",
+    ),
+    "selective": Entry(
+        "moelab.experts.neuron:Selective", "only the experts that a step chose (Neuron guide)", True
+    ),
+    "all_experts": Entry(
+        "moelab.experts.neuron:AllExperts", "every expert on every token (Neuron guide)", True
+    ),
+    "blockwise": Entry(
+        "moelab.experts.blockwise:Blockwise", "blocks of fixed size, dropless (Neuron guide)", True
+    ),
+    "neuron": Entry(
+        "moelab.experts.neuron:NeuronRule",
+        "the Neuron SDK's choice among its algorithms, by sizes",
+        True,
+    ),
+    "capacity": Entry(
+        "moelab.experts.static:CapacityFactor", "one capacity for all experts, drops tokens", True
+    ),
     "tiered": Entry("moelab.experts.static:Tiered", "calibrated static capacities (NPUMoE)", True),
-    "grouped": Entry("moelab.experts.static:Grouped", "groups of experts in one static launch (NPUMoE)", True),
+    "grouped": Entry(
+        "moelab.experts.static:Grouped", "groups of experts in one static launch (NPUMoE)", True
+    ),
 }

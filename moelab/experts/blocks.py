@@ -1,19 +1,23 @@
-"""Arithmetic of blockwise matrix multiplication: blocks, padding, intensity (AWS Neuron MoE guide, "BWMM").
+"""Arithmetic of blockwise matrix multiplication: blocks, padding, intensity (AWS Neuron MoE guide,
+"BWMM").
 
-A static graph provides N blocks of B tokens, one expert a block, enough for any routing; beyond the T·K token-expert
-pairs they hold padding. Large blocks pad more, small ones reload weights for less work. The guide's rule is the
-smallest block that makes the work compute-bound, by its factor AIF = B·N/E.
+A static graph provides N blocks of B tokens, one expert a block, enough for any routing; beyond the
+T·K token-expert pairs they hold padding. Large blocks pad more, small ones reload weights for less
+work. The guide's rule is the smallest block that makes the work compute-bound, by its factor AIF =
+B·N/E.
 
     T tokens    K experts a token    E experts (with expert parallelism: the local ones)    B block size    N blocks
 
 Where the guide's worked numbers do not follow from its own inputs, or need care:
 
-- "2880 × 128 × 2 bytes = ~0.07 MB" a router is 0.74 MB, and 36 of them are 27 MB, not 2.4 MB (`router_bytes`).
+- "2880 × 128 × 2 bytes = ~0.07 MB" a router is 0.74 MB, and 36 of them are 27 MB, not 2.4 MB
+    (`router_bytes`).
 - "One expert gets 1750 tokens" of 1000 cannot be: with distinct top-2 experts it gets 1000 at most.
-- AIF counts padded rows as work. A weight that is read once serves T·K/E rows, whatever B is; B sets the work for each
-  *load* where weights are reloaded for every block (`advise_block_size(reuse=False)`).
-- "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is 230.
-"""
+- AIF counts padded rows as work. A weight that is read once serves T·K/E rows, whatever B is; B
+  sets the work for each *load* where weights are reloaded for every block
+  (`advise_block_size(reuse=False)`).
+- "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is
+230."""
 
 from __future__ import annotations
 
@@ -24,7 +28,12 @@ from moelab.registry import require
 from moelab.specs import DeviceSpec
 
 #: dtype of the weights → (figure with its compute rate, bytes a weight)
-RATES = {"fp32": ("fp32_tflops", 4), "fp16": ("fp16_tflops", 2), "bf16": ("bf16_tflops", 2), "fp8": ("fp8_tflops", 1)}
+RATES = {
+    "fp32": ("fp32_tflops", 4),
+    "fp16": ("fp16_tflops", 2),
+    "bf16": ("bf16_tflops", 2),
+    "fp8": ("fp8_tflops", 1),
+}
 
 
 def blocks_by_text(T: int, K: int, E: int, B: int) -> int:
@@ -33,7 +42,8 @@ def blocks_by_text(T: int, K: int, E: int, B: int) -> int:
 
 
 def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
-    """N of the SDK's code; enough, too: E − 1 experts with a token each, and all other pairs one expert's."""
+    """N of the SDK's code; enough, too: E − 1 experts with a token each, and all other pairs one
+    expert's."""
     return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
 
 
@@ -50,10 +60,10 @@ def blocks_needed(counts: Sequence[int], B: int) -> int:
 class Padding:
     """Where the slots of one routing go; overheads are fractions."""
 
-    pairs: int              # T·K
+    pairs: int  # T·K
     B: int
-    needed: int             # blocks that this routing fills
-    provisioned: int        # blocks N that the graph has
+    needed: int  # blocks that this routing fills
+    provisioned: int  # blocks N that the graph has
 
     @property
     def slots(self) -> int:
@@ -65,33 +75,44 @@ class Padding:
 
     @property
     def algorithmic(self) -> float:
-        """Overhead of whole blocks: (needed·B − T·K) / T·K; what is left when empty blocks are skipped."""
+        """Overhead of whole blocks: (needed·B − T·K) / T·K; what is left when empty blocks are
+        skipped."""
         return (self.needed * self.B - self.pairs) / self.pairs if self.pairs else 0.0
 
     @property
     def worst_case(self) -> float:
-        """Overhead of being prepared for any routing: (N − needed) / needed; 0 if empty blocks are skipped."""
+        """Overhead of being prepared for any routing: (N − needed) / needed; 0 if empty blocks are
+        skipped."""
         return (self.provisioned - self.needed) / self.needed if self.needed else 0.0
 
 
 def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "code") -> Padding:
-    """The padding of a routing with `counts` [E] tokens an expert; ValueError for more than T·K of them."""
+    """The padding of a routing with `counts` [E] tokens an expert; ValueError for more than T·K of
+    them."""
     if provision not in PROVISION or B < 1:
-        raise ValueError(f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1")
+        raise ValueError(
+            f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1"
+        )
     counts = [int(n) for n in counts]
     if not counts or min(counts) < 0 or sum(counts) > T * K:
-        raise ValueError(f"{T} tokens with {K} experts each make {T * K} choices; the experts' counts must not be "
-                         f"negative and sum to no more, and sum to {sum(counts)}")
-    return Padding(sum(counts), B, blocks_needed(counts, B), PROVISION[provision](T, K, len(counts), B))
+        raise ValueError(
+            f"{T} tokens with {K} experts each make {T * K} choices; the experts' counts must not be "
+            f"negative and sum to no more, and sum to {sum(counts)}"
+        )
+    return Padding(
+        sum(counts), B, blocks_needed(counts, B), PROVISION[provision](T, K, len(counts), B)
+    )
 
 
 def intensity_factor(B: int, N: int, E: int, bytes_a_weight: float = 2) -> float:
-    """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), B·N/E for two bytes a weight; padding counts as work."""
+    """AIF in FLOPs/byte: (2·3·B·H·I·N) / (bytes·3·E·H·I), B·N/E for two bytes a weight; padding
+    counts as work."""
     return 2 * B * N / (bytes_a_weight * E)
 
 
 def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
-    """FLOPs/byte from which on a device is compute-bound: peak compute / memory bandwidth; KeyError without a rate."""
+    """FLOPs/byte from which on a device is compute-bound: peak compute / memory bandwidth; KeyError
+    without a rate."""
     require("dtype", dtype, RATES)
     return 1e3 * device[RATES[dtype][0]] / device["memory_bandwidth_gbs"]
 
@@ -101,19 +122,33 @@ class BlockSizeAdvice:
     block_size: int
     compute_bound: bool
     target: float
-    table: tuple[tuple[int, int, float, float], ...]        # B, N, FLOPs/byte, share of the N·B slots that are padding
+    table: tuple[
+        tuple[int, int, float, float], ...
+    ]  # B, N, FLOPs/byte, share of the N·B slots that are padding
     explanation: str
 
 
-def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str = "bf16", reuse: bool = True,
-                      sizes: Sequence[int] = (64, 128, 256, 512, 1024)) -> BlockSizeAdvice:
-    """The smallest block size that makes the experts compute-bound on a device (the guide's principle); modelled.
+def advise_block_size(
+    device: DeviceSpec,
+    T: int,
+    K: int,
+    E: int,
+    *,
+    dtype: str = "bf16",
+    reuse: bool = True,
+    sizes: Sequence[int] = (64, 128, 256, 512, 1024),
+) -> BlockSizeAdvice:
+    """The smallest block size that makes the experts compute-bound on a device (the guide's
+    principle); modelled.
 
-    reuse : consecutive blocks of one expert share a load of its weights: the intensity is the AIF, else 2·B / bytes.
-    sizes : block sizes of the hardware. If none is compute-bound, the one that pads least is advised.
-    """
+    reuse : consecutive blocks of one expert share a load of its weights: the intensity is the AIF,
+        else 2·B / bytes.
+    sizes : block sizes of the hardware. If none is compute-bound, the one that pads least is
+    advised."""
     if min(T, K, E, *sizes, len(sizes)) < 1:
-        raise ValueError(f"T={T}, K={K}, E={E}, the block sizes {list(sizes)} and their number must be at least 1")
+        raise ValueError(
+            f"T={T}, K={K}, E={E}, the block sizes {list(sizes)} and their number must be at least 1"
+        )
     target, size = intensity_target(device, dtype), RATES[dtype][1]
     table = []
     for B in sorted(sizes):
@@ -123,19 +158,32 @@ def advise_block_size(device: DeviceSpec, T: int, K: int, E: int, *, dtype: str 
     bound = [row for row in table if row[2] >= target]
     B, N, intensity, padded = bound[0] if bound else min(table, key=lambda row: (row[3], -row[0]))
     useful = 2 * T * K / (size * E)
-    text = (f"{device.name} computes {target:.0f} {dtype} FLOPs in the time of reading a byte. "
-            + (f"B = {B} is the smallest block that reaches this: {intensity:.0f} FLOPs/byte. " if bound else
-               f"No block of {min(sizes)} to {max(sizes)} reaches this; B = {B} pads least, at {intensity:.0f} "
-               f"FLOPs/byte. ")
-            + f"Its {N} blocks are {100 * padded:.0f} % padding for {T} tokens in the worst case. "
-            + (f"Of the work on real tokens there are {useful:.0f} FLOPs for every byte of weights, whatever B is: "
-               + ("they are compute-bound without the padding." if useful >= target else
-                  "only padding makes it look compute-bound; more tokens a step would help." if bound else
-                  "more tokens a step would help.") if reuse else
-               "Each block reads its expert's weights again."))
+    text = (
+        f"{device.name} computes {target:.0f} {dtype} FLOPs in the time of reading a byte. "
+        + (
+            f"B = {B} is the smallest block that reaches this: {intensity:.0f} FLOPs/byte. "
+            if bound
+            else f"No block of {min(sizes)} to {max(sizes)} reaches this; B = {B} pads least, at {intensity:.0f} "
+            f"FLOPs/byte. "
+        )
+        + f"Its {N} blocks are {100 * padded:.0f} % padding for {T} tokens in the worst case. "
+        + (
+            f"Of the work on real tokens there are {useful:.0f} FLOPs for every byte of weights, whatever B is: "
+            + (
+                "they are compute-bound without the padding."
+                if useful >= target
+                else "only padding makes it look compute-bound; more tokens a step would help."
+                if bound
+                else "more tokens a step would help."
+            )
+            if reuse
+            else "Each block reads its expert's weights again."
+        )
+    )
     return BlockSizeAdvice(B, bool(bound), target, tuple(table), text)
 
 
 def router_bytes(H: int, E: int, layers: int = 1) -> int:
-    """Memory of replicated 16-bit routers, each [H, E] ("Router execution in sequence parallel mode")."""
+    """Memory of replicated 16-bit routers, each [H, E] ("Router execution in sequence parallel
+    mode")."""
     return 2 * H * E * layers

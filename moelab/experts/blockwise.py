@@ -1,8 +1,10 @@
-"""Blockwise matrix multiplication: any routing in blocks of fixed size (AWS Neuron MoE guide, "BWMM").
+"""Blockwise matrix multiplication: any routing in blocks of fixed size (AWS Neuron MoE guide,
+"BWMM").
 
-Tokens are packed into blocks of B, each of one expert; a static number N of blocks holds every routing. Padded slots
-load no token, consecutive blocks of one expert load its weights once and are one product [m·B, H], and blocks without
-any token are not computed. Each kind of skipping can be switched off, so that its effect is counted.
+Tokens are packed into blocks of B, each of one expert; a static number N of blocks holds every
+routing. Padded slots load no token, consecutive blocks of one expert load its weights once and are
+one product [m·B, H], and blocks without any token are not computed. Each kind of skipping can be
+switched off, so that its effect is counted.
 
     blocks_e = ⌈n_e/B⌉    slot of a choice = rank within its expert + B · (blocks before that expert)
     block_to_expert [N]    token position table [N, B], −1 where a slot is empty
@@ -25,7 +27,7 @@ from moelab.experts.sharding import Sharding
 @dataclass
 class Loads:
     loaded: int = 0
-    skipped: int = 0            # that an algorithm without skipping does, too
+    skipped: int = 0  # that an algorithm without skipping does, too
 
     @property
     def savings(self) -> float:
@@ -37,9 +39,11 @@ class Loads:
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    block_to_expert: Tensor         # int64 [N]; blocks that no token needs are the last expert's, as in the SDK
-    tokens: Tensor                  # [N, B], whose choice is in a slot; −1 in empty slots
-    choices: Tensor                 # [N, B], which of its K
+    block_to_expert: (
+        Tensor  # int64 [N]; blocks that no token needs are the last expert's, as in the SDK
+    )
+    tokens: Tensor  # [N, B], whose choice is in a slot; −1 in empty slots
+    choices: Tensor  # [N, B], which of its K
 
     @property
     def live(self) -> Tensor:
@@ -52,8 +56,9 @@ def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
     T, K = ids.shape
     d = dispatch(ids, E)
     N = PROVISION[provision](T, K, E, B) if T else 0
-    before = torch.cat([d.counts.new_zeros(1), (-(-d.counts // B)).cumsum(0)])              # [E + 1]
-    # The blocks of experts 0 … e end at before[e + 1]: a block's expert is how many of these ends it has passed.
+    before = torch.cat([d.counts.new_zeros(1), (-(-d.counts // B)).cumsum(0)])  # [E + 1]
+    # The blocks of experts 0 … e end at before[e + 1]: a block's expert is how many of these ends
+    # it has passed.
     block_to_expert = torch.bucketize(torch.arange(N, device=ids.device), before[1:E], right=True)
     expert = torch.arange(E, device=ids.device).repeat_interleave(d.counts)
     slot = before[expert] * B + torch.arange(len(d), device=ids.device) - d.offsets[expert]
@@ -71,18 +76,33 @@ class Blockwise(Executor):
 
     Attributes, summed over calls:
     blocks, live, computed : blocks provisioned (N), those of them with a token, those computed.
-    row_loads, weight_loads : of token rows [H] for each slot, and of an expert's weights for each block computed.
+    row_loads, weight_loads : of token rows [H] for each slot, and of an expert's weights for each
+        block computed.
     reduced : values that cores exchanged to add up their partial results.
     """
 
-    def __init__(self, block_size: int = 64, *, provision: str = "code", skip_tokens: bool = True,
-                 skip_weights: bool = True, skip_blocks: bool = True, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int = 64,
+        *,
+        provision: str = "code",
+        skip_tokens: bool = True,
+        skip_weights: bool = True,
+        skip_blocks: bool = True,
+        sharding: Sharding | None = None,
+    ) -> None:
         super().__init__()
         if block_size < 1 or provision not in PROVISION:
-            raise ValueError(f"block_size={block_size} must be at least 1, and provision={provision!r} one of "
-                             f"{', '.join(PROVISION)}")
+            raise ValueError(
+                f"block_size={block_size} must be at least 1, and provision={provision!r} one of "
+                f"{', '.join(PROVISION)}"
+            )
         self.block_size, self.provision, self.sharding = block_size, provision, sharding
-        self.skip_tokens, self.skip_weights, self.skip_blocks = skip_tokens, skip_weights, skip_blocks
+        self.skip_tokens, self.skip_weights, self.skip_blocks = (
+            skip_tokens,
+            skip_weights,
+            skip_blocks,
+        )
         self.blocks = self.live = self.computed = self.reduced = 0
         self.row_loads, self.weight_loads = Loads(), Loads()
 
@@ -101,17 +121,23 @@ class Blockwise(Executor):
         self.reduced += (len(outputs) - 1) * x.numel()
         return sum(outputs[1:], outputs[0])
 
-    def _core(self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any) -> Tensor:
+    def _core(
+        self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any
+    ) -> Tensor:
         """What one core contributes by computing some blocks: [T, H]."""
         out, of = zeros(x, weights, experts), m.block_to_expert.tolist()
-        for key, group in groupby(blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))):
+        for key, group in groupby(
+            blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))
+        ):
             run = list(group)
             expert_weights = experts.weights(of[run[0]])
             tokens, choices = m.tokens[run].flatten(), m.choices[run].flatten()
             used = (tokens >= 0).nonzero().flatten()
             t, w = tokens[used], weights.new_zeros(len(tokens))
             w[used] = weights[t, choices[used]]
-            rows = x.new_zeros(len(tokens), x.shape[1]) if self.skip_tokens else x[tokens.clamp(min=0)]
+            rows = (
+                x.new_zeros(len(tokens), x.shape[1]) if self.skip_tokens else x[tokens.clamp(min=0)]
+            )
             rows[used] = x[t]
             if self.sharding is None or self.sharding.on == "block":
                 y = experts.weighted(rows, w, expert_weights)

@@ -1,11 +1,13 @@
-"""What executors share: the call, dispatch by expert, the sum, and counts; and the two simplest executors.
+"""What executors share: the call, dispatch by expert, the sum, and counts; and the two simplest
+executors.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    experts    →  [T, H]
 
-`experts` is the layer's experts module behind the seam (`moelab.models.seam.SeamExperts`): `weights(e)` are one
-expert's tensors, `weighted(rows, w, weights)` is what it contributes to rows with routing weights w, computed as the
-architecture does it (layout, gate, biases; Llama 4 weighs the expert's input). Executors that go past `weighted` need
-an expert that is `plain`: up (`gate_up_proj` or `up_proj`), gate or activation, down, each with a bias or without.
+`experts` is the layer's experts module behind the seam (`moelab.models.seam.SeamExperts`):
+`weights(e)` are one expert's tensors, `weighted(rows, w, weights)` is what it contributes to rows
+with routing weights w, computed as the architecture does it (layout, gate, biases; Llama 4 weighs
+the expert's input). Executors that go past `weighted` need an expert that is `plain`: up
+(`gate_up_proj` or `up_proj`), gate or activation, down, each with a bias or without.
 
     rows layout        up [2I, H], down [H, I]          (`is_transposed` False: an output's weights are contiguous)
     transposed layout  up [H, 2I], down [I, H]
@@ -29,9 +31,9 @@ from torch import Tensor, nn
 class Tally:
     """Exact counts of what an executor has done."""
 
-    routed: int = 0         # choices of an expert by a token; executed and dropped add up to it
+    routed: int = 0  # choices of an expert by a token; executed and dropped add up to it
     executed: int = 0
-    slots: int = 0          # rows that were computed, padding included
+    slots: int = 0  # rows that were computed, padding included
 
     @property
     def dropped(self) -> int:
@@ -54,7 +56,7 @@ class Tally:
 class Executor(ABC):
     """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`."""
 
-    lossless = True         # whether every routed choice is executed, with the weights as they are
+    lossless = True  # whether every routed choice is executed, with the weights as they are
 
     def __init__(self) -> None:
         self.tally = Tally()
@@ -76,14 +78,17 @@ class Exact(Executor):
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         n = int((ids < experts.num_experts).sum())
         self.count(n, n, n)
-        return type(experts).executor(x, ids, weights, experts)         # what the seam's classes begin with
+        return type(experts).executor(
+            x, ids, weights, experts
+        )  # what the seam's classes begin with
 
 
 class Sorted(Executor):
-    """One stable sort of all choices, one product an expert on its contiguous rows, one scatter at the end.
+    """One stable sort of all choices, one product an expert on its contiguous rows, one scatter at
+    the end.
 
-    Source: MegaBlocks (Gale et al. 2023). Runs every architecture; what faster executors fall back on.
-    """
+    Source: MegaBlocks (Gale et al. 2023). Runs every architecture; what faster executors fall back
+    on."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         order = dispatch(ids, experts.num_experts)
@@ -97,10 +102,10 @@ class Sorted(Executor):
 class Dispatch:
     """All n choices of one step, sorted by expert, and within an expert by token; int64."""
 
-    tokens: Tensor          # [n], whose choice it is
-    choices: Tensor         # [n], which of its K
-    counts: Tensor          # [E], choices of each expert
-    offsets: Tensor         # [E + 1], where each expert's begin
+    tokens: Tensor  # [n], whose choice it is
+    choices: Tensor  # [n], which of its K
+    counts: Tensor  # [E], choices of each expert
+    offsets: Tensor  # [E + 1], where each expert's begin
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,23 +117,31 @@ class Dispatch:
 
 
 def dispatch(ids: Tensor, E: int) -> Dispatch:
-    """Sort a step's choices by expert, then token, then choice, without the id E; ValueError for an id beyond it."""
+    """Sort a step's choices by expert, then token, then choice, without the id E; ValueError for an
+    id beyond it."""
     T, K = ids.shape
     flat = ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)                # token-major, so ties stay in token order
-    counts = torch.bincount(flat.clamp(-1, E + 1) + 1, minlength=E + 3)     # of −1 and less, 0 … E, E + 1 and more
+    order = torch.argsort(flat, stable=True)  # token-major, so ties stay in token order
+    counts = torch.bincount(
+        flat.clamp(-1, E + 1) + 1, minlength=E + 3
+    )  # of −1 and less, 0 … E, E + 1 and more
     if counts[0] or counts[-1]:
-        raise ValueError(f"there are experts' ids from {int(flat.min())} to {int(flat.max())}; with {E} experts they "
-                         f"must be 0 to {E - 1}, or {E} for no expert")
-    counts = counts[1:E + 1]
+        raise ValueError(
+            f"there are experts' ids from {int(flat.min())} to {int(flat.max())}; with {E} experts they "
+            f"must be 0 to {E - 1}, or {E} for no expert"
+        )
+    counts = counts[1 : E + 1]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    order = order[:int(offsets[-1])]
+    order = order[: int(offsets[-1])]
     return Dispatch(order // K, order % K, counts, offsets)
 
 
 def zeros(x: Tensor, weights: Tensor, experts: Any) -> Tensor:
-    """[T, H] to add contributions to, as wide as the architecture sums them; `.to(x.dtype)` when all are in."""
-    return torch.zeros_like(x, dtype=experts.sum_dtype(x.dtype, torch.promote_types(x.dtype, weights.dtype)))
+    """[T, H] to add contributions to, as wide as the architecture sums them; `.to(x.dtype)` when
+    all are in."""
+    return torch.zeros_like(
+        x, dtype=experts.sum_dtype(x.dtype, torch.promote_types(x.dtype, weights.dtype))
+    )
 
 
 def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any) -> Tensor:
@@ -138,19 +151,23 @@ def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any)
 
 
 def local_experts(experts: Any) -> Sequence[int]:
-    """The experts whose weights this process has: all, except on a rank that holds some (`ShardedExperts`)."""
+    """The experts whose weights this process has: all, except on a rank that holds some
+    (`ShardedExperts`)."""
     held = getattr(experts.source, "held", None)
     return range(experts.num_experts) if held is None else held(experts.layer)
 
 
 def plain(experts: Any) -> bool:
-    """Whether an expert is up, gate, down, and its output is weighted; not Llama 4's, Switch's, or one with a norm."""
+    """Whether an expert is up, gate, down, and its output is weighted; not Llama 4's, Switch's, or
+    one with a norm."""
     return _usual(type(experts)) and not experts.has_post_expert_norm
 
 
 @lru_cache(maxsize=None)
 def _usual(cls: type) -> bool:
-    return all(getattr(cls, name).__qualname__.startswith("SeamExperts.") for name in ("ffn", "weighted"))
+    return all(
+        getattr(cls, name).__qualname__.startswith("SeamExperts.") for name in ("ffn", "weighted")
+    )
 
 
 def names(experts: Any) -> tuple[str, str]:
@@ -159,7 +176,8 @@ def names(experts: Any) -> tuple[str, str]:
 
 
 def banks(experts: Any, name: str) -> Tensor | None:
-    """All experts' weights of one name, [E, …], where the module holds them and there is no source; else None."""
+    """All experts' weights of one name, [E, …], where the module holds them and there is no source;
+    else None."""
     return experts._parameters.get(name) if experts.source is None else None
 
 
@@ -168,19 +186,27 @@ def activate(experts: Any, h: Tensor) -> Tensor:
     return experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
 
 
-#: experts modules → (their settings and parts, what says whether these are as they were, whether that is silu · up)
+#: experts modules → (their settings and parts, what says whether these are as they were, whether
+#: that is silu · up)
 _SILU: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 #: attributes that no activation depends on, torch's and ours: kept there, they would keep the model
 _APART = {*vars(nn.Module()), "executor", "forward", "layer", "source", "_patched"}
 
 
 def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures clamp at 7 or 10."""
-    now = [value for name, value in vars(experts).items() if name not in _APART], dict(experts._modules)
+    """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures
+    clamp at 7 or 10."""
+    now = (
+        [value for name, value in vars(experts).items() if name not in _APART],
+        dict(experts._modules),
+    )
     if (found := _SILU.get(experts)) is None or found[0] != now:
         far = torch.logspace(-2, 6, 25)
-        gate, up = torch.meshgrid(*[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij")
-        silu = experts.has_gate and torch.allclose(activate(experts, torch.cat([gate, up], -1)), F.silu(gate) * up,
-                                                   atol=1e-6)
+        gate, up = torch.meshgrid(
+            *[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij"
+        )
+        silu = experts.has_gate and torch.allclose(
+            activate(experts, torch.cat([gate, up], -1)), F.silu(gate) * up, atol=1e-6
+        )
         found = _SILU[experts] = now, experts.activation(), silu
     return found[2] and found[1].listeners() is not None

@@ -1,9 +1,9 @@
-"""The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is measured on this machine.
+"""The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is
+measured on this machine.
 
-The first time that a shape of experts has several tokens an expert, both compute one expert with 8, 32 and 128 tokens,
-a few milliseconds each; GEMV is used up to about where it starts to lose. Both are lossless, so the choice changes no
-result beyond rounding.
-"""
+The first time that a shape of experts has several tokens an expert, both compute one expert with 8,
+32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both
+are lossless, so the choice changes no result beyond rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moelab.experts.executor import Executor, Sorted
 from moelab.experts.gemv import GEMV
 from moelab.kernels.products import crossover
 
-PAIR = 2                        # tokens that GEMV multiplies as fast as one
+PAIR = 2  # tokens that GEMV multiplies as fast as one
 
 
 class Fast(Executor):
@@ -28,14 +28,19 @@ class Fast(Executor):
 
     def __init__(self, few: float | None = None) -> None:
         super().__init__()
-        self.few, self.measured = few, {}           # measured: (weights' shapes, dtype, layout, threads) → few
+        self.few, self.measured = (
+            few,
+            {},
+        )  # measured: (weights' shapes, dtype, layout, threads) → few
         self.gemv, self.many = GEMV(), Sorted()
         self.gemv.tally = self.many.tally = self.tally
         self.token, self.banks, self.took = self.gemv.token, self.gemv.banks, self.gemv.took
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
-        executor = self.gemv if tokens <= PAIR or tokens <= self._few(x, ids, experts) else self.many
+        executor = (
+            self.gemv if tokens <= PAIR or tokens <= self._few(x, ids, experts) else self.many
+        )
         return executor.run(x, ids, weights, experts)
 
     @torch.no_grad()
@@ -46,15 +51,24 @@ class Fast(Executor):
         if expert is None or x.device.type != "cpu":
             return 0
         # A store's experts know their shapes; their weights would be unpacked to be asked.
-        shapes = getattr(experts, "shapes", None) or {name: w.shape for name, w in experts.weights(expert).items()}
-        key = (tuple(map(tuple, shapes.values())), x.dtype, getattr(experts, "is_transposed", None),
-               torch.get_num_threads())
+        shapes = getattr(experts, "shapes", None) or {
+            name: w.shape for name, w in experts.weights(expert).items()
+        }
+        key = (
+            tuple(map(tuple, shapes.values())),
+            x.dtype,
+            getattr(experts, "is_transposed", None),
+            torch.get_num_threads(),
+        )
         if key not in self.measured:
             before = vars(self.tally).copy()
 
             def run(executor: Executor, size: int) -> Any:
                 rows = x[torch.arange(size) % len(x)]
-                return executor.run(rows, torch.full((size, 1), expert), x.new_ones(size, 1), experts)
+                return executor.run(
+                    rows, torch.full((size, 1), expert), x.new_ones(size, 1), experts
+                )
+
             self.measured[key] = crossover(partial(run, self.gemv), partial(run, self.many))
-            vars(self.tally).update(before)                 # what was computed for measuring is not counted
+            vars(self.tally).update(before)  # what was computed for measuring is not counted
         return self.measured[key]

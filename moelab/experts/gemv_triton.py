@@ -1,7 +1,9 @@
-"""Decode by GEMV on a GPU, in Triton: one token's experts in a few launches, from where they lie, bf16 or bf12.
+"""Decode by GEMV on a GPU, in Triton: one token's experts in a few launches, from where they lie,
+bf16 or bf12.
 
-Source: as of `moelab.experts.gemv`, whose sums these are: in fp32, and what is between up and down is not rounded. The
-weights of bf12 are read as they lie; escapes are added afterwards, in no order, so the last bit of a sum may vary.
+Source: as of `moelab.experts.gemv`, whose sums these are: in fp32, and what is between up and down
+is not rounded. The weights of bf12 are read as they lie; escapes are added afterwards, in no order,
+so the last bit of a sum may vary.
 
     up, down : banks of E experts    x [1, H]    ids and w [K]    →  [1, H]
 """
@@ -18,7 +20,7 @@ from moelab.kernels import products
 from moelab.store.bf12_triton import high_bytes, quarters
 from moelab.store.bits_triton import tl, triton
 
-ROWS, COLUMNS, ESCAPES = 4, 512, 256        # of a matrix, that a program takes at a time
+ROWS, COLUMNS, ESCAPES = 4, 512, 256  # of a matrix, that a program takes at a time
 CODECS = {products.KINDS[torch.bfloat16]: "raw", products.PACKED["bf12"]: "bf12"}
 
 
@@ -33,9 +35,20 @@ def _input(x, k, h, there, C: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _multiply_kernel(x, ids, table, y, R: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
-                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k. A byte of codes has those of weights 32 apart."""
+def _multiply_kernel(
+    x,
+    ids,
+    table,
+    y,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k. A byte of codes has those of weights
+    32 apart."""
     k, r = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     table += 4 * tl.load(ids + k)
     address = tl.load(table)
@@ -66,8 +79,11 @@ def _multiply_kernel(x, ids, table, y, R: tl.constexpr, C: tl.constexpr, PACKED:
 
 
 @triton.jit
-def _escapes_kernel(x, ids, table, y, R: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, ESCAPES: tl.constexpr):
-    """What an escape's weight is more than that of code 0 and low byte 0, which was multiplied in its place."""
+def _escapes_kernel(
+    x, ids, table, y, R: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, ESCAPES: tl.constexpr
+):
+    """What an escape's weight is more than that of code 0 and low byte 0, which was multiplied in
+    its place."""
     k, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
     table += 4 * tl.load(ids + k)
     low, codes, count = tl.load(table), tl.load(table + 1), tl.load(table + 3)
@@ -75,7 +91,9 @@ def _escapes_kernel(x, ids, table, y, R: tl.constexpr, C: tl.constexpr, GATED: t
     values = (indices + count).to(tl.pointer_type(tl.bfloat16))
     at = tl.load(indices + i, mask=i < count, other=0).to(tl.int64)
     there = (i < count) & (at < codes - low)
-    instead = (tl.load((low - 16).to(tl.pointer_type(tl.uint8))).to(tl.uint32) << 24).to(tl.float32, bitcast=True)
+    instead = (tl.load((low - 16).to(tl.pointer_type(tl.uint8))).to(tl.uint32) << 24).to(
+        tl.float32, bitcast=True
+    )
     more = tl.load(values + i, mask=there, other=0.0).to(tl.float32) - instead
     tl.atomic_add(y + k * R + at // C, more * _input(x, k, at % C, there, C, GATED), mask=there)
 
@@ -111,7 +129,11 @@ def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Ten
 def _multiply(of: Bank, x: Tensor, ids: Tensor, C: int, gated: bool) -> Tensor:
     R, K, packed = of.R, len(ids), of.codec == "bf12"
     y = torch.empty(K, R, dtype=torch.float32, device=x.device)
-    _multiply_kernel[(triton.cdiv(R, ROWS), K)](x, ids, of.table, y, R, C, packed, gated, ROWS, COLUMNS, num_warps=4)
+    _multiply_kernel[(triton.cdiv(R, ROWS), K)](
+        x, ids, of.table, y, R, C, packed, gated, ROWS, COLUMNS, num_warps=4
+    )
     if packed and of.escapes:
-        _escapes_kernel[(triton.cdiv(of.escapes, ESCAPES), K)](x, ids, of.table, y, R, C, gated, ESCAPES)
+        _escapes_kernel[(triton.cdiv(of.escapes, ESCAPES), K)](
+            x, ids, of.table, y, R, C, gated, ESCAPES
+        )
     return y

@@ -1,14 +1,15 @@
 """Static capacity tiers and groups of experts (NPUMoE §4.1, §4.2).
 
-Each layer gets a few capacities (tiers) for a chunk of B tokens, from the mean load up to the most popular expert's,
-and each expert the smallest that holds its expected load. Experts of equal tier form groups of up to G that run as one
-graph, the popular together and the rare together.
+Each layer gets a few capacities (tiers) for a chunk of B tokens, from the mean load up to the most
+popular expert's, and each expert the smallest that holds its expected load. Experts of equal tier
+form groups of up to G that run as one graph, the popular together and the rare together.
 
-The paper's highest load is r · B/E, with the imbalance r = max_e n_e / mean_e n_e. With K experts a token the mean load
-is K·B/E, so taken literally (`rule="paper"`) the capacities are K times too small; the default "topk" has the factor.
-Tiers lie in a geometric sequence, which the paper does not say, its example apart ("top quartile gets 4x base
-capacity", §1). `slack` scales all capacities: less drops more tokens, more pads more. Where loads vary much, 1 gives
-the drops and padding of NPUMoE's Table 3 (10–22 %, 32–37 %); the shipped small model drops that much at 0.75.
+The paper's highest load is r · B/E, with the imbalance r = max_e n_e / mean_e n_e. With K experts a
+token the mean load is K·B/E, so taken literally (`rule="paper"`) the capacities are K times too
+small; the default "topk" has the factor. Tiers lie in a geometric sequence, which the paper does
+not say, its example apart ("top quartile gets 4x base capacity", §1). `slack` scales all
+capacities: less drops more tokens, more pads more. Where loads vary much, 1 gives the drops and
+padding of NPUMoE's Table 3 (10–22 %, 32–37 %); the shipped small model drops that much at 0.75.
 
     counts [E] or [L, E]     tokens: how many tokens were counted
     capacity [E], each one of `levels`, multiples of 16 (NPUMoE §3.2)
@@ -25,13 +26,15 @@ import numpy as np
 from moelab.registry import require
 
 RULES = ("topk", "paper")
-MULTIPLE = 16                   # of capacities
+MULTIPLE = 16  # of capacities
 
 
 @dataclass(frozen=True)
 class Tiers:
-    levels: tuple[int, ...]         # the capacities there are, largest first; fewer than asked for where two coincide
-    capacity: tuple[int, ...]       # [E], each expert's, one of `levels`
+    levels: tuple[
+        int, ...
+    ]  # the capacities there are, largest first; fewer than asked for where two coincide
+    capacity: tuple[int, ...]  # [E], each expert's, one of `levels`
 
 
 @dataclass(frozen=True)
@@ -46,31 +49,47 @@ class Group:
         return len(self.experts) * self.capacity
 
 
-def capacity_tiers(counts: Any, tokens: int, chunk: int, *, levels: int = 3, rule: str = "topk", slack: float = 1.0
-                   ) -> list[Tiers]:
+def capacity_tiers(
+    counts: Any, tokens: int, chunk: int, *, levels: int = 3, rule: str = "topk", slack: float = 1.0
+) -> list[Tiers]:
     """Tiers of every layer from calibrated counts (NPUMoE §4.1).
 
-    counts : [E] or [L, E], routings to each expert (numpy or torch), e.g. `calibration.counts(PREFILL)`.
+    counts : [E] or [L, E], routings to each expert (numpy or torch), e.g.
+        `calibration.counts(PREFILL)`.
     tokens : tokens that were counted; chunk : B, tokens of a prefill chunk.
-    rule : "topk", levels from K·B/E to r·K·B/E; "paper", the literal B/E to r·B/E. Expected loads, which choose the
-        tier, have the factor K in both; an expert above the largest level gets the largest.
+    rule : "topk", levels from K·B/E to r·K·B/E; "paper", the literal B/E to r·B/E. Expected loads,
+        which choose the tier, have the factor K in both; an expert above the largest level gets the
+        largest.
     """
     require("rule", rule, RULES)
     if tokens < 1 or chunk < 1 or slack <= 0:
-        raise ValueError(f"tokens={tokens} and chunk={chunk} must be at least 1, and slack={slack} above 0")
+        raise ValueError(
+            f"tokens={tokens} and chunk={chunk} must be at least 1, and slack={slack} above 0"
+        )
     counts = _layers_of(counts)
     if (counts.sum(1) == 0).any():
-        raise ValueError(f"nothing was routed in layer {int((counts.sum(1) == 0).argmax())}; calibrate on prompts "
-                         f"that pass all layers")
-    expected = slack * counts * (chunk / tokens)                                    # [L, E], sums to slack·K·B
+        raise ValueError(
+            f"nothing was routed in layer {int((counts.sum(1) == 0).argmax())}; calibrate on prompts "
+            f"that pass all layers"
+        )
+    expected = slack * counts * (chunk / tokens)  # [L, E], sums to slack·K·B
     r = counts.max(1) / counts.mean(1)
     base = expected.mean(1) if rule == "topk" else [slack * chunk / counts.shape[1]] * len(counts)
-    return [_tiers(wanted, low, low * ratio, chunk, levels) for wanted, low, ratio in zip(expected, base, r)]
+    return [
+        _tiers(wanted, low, low * ratio, chunk, levels)
+        for wanted, low, ratio in zip(expected, base, r)
+    ]
 
 
-def form_groups(tiers: Tiers, counts: Any, size: int, max_experts: int | None = None,
-                experts: Iterable[int] | None = None) -> list[Group]:
-    """Groups from the largest tier to the smallest, within a tier from hot to cold (NPUMoE §4.2, §4.3).
+def form_groups(
+    tiers: Tiers,
+    counts: Any,
+    size: int,
+    max_experts: int | None = None,
+    experts: Iterable[int] | None = None,
+) -> list[Group]:
+    """Groups from the largest tier to the smallest, within a tier from hot to cold (NPUMoE §4.2,
+    §4.3).
 
     counts : [E], routings to each expert; equal ones in order of their ids.
     size : G, experts a group at most, or `max_experts`, which one graph can hold, if that is less.
@@ -82,13 +101,15 @@ def form_groups(tiers: Tiers, counts: Any, size: int, max_experts: int | None = 
         raise ValueError(f"counts must be [{E}], one number an expert, not {list(counts.shape)}")
     G = size if max_experts is None else min(size, max_experts)
     if G < 1:
-        raise ValueError(f"a group holds at least one expert, not size={size}, max_experts={max_experts}")
+        raise ValueError(
+            f"a group holds at least one expert, not size={size}, max_experts={max_experts}"
+        )
     chosen = set(range(E) if experts is None else experts)
     hot_first = [e for e in np.argsort(-counts[0], kind="stable").tolist() if e in chosen]
     groups = []
     for level in tiers.levels:
         of_tier = [e for e in hot_first if tiers.capacity[e] == level]
-        groups += [Group(tuple(of_tier[i:i + G]), level) for i in range(0, len(of_tier), G)]
+        groups += [Group(tuple(of_tier[i : i + G]), level) for i in range(0, len(of_tier), G)]
     return groups
 
 
@@ -98,13 +119,20 @@ def round_up(n: float, multiple: int) -> int:
 
 
 def _tiers(wanted: Sequence[float], low: float, high: float, chunk: int, levels: int) -> Tiers:
-    """Levels low · (high/low)^(j/(levels − 1)), and for each wanted load the smallest level that holds it."""
+    """Levels low · (high/low)^(j/(levels − 1)), and for each wanted load the smallest level that
+    holds it."""
     if levels < 1:
         raise ValueError(f"levels={levels} must be at least 1")
-    ceiling = round_up(chunk, MULTIPLE)                     # a token visits an expert once at most
-    ordered = sorted({min(round_up(round(low * (high / low) ** step, 6) if low > 0 else 0, MULTIPLE), ceiling)
-                      for step in np.linspace(1, 0, levels)})
-    capacity = tuple(next((level for level in ordered if load <= level), ordered[-1]) for load in wanted)
+    ceiling = round_up(chunk, MULTIPLE)  # a token visits an expert once at most
+    ordered = sorted(
+        {
+            min(round_up(round(low * (high / low) ** step, 6) if low > 0 else 0, MULTIPLE), ceiling)
+            for step in np.linspace(1, 0, levels)
+        }
+    )
+    capacity = tuple(
+        next((level for level in ordered if load <= level), ordered[-1]) for load in wanted
+    )
     return Tiers(tuple(reversed(ordered)), capacity)
 
 
@@ -113,5 +141,7 @@ def _layers_of(counts: Any) -> np.ndarray:
     counts = np.asarray(counts, dtype=float)
     counts = counts[None] if counts.ndim == 1 else counts
     if counts.ndim != 2 or not counts.size or (counts < 0).any():
-        raise ValueError(f"counts must be [E] or [L, E], not negative, and not {list(counts.shape)}")
+        raise ValueError(
+            f"counts must be [E] or [L, E], not negative, and not {list(counts.shape)}"
+        )
     return counts

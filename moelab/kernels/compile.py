@@ -2,10 +2,10 @@
 
 What has to be compiled takes seconds a kernel, so a process says so, once.
 
-numba takes a kernel from its cache as long as its own file has not changed, but a kernel contains those that it calls,
-from other files too. So here the key is the content of this folder's files, of those beside its own and of those beside
-kernels that it names. A cache that is damaged, full or not to be written costs the time of compiling, and no more.
-"""
+numba takes a kernel from its cache as long as its own file has not changed, but a kernel contains
+those that it calls, from other files too. So here the key is the content of this folder's files, of
+those beside its own and of those beside kernels that it names. A cache that is damaged, full or not
+to be written costs the time of compiling, and no more."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ from numba.core.ccallback import CFunc
 
 from moelab.progress import Notice
 
-_OURS: set[str] = set()                  # files that have kernels
-_ALIVE: list[Any] = []                  # compiled functions, which would take their code with them
+_OURS: set[str] = set()  # files that have kernels
+_ALIVE: list[Any] = []  # compiled functions, which would take their code with them
 
 
 class _Told(event.Listener):
     """Says that kernels are being compiled while one is that numba has not in its cache."""
 
-    depth, notice = 0, Notice("compiling kernels (the first time only) …")      # one is compiled within another
+    depth, notice = (
+        0,
+        Notice("compiling kernels (the first time only) …"),
+    )  # one is compiled within another
 
     def on_start(self, begun: event.Event) -> None:
         self.depth += 1
@@ -51,7 +54,8 @@ event.register("numba:compile", _Told())
 
 
 def kernel(function: Callable | None = None, **options: Any) -> Callable:
-    """`function`, compiled when it is called with types that are new; a decorator, with or without numba's options."""
+    """`function`, compiled when it is called with types that are new; a decorator, with or without
+    numba's options."""
     if function is None:
         return lambda function: kernel(function, **options)
     dispatcher = numba.njit(nogil=True, **options)(function)
@@ -62,7 +66,9 @@ def kernel(function: Callable | None = None, **options: Any) -> Callable:
 @lru_cache(maxsize=None)
 def c_function(function: Callable) -> int:
     """The address of a function of one int64, compiled as one of C."""
-    compiled = CFunc(function, ((types.int64,), types.void), locals={}, options={})     # as numba.cfunc makes it
+    compiled = CFunc(
+        function, ((types.int64,), types.void), locals={}, options={}
+    )  # as numba.cfunc makes it
     compiled._cache = _cache_of(function)
     compiled.compile()
     _ALIVE.append(compiled)
@@ -81,12 +87,14 @@ class _Cache(caching.FunctionCache):
     def __init__(self, function: Callable) -> None:
         super().__init__(function)
         self._base, sources = self._impl.filename_base, _sources(function)
-        self._cache_file = caching.IndexDataCacheFile(self._cache_path, f"{self._base}.{sources[:16]}", sources)
+        self._cache_file = caching.IndexDataCacheFile(
+            self._cache_path, f"{self._base}.{sources[:16]}", sources
+        )
 
     def load_overload(self, *args: Any) -> Any:
         try:
             return super().load_overload(*args)
-        except Exception:                   # whatever unpickling makes of damage
+        except Exception:  # whatever unpickling makes of damage
             with suppress(OSError):
                 self.flush()
             return None
@@ -96,8 +104,8 @@ class _Cache(caching.FunctionCache):
             super().save_overload(*args)
             for file in Path(self._cache_path).glob(f"{escape(self._base)}.*"):
                 if not file.name.startswith(f"{self._base}.{self._cache_file._source_stamp[:16]}."):
-                    file.unlink()           # of other sources
-        except Exception as error:          # of the disk, or of pickling
+                    file.unlink()  # of other sources
+        except Exception as error:  # of the disk, or of pickling
             _not_kept(self._cache_path, getattr(error, "strerror", type(error).__name__))
 
 
@@ -106,23 +114,34 @@ def _cache_of(function: Callable) -> Any:
     try:
         return _Cache(function)
     except (RuntimeError, OSError):
-        _not_kept(str(Path(function.__code__.co_filename).parent), "there is no folder that can be written")
+        _not_kept(
+            str(Path(function.__code__.co_filename).parent),
+            "there is no folder that can be written",
+        )
         return caching.NullCache()
 
 
 def _sources(function: Callable) -> str:
     """A digest of the files that a function may call kernels of."""
     named = [value.py_func for value in function.__globals__.values() if hasattr(value, "py_func")]
-    folders = {Path(__file__).parent, *(Path(of.__code__.co_filename).parent for of in (function, *named))}
+    folders = {
+        Path(__file__).parent,
+        *(Path(of.__code__.co_filename).parent for of in (function, *named)),
+    }
     return sha256("".join(sorted(map(_folder_digest, folders))).encode()).hexdigest()
 
 
 @lru_cache(maxsize=None)
 def _folder_digest(folder: Path) -> str:
-    return sha256(b"".join(sha256(file.read_bytes()).digest() for file in sorted(folder.glob("*.py")))).hexdigest()
+    return sha256(
+        b"".join(sha256(file.read_bytes()).digest() for file in sorted(folder.glob("*.py")))
+    ).hexdigest()
 
 
-@lru_cache(maxsize=None)                # so it is said once
+@lru_cache(maxsize=None)  # so it is said once
 def _not_kept(folder: str, why: str) -> None:
-    warnings.warn(f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "
-                  f"NUMBA_CACHE_DIR to a folder that can be written", stacklevel=1)
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "
+        f"NUMBA_CACHE_DIR to a folder that can be written",
+        stacklevel=1,
+    )

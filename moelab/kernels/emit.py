@@ -1,8 +1,9 @@
-"""LLVM's instructions by Python's operators, for what numba cannot say: vectors, bits of numbers, memory by address.
+"""LLVM's instructions by Python's operators, for what numba cannot say: vectors, bits of numbers,
+memory by address.
 
-A `Value` is what an instruction gives; operators on values append further ones to the code that is being made.
-`emitted` makes a part of kernels, an intrinsic of numba, of a function of values; those that know no weights follow it.
-"""
+A `Value` is what an instruction gives; operators on values append further ones to the code that is
+being made. `emitted` makes a part of kernels, an intrinsic of numba, of a function of values; those
+that know no weights follow it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
 
 def fill(of: ir.Type, value: Any) -> ir.Constant:
     """A number, in every place of a vector, or a list of its numbers."""
-    return ir.Constant(of, [value] * of.count if hasattr(of, "count") and not isinstance(value, list) else value)
+    return ir.Constant(
+        of, [value] * of.count if hasattr(of, "count") and not isinstance(value, list) else value
+    )
 
 
 def _operator(integer: str, real: str = "") -> Callable:
@@ -30,19 +33,26 @@ def _operator(integer: str, real: str = "") -> Callable:
 
 
 class Value:
-    """A number, an address or a vector of LLVM; plain numbers next to it are of its type. Integers have no sign."""
+    """A number, an address or a vector of LLVM; plain numbers next to it are of its type. Integers
+    have no sign."""
 
     def __init__(self, builder: ir.IRBuilder, llvm: Any) -> None:
         self.builder, self.llvm, self.type = builder, llvm, llvm.type
         self.scalar = getattr(self.type, "element", self.type)
 
-    __add__, __sub__, __mul__ = _operator("add", "fadd"), _operator("sub", "fsub"), _operator("mul", "fmul")
+    __add__, __sub__, __mul__ = (
+        _operator("add", "fadd"),
+        _operator("sub", "fsub"),
+        _operator("mul", "fmul"),
+    )
     __truediv__, __and__, __or__ = _operator("", "fdiv"), _operator("and_"), _operator("or_")
     __lshift__, __rshift__, __floordiv__ = _operator("shl"), _operator("lshr"), _operator("udiv")
 
     def made(self, instruction: str, *others: Any) -> Value:
         """What the builder's instruction of this name gives, of values, plain numbers and types."""
-        return Value(self.builder, getattr(self.builder, instruction)(self.llvm, *map(self._operand, others)))
+        return Value(
+            self.builder, getattr(self.builder, instruction)(self.llvm, *map(self._operand, others))
+        )
 
     def _operand(self, other: Any) -> Any:
         if isinstance(other, ir.Type):
@@ -63,8 +73,11 @@ class Value:
         compare = self.builder.fcmp_ordered if self.scalar == F32 else self.builder.icmp_unsigned
         return Value(self.builder, compare(sign, self.llvm, self._operand(other)))
 
-    def call(self, name: str, *others: Any, of: ir.Type | None = None, fastmath: tuple[str, ...] = ()) -> Value:
-        """One of LLVM's own functions of this and others; its result is of this type, or of another."""
+    def call(
+        self, name: str, *others: Any, of: ir.Type | None = None, fastmath: tuple[str, ...] = ()
+    ) -> Value:
+        """One of LLVM's own functions of this and others; its result is of this type, or of
+        another."""
         args = [self.llvm, *map(self._operand, others)]
         function = ir.FunctionType(of or self.type, [arg.type for arg in args])
         function = cgutils.get_or_insert_function(self.builder.module, function, "llvm." + name)
@@ -72,15 +85,20 @@ class Value:
 
     def shuffled(self, order: list[int], other: Value | None = None) -> Value:
         """Places of a vector, and of another counted on."""
-        return self.made("shuffle_vector", other or self, self.of(order, ir.VectorType(I32, len(order))))
+        return self.made(
+            "shuffle_vector", other or self, self.of(order, ir.VectorType(I32, len(order)))
+        )
 
     def everywhere(self, count: int) -> Value:
         """A vector of a number."""
         one = ir.Constant(ir.VectorType(self.type, count), ir.Undefined)
-        return Value(self.builder, self.builder.insert_element(one, self.llvm, fill(I32, 0))).shuffled([0] * count)
+        return Value(
+            self.builder, self.builder.insert_element(one, self.llvm, fill(I32, 0))
+        ).shuffled([0] * count)
 
     def at(self, of: ir.Type, i: Value | None = None) -> Any:
-        """A pointer to what lies at this address, or to the i-th, of which LLVM knows that the next lies beside it."""
+        """A pointer to what lies at this address, or to the i-th, of which LLVM knows that the next
+        lies beside it."""
         pointer = self.builder.inttoptr(self.llvm, of.as_pointer())
         return pointer if i is None else self.builder.gep(pointer, [i.llvm])
 
@@ -93,14 +111,17 @@ class Value:
     @contextmanager
     def steps(self, step: int) -> Iterator[Value]:
         """A loop from 0 to this, of which the block is the body."""
-        with cgutils.for_range_slice(self.builder, fill(I64, 0), self.llvm, fill(I64, step), I64) as (i, _):
+        with cgutils.for_range_slice(
+            self.builder, fill(I64, 0), self.llvm, fill(I64, step), I64
+        ) as (i, _):
             yield Value(self.builder, i)
 
 
 def emitted(result: types.Type = types.void) -> Callable:
-    """A part of kernels, from the function that makes its code of values: of int64, of fp32, of an array the address.
-    A parameter annotated `type` is numba's type instead, one annotated `int` a number known when a kernel is compiled.
-    """
+    """A part of kernels, from the function that makes its code of values: of int64, of fp32, of an
+    array the address. A parameter annotated `type` is numba's type instead, one annotated `int` a
+    number known when a kernel is compiled."""
+
     def part(function: Callable) -> Any:
         own = inspect.signature(function)
         wanted = [parameter.annotation for parameter in own.parameters.values()]
@@ -109,14 +130,21 @@ def emitted(result: types.Type = types.void) -> Callable:
             taken = [_taken(*one) for one in zip(wanted, given)]
 
             def code(context, builder, signature, args):
-                found = function(*(_value(context, builder, *one) for one in zip(wanted, taken, args)))
+                found = function(
+                    *(_value(context, builder, *one) for one in zip(wanted, taken, args))
+                )
                 if isinstance(found, Value):
                     return found.llvm
                 return context.get_dummy_value() if found is None else fill(I64, found)
+
             return result(*taken), code
+
         typed.__name__, typed.__doc__ = function.__name__, function.__doc__
-        typed.__signature__ = own.replace(parameters=[inspect.Parameter("typing", 1), *own.parameters.values()])
+        typed.__signature__ = own.replace(
+            parameters=[inspect.Parameter("typing", 1), *own.parameters.values()]
+        )
         return intrinsic(prefer_literal="int" in wanted)(typed)
+
     return part
 
 
@@ -138,13 +166,15 @@ def _value(context: Any, builder: ir.IRBuilder, wanted: str, taken: Any, llvm: A
 
 @emitted(types.int64)
 def address(array):
-    """Where an array's numbers lie; `ctypes.data` would be uint64, and every kernel compiled for these as well."""
+    """Where an array's numbers lie; `ctypes.data` would be uint64, and every kernel compiled for
+    these as well."""
     return array
 
 
 @emitted()
 def kept(array):
-    """A use of an array: numba frees its memory after the last one, even if its address is still used."""
+    """A use of an array: numba frees its memory after the last one, even if its address is still
+    used."""
 
 
 @emitted(types.int64)
@@ -162,19 +192,26 @@ def pointer(address):
 @emitted(types.int64)
 def take(counter):
     """Add one to the int64 at an address, atomically; returns what it was before."""
-    return Value(counter.builder, counter.builder.atomic_rmw("add", counter.at(I64), fill(I64, 1), "monotonic"))
+    return Value(
+        counter.builder,
+        counter.builder.atomic_rmw("add", counter.at(I64), fill(I64, 1), "monotonic"),
+    )
 
 
 @emitted()
 def together(team, function, threads, job):
-    """Call the C function at an address with that of the array `job` in so many threads, by OpenMP's GOMP_parallel at
-    the address `team`; once, in this thread, where that is 0 or threads 1."""
+    """Call the C function at an address with that of the array `job` in so many threads, by
+    OpenMP's GOMP_parallel at the address `team`; once, in this thread, where that is 0 or threads
+    1."""
     b, body = team.builder, ir.FunctionType(VOID, [I64])
     run = ir.FunctionType(VOID, [body.as_pointer(), I64, I32, I32])
     several = b.and_(b.icmp_unsigned("!=", team.llvm, fill(I64, 0)), threads.is_(">", 1).llvm)
     with b.if_else(several) as (then, otherwise):
         with then:
-            b.call(team.at(run), [function.at(body), job.llvm, threads.to(I32, "trunc").llvm, fill(I32, 0)])
+            b.call(
+                team.at(run),
+                [function.at(body), job.llvm, threads.to(I32, "trunc").llvm, fill(I32, 0)],
+            )
         with otherwise:
             b.call(function.at(body), [job.llvm])
 
@@ -190,15 +227,24 @@ def now(function, clock):
 
 @emitted(types.float32)
 def exponential(x):
-    """e^x of an fp32 number, to one unit in the last place, in steps of which loops make vectors; subnormals are 0.
+    """e^x of an fp32 number, to one unit in the last place, in steps of which loops make vectors;
+    subnormals are 0.
 
-    Source: Cephes, expf: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, n added to its exponent.
-    """
+    Source: Cephes, expf: x = n ln 2 + r with |r| ≤ ln 2 / 2, a polynomial for e^r, n added to its
+    exponent."""
     bound = x.call("maxnum.f32", -88.0).call("minnum.f32", 89.0)
     n = (bound * 1.44269504).call("rint.f32")
     r = n.call("fma.f32", 2.12194440e-4, n.call("fma.f32", -0.693359375, bound))
     total = x.of(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+    for factor in (
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+        1.0,
+        1.0,
+    ):
         total = total.call("fma.f32", r, factor)
     power = (n.to(I32, "fptosi") + 127 << 23).to(F32)
     return x.is_("uno", x).made("select", x, total * power)

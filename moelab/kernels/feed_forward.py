@@ -1,6 +1,8 @@
-"""What surrounds the products of a step's experts, compiled: dispatch by expert, the gate, the weighted sum.
+"""What surrounds the products of a step's experts, compiled: dispatch by expert, the gate, the
+weighted sum.
 
-As calls of torch these are overhead-dominated for a single token; where the gate is SiLU, a whole expert is one call.
+As calls of torch these are overhead-dominated for a single token; where the gate is SiLU, a whole
+expert is one call.
 
     ids [T, K] → experts hit [M], rows [N]    x [T, H] → h fp32 [N, 2I] → silu(gate) · up [N, I] → y [N, H] → [T, H]
 """
@@ -21,15 +23,17 @@ from moelab.kernels.tiles import weight, write
 
 @kernel
 def arrange(ids, E):
-    """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of their choices [M + 1], tokens [n] of these, and
-    the row of each choice [T, K], −1 for "no expert" (E)."""
+    """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of their choices [M + 1],
+    tokens [n] of these, and the row of each choice [T, K], −1 for "no expert" (E)."""
     T, K = ids.shape
     places, rows = np.zeros(E + 1, np.int64), np.full((T, K), -1)
     for t in range(T):
         for k in range(K):
-            if ids[t, k] < 0 or ids[t, k] > E:                  # a kernel would write past the end of its memory
-                raise ValueError("there is an expert's id below 0 or above E, the number of experts: they must be "
-                                 "0 to E - 1, or E for no expert")
+            if ids[t, k] < 0 or ids[t, k] > E:  # a kernel would write past the end of its memory
+                raise ValueError(
+                    "there is an expert's id below 0 or above E, the number of experts: they must be "
+                    "0 to E - 1, or E for no expert"
+                )
             places[ids[t, k]] += 1
     M, n = 0, 0
     hit, bounds = np.empty(E, np.int64), np.empty(E + 1, np.int64)
@@ -45,32 +49,66 @@ def arrange(ids, E):
             if e < E:
                 tokens[places[e]], rows[t, k] = t, places[e]
                 places[e] += 1
-    return hit[:M], bounds[:M + 1], tokens, rows
+    return hit[:M], bounds[: M + 1], tokens, rows
 
 
 def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, H]: for each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its weights w [T, K]."""
+    """[T, H]: for each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its
+    weights w [T, K]."""
     out, w = torch.empty(len(rows), y.shape[1], dtype=dtype), _readable(w)
     _combine(KINDS[w.dtype](0), KINDS[dtype](0), y.numpy(), rows, w.data_ptr(), out.data_ptr())
     return out
 
 
-def feed_forward(up: tuple[type, np.ndarray, int], down: tuple[type, np.ndarray, int], bounds: np.ndarray, x: Tensor,
-                 tokens: np.ndarray, rows: np.ndarray, w: Tensor, transposed: bool) -> Tensor:
-    """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind, matrices, R)."""
+def feed_forward(
+    up: tuple[type, np.ndarray, int],
+    down: tuple[type, np.ndarray, int],
+    bounds: np.ndarray,
+    x: Tensor,
+    tokens: np.ndarray,
+    rows: np.ndarray,
+    w: Tensor,
+    transposed: bool,
+) -> Tensor:
+    """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind,
+    matrices, R)."""
     x, w, (T, n) = x.contiguous(), _readable(w), x.shape
     out = torch.empty(T, down[2], dtype=x.dtype)
-    gated(KINDS[x.dtype](0), ways(up, down, transposed, x.dtype), up[1], down[1], bounds, x.data_ptr(), T, n, tokens,
-          rows, KINDS[w.dtype](0), w.data_ptr(), out.data_ptr(), TEAM, torch.get_num_threads())
+    gated(
+        KINDS[x.dtype](0),
+        ways(up, down, transposed, x.dtype),
+        up[1],
+        down[1],
+        bounds,
+        x.data_ptr(),
+        T,
+        n,
+        tokens,
+        rows,
+        KINDS[w.dtype](0),
+        w.data_ptr(),
+        out.data_ptr(),
+        TEAM,
+        torch.get_num_threads(),
+    )
     return out
 
 
-def ways(up: tuple[type, Any, int], down: tuple[type, Any, int], transposed: bool, dtype: torch.dtype) -> tuple:
-    """How `gated` multiplies matrices of these kinds: orders of inputs, outputs R of each, at a time, and kernels.
+def ways(
+    up: tuple[type, Any, int], down: tuple[type, Any, int], transposed: bool, dtype: torch.dtype
+) -> tuple:
+    """How `gated` multiplies matrices of these kinds: orders of inputs, outputs R of each, at a
+    time, and kernels.
     dtype : of up's inputs; down's are fp32."""
     orders = [np.float32(0) if transposed else kind(0) for kind, _, _ in (up, down)]
-    return (*orders, up[2], down[2], OUTPUTS if transposed else PIECE,
-            entry(up[0], transposed, KINDS[dtype]), entry(down[0], transposed))
+    return (
+        *orders,
+        up[2],
+        down[2],
+        OUTPUTS if transposed else PIECE,
+        entry(up[0], transposed, KINDS[dtype]),
+        entry(down[0], transposed),
+    )
 
 
 def _readable(w: Tensor) -> Tensor:
@@ -93,18 +131,45 @@ def _combine(w_kind, kind, y, rows, w, out):
             write(kind, out, t * len(total) + h, total[h])
 
 
-@kernel(error_model="numpy")             # a division that may raise an error keeps a loop from becoming vectors
+@kernel(
+    error_model="numpy"
+)  # a division that may raise an error keeps a loop from becoming vectors
 def gated(x_kind, ways, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out, team, threads):
     """`feed_forward`, of matrices [M, 4] each."""
     up_order, down_order, two_I, H, outputs, up_work, down_work = ways
     N, I = bounds[-1], two_I // 2
-    h, a, y = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32), np.empty((N, H), np.float32)
-    together(team, up_work, threads, job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, address(h),
-                                            outputs, threads))
+    h, a, y = (
+        np.empty((N, two_I), np.float32),
+        np.empty((N, I), np.float32),
+        np.empty((N, H), np.float32),
+    )
+    together(
+        team,
+        up_work,
+        threads,
+        job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, address(h), outputs, threads),
+    )
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + exponential(-h[j, i])) * h[j, I + i]
-    together(team, down_work, threads, job_of(np.float32(0), down_order, down, bounds, address(a), N, I, tokens[:0],
-                                              H, address(y), outputs, threads))
+    together(
+        team,
+        down_work,
+        threads,
+        job_of(
+            np.float32(0),
+            down_order,
+            down,
+            bounds,
+            address(a),
+            N,
+            I,
+            tokens[:0],
+            H,
+            address(y),
+            outputs,
+            threads,
+        ),
+    )
     kept(a)
     _combine(w_kind, x_kind, y, rows, w, out)

@@ -1,8 +1,10 @@
-"""Many small matrix products at once, y = x Wᵀ + b, each weight read once from where it lies: numba kernels.
+"""Many small matrix products at once, y = x Wᵀ + b, each weight read once from where it lies: numba
+kernels.
 
-GEMV is memory-bound, so every core must read all the time: the rows of all matrices, given by their addresses, are cut
-into pieces, and each thread takes the next piece. With several tokens a matrix, tiles of `moelab.kernels.tiles`
-multiply each weight with all of them while it is in a register; no weight is packed, converted or copied.
+GEMV is memory-bound, so every core must read all the time: the rows of all matrices, given by their
+addresses, are cut into pieces, and each thread takes the next piece. With several tokens a matrix,
+tiles of `moelab.kernels.tiles` multiply each weight with all of them while it is in a register; no
+weight is packed, converted or copied.
 
     x [T, n], tokens [N] rows of x, matrices [M] with first…last of tokens    →    y fp32 [N, R]
 """
@@ -26,42 +28,79 @@ from torch import Tensor
 from moelab.forks import in_children
 from moelab.kernels.compile import c_function, c_library, kernel
 from moelab.kernels.emit import address, kept, pointer, read, take, together
-from moelab.kernels.tiles import add_rows, beside, dots, given, place, span, spread, step, weight, write
+from moelab.kernels.tiles import (
+    add_rows,
+    beside,
+    dots,
+    given,
+    place,
+    span,
+    spread,
+    step,
+    weight,
+    write,
+)
 from moelab.kernels.vectors import PAIRED
 
 #: torch's types of weights → numba's kinds
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 #: how weights are packed, see `moelab.store.bf12` and `fewbit` → numba's kind
 PACKED = {"bf12": np.int8, "int8": np.uint8, "int4": np.uint32, "mxfp4": np.int32, "fp8": np.uint64}
-#: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix, outputs of one; matrices and inputs
-#: follow
+#: what a job begins with: pieces taken, M, n, R, address of y, pieces of a matrix, outputs of one;
+#: matrices and inputs follow
 HEADER = 7
 _IN_ORDER = np.empty(0, np.int64)
-TILE = 4                        # tokens and rows of a tile: 16 sums leave registers for what is multiplied
-PIECE, SHARES = 64, 16          # rows that a thread takes at a time, or more where it still takes so many times
-GROUP = 96                      # tokens whose inputs stay in a core's second-level cache
-OUTPUTS = 512                   # the most, and what it takes of the transposed layout, whose sums stay in the L1
-AHEAD = 4096                    # bytes to ask for before they are needed; the hardware stops at the end of a page
-SIZES = (8, 32, 128)            # tokens of one expert, or rows of a layer, that `crossover` tries
-REPEATS = 3                     # the best of so many counts: the others were disturbed
-_POOL, _C_FUNCTION = ThreadPoolExecutor(), ctypes.CFUNCTYPE(None, ctypes.c_int64)          # where there is no OpenMP
+TILE = 4  # tokens and rows of a tile: 16 sums leave registers for what is multiplied
+PIECE, SHARES = (
+    64,
+    16,
+)  # rows that a thread takes at a time, or more where it still takes so many times
+GROUP = 96  # tokens whose inputs stay in a core's second-level cache
+OUTPUTS = 512  # the most, and what it takes of the transposed layout, whose sums stay in the L1
+AHEAD = 4096  # bytes to ask for before they are needed; the hardware stops at the end of a page
+SIZES = (8, 32, 128)  # tokens of one expert, or rows of a layer, that `crossover` tries
+REPEATS = 3  # the best of so many counts: the others were disturbed
+_POOL, _C_FUNCTION = (
+    ThreadPoolExecutor(),
+    ctypes.CFUNCTYPE(None, ctypes.c_int64),
+)  # where there is no OpenMP
 in_children(lambda: globals().update(_POOL=ThreadPoolExecutor()))
 
 
-def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, tokens: np.ndarray | None, R: int,
-             transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+def multiply(
+    kind: type,
+    matrices: np.ndarray,
+    bounds: np.ndarray,
+    x: Tensor,
+    tokens: np.ndarray | None,
+    R: int,
+    transposed: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """All products: [N, R] of `dtype`, summed in fp32.
 
     kind : a value of `KINDS`, or of `PACKED` for weights whose last dimension is a multiple of 64.
-    matrices : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases, 0 for none:
-        (w, 0, bias, 0); of bf12 (low bytes, codes, bias in bf16, number of escapes); of few-bit formats (codes, scales,
-        bias in bf16, 0), always [R, n].
+    matrices : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases,
+        0 for none: (w, 0, bias, 0); of bf12 (low bytes, codes, bias in bf16, number of escapes); of
+        few-bit formats (codes, scales, bias in bf16, 0), always [R, n].
     bounds : int64 [M + 1], where each matrix's rows of the result begin, and the last one's end, N.
-    x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the other.
-    """
-    x, y, threads = x.contiguous(), torch.empty(int(bounds[-1]), R, dtype=dtype), torch.get_num_threads()
-    given = (KINDS[x.dtype](0), np.float32(0) if transposed else kind(0), matrices, bounds, x.data_ptr(), *x.shape,
-             _IN_ORDER if tokens is None else tokens, R)
+    x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the
+    other."""
+    x, y, threads = (
+        x.contiguous(),
+        torch.empty(int(bounds[-1]), R, dtype=dtype),
+        torch.get_num_threads(),
+    )
+    given = (
+        KINDS[x.dtype](0),
+        np.float32(0) if transposed else kind(0),
+        matrices,
+        bounds,
+        x.data_ptr(),
+        *x.shape,
+        _IN_ORDER if tokens is None else tokens,
+        R,
+    )
     outputs, work = OUTPUTS if transposed else PIECE, entry(kind, transposed, KINDS[x.dtype])
     if TEAM or threads == 1:
         _multiply(KINDS[dtype](0), y.data_ptr(), *given, outputs, work, TEAM, threads)
@@ -71,18 +110,21 @@ def multiply(kind: type, matrices: np.ndarray, bounds: np.ndarray, x: Tensor, to
     running = [_POOL.submit(work, job.ctypes.data) for _ in range(threads)]
     try:
         wait(running)
-    finally:                                        # Ctrl-C meanwhile is raised when nobody uses the job's memory
+    finally:  # Ctrl-C meanwhile is raised when nobody uses the job's memory
         wait(running)
     return y.copy_(wide)
 
 
 def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
-    """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the `SIZES`, or infinity."""
+    """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the
+    `SIZES`, or infinity."""
     last = 0
     for size in SIZES:
         seconds: list[list[float]] = [[], []]
-        for _ in range(1 + REPEATS):                        # the first ones compile, pack, fill caches
-            for function, runs in zip((first, second), seconds):        # in turn: what disturbs one disturbs the other
+        for _ in range(1 + REPEATS):  # the first ones compile, pack, fill caches
+            for function, runs in zip(
+                (first, second), seconds
+            ):  # in turn: what disturbs one disturbs the other
                 start = time.perf_counter()
                 function(size)
                 runs.append(time.perf_counter() - start)
@@ -94,7 +136,8 @@ def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> floa
 
 @kernel
 def widen(kind, order, x, n, out):
-    """Write n numbers of a kind at x as fp32, in `place`'s order for weights of the kind `order`."""
+    """Write n numbers of a kind at x as fp32, in `place`'s order for weights of the kind
+    `order`."""
     whole = n - n % step(order)
     spread(kind, order, x, whole, out)
     for i in range(whole, n):
@@ -103,20 +146,31 @@ def widen(kind, order, x, n, out):
 
 @kernel
 def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs, threads):
-    """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for the kind `order`.
-    A thread takes `outputs` of R at a time, or twice as many while each still takes `SHARES`: at the begin of a piece
-    it waits for memory. x must be `kept` until here, y until the job is done."""
+    """All arguments of a kernel behind one address, at the end fp32 inputs in `place`'s order for
+    the kind `order`. A thread takes `outputs` of R at a time, or twice as many while each still
+    takes `SHARES`: at the begin of a piece it waits for memory. x must be `kept` until here, y
+    until the job is done."""
     M, N = len(matrices), bounds[-1]
     while 2 * outputs <= min(OUTPUTS, M * R // (SHARES * threads)):
         outputs *= 2
     job = np.empty(HEADER + 6 * M + N + 8 + (T * n + 1) // 2, np.int64)
-    job[0], job[1], job[2], job[3], job[4], job[5], job[6] = 0, M, n, R, y, (R + outputs - 1) // outputs, outputs
+    job[0], job[1], job[2], job[3], job[4], job[5], job[6] = (
+        0,
+        M,
+        n,
+        R,
+        y,
+        (R + outputs - 1) // outputs,
+        outputs,
+    )
     for m in range(M):
         at = HEADER + 6 * m
-        for i in range(4):                      # as slices they might differ in shape: seconds to compile that error
+        for i in range(4):  # as slices they might differ in shape: seconds to compile that error
             job[at + i] = matrices[m, i]
         job[at + 4], job[at + 5] = bounds[m], bounds[m + 1]
-    wide = (address(job) + 8 * (HEADER + 6 * M + N) + 63) // 64 * 64            # no vector lies across two cache lines
+    wide = (
+        (address(job) + 8 * (HEADER + 6 * M + N) + 63) // 64 * 64
+    )  # no vector lies across two cache lines
     for j in range(N):
         job[HEADER + 6 * M + j] = wide + 4 * n * (tokens[j] if len(tokens) > 0 else j)
     for t in range(T):
@@ -125,12 +179,31 @@ def job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R, y, outputs, thre
 
 
 @kernel
-def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R, outputs, work, team, threads):
+def _multiply(
+    out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R, outputs, work, team, threads
+):
     N, pieces = bounds[-1], len(matrices) * ((R + outputs - 1) // outputs)
     wide = span(out_kind, 1) == 4
     y = np.empty(0 if wide else N * R, np.float32)
-    together(team, work, min(threads, pieces), job_of(x_kind, order, matrices, bounds, x, T, n, tokens, R,
-                                                      out if wide else address(y), outputs, threads))
+    together(
+        team,
+        work,
+        min(threads, pieces),
+        job_of(
+            x_kind,
+            order,
+            matrices,
+            bounds,
+            x,
+            T,
+            n,
+            tokens,
+            R,
+            out if wide else address(y),
+            outputs,
+            threads,
+        ),
+    )
     for i in range(len(y)):
         write(out_kind, out, i, y[i])
     kept(y)
@@ -139,9 +212,16 @@ def _multiply(out_kind, out, x_kind, order, matrices, bounds, x, T, n, tokens, R
 @kernel
 def _rows(x_kind, kind, job):
     """Pieces of the rows layout until none is left."""
-    M, n, R, y, pieces, outputs = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5), read(job, 6)
+    M, n, R, y, pieces, outputs = (
+        read(job, 1),
+        read(job, 2),
+        read(job, 3),
+        read(job, 4),
+        read(job, 5),
+        read(job, 6),
+    )
     whole, inputs = n - n % step(kind), job + 8 * (HEADER + 6 * M)
-    near = AHEAD if span(kind, 2) < 4 else AHEAD // 2           # plain kinds the hardware follows, too
+    near = AHEAD if span(kind, 2) < 4 else AHEAD // 2  # plain kinds the hardware follows, too
     while True:
         piece = take(job)
         if piece >= M * pieces:
@@ -155,11 +235,16 @@ def _rows(x_kind, kind, job):
             while r < end:
                 rows = TILE if r + TILE <= end else 1
                 at, second = w + span(kind, r * n), other + beside(kind, r, n)
-                several, tile = group_end - group > 2 or span(kind, 2) == 1, span(kind, rows * n)   # or rows in turn
+                several, tile = (
+                    group_end - group > 2 or span(kind, 2) == 1,
+                    span(kind, rows * n),
+                )  # or rows in turn
                 ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else near
                 token = group
                 while token < group_end:
-                    left = group_end - token if rows > 1 else 1         # few matrices have rows beyond whole tiles
+                    left = (
+                        group_end - token if rows > 1 else 1
+                    )  # few matrices have rows beyond whole tiles
                     tokens = TILE if left >= TILE else 2 if left >= 2 else 1
                     x, to = inputs + 8 * token, y + 4 * (token * R + r)
                     if rows == 1:
@@ -191,7 +276,9 @@ def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
         for i in range(rows):
             total = weight(np.float32(0), to, t * R + i)
             for j in range(whole, n):
-                total += weight(kind, w + span(kind, i * n), j) * weight(np.float32(0), read(x, t), j)
+                total += weight(kind, w + span(kind, i * n), j) * weight(
+                    np.float32(0), read(x, t), j
+                )
             if bias != 0:
                 total += weight(kind, bias, r + i)
             write(np.float32(0), to, t * R + i, total)
@@ -199,13 +286,17 @@ def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
 
 @kernel
 def _missing(table, indices, i):
-    """What an escape's weight lacks to its true value: its codes are 0, which is the first of the table."""
-    return weight(np.uint16(0), address(indices) + 4 * len(indices), i) - weight(np.uint16(0), table - 1, 0)
+    """What an escape's weight lacks to its true value: its codes are 0, which is the first of the
+    table."""
+    return weight(np.uint16(0), address(indices) + 4 * len(indices), i) - weight(
+        np.uint16(0), table - 1, 0
+    )
 
 
 @kernel
 def _columns(kind, job):
-    """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights are read."""
+    """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights
+    are read."""
     M, n, R, y, pieces = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
     sums, inputs = np.empty((8, OUTPUTS), np.float32), job + 8 * (HEADER + 6 * M)
     while True:
@@ -229,8 +320,17 @@ def _columns(kind, job):
                         add_rows(4, kind, x, at, second, table, R, whole, to)
                     else:
                         for j in range(n - i):
-                            add_rows(1, kind, x + 4 * j, at + span(kind, j * R), second + span(kind, j * R) // 2,
-                                     table, R, whole, to)
+                            add_rows(
+                                1,
+                                kind,
+                                x + 4 * j,
+                                at + span(kind, j * R),
+                                second + span(kind, j * R) // 2,
+                                table,
+                                R,
+                                whole,
+                                to,
+                            )
                     for j in range(min(4, n - i) if whole < columns else 0):
                         value = weight(np.float32(0), x, j)
                         for c in range(whole, columns):
@@ -238,8 +338,9 @@ def _columns(kind, job):
             for i in range(escapes):
                 r, c = indices[i] // R, indices[i] % R - begin
                 for t in range(tokens if 0 <= c < columns else 0):
-                    sums[t, place(kind, c)] += _missing(table, indices, i) * \
-                        weight(np.float32(0), read(inputs, token + t), r)
+                    sums[t, place(kind, c)] += _missing(table, indices, i) * weight(
+                        np.float32(0), read(inputs, token + t), r
+                    )
             for t in range(tokens):
                 for c in range(columns):
                     total = sums[t, place(kind, c) if c < whole else c]
@@ -248,7 +349,8 @@ def _columns(kind, job):
                     write(np.float32(0), y, (token + t) * R + begin + c, total)
 
 
-#: address of GOMP_parallel of torch's OpenMP, as two pools of threads would compete for cores; 0 where there is none
+#: address of GOMP_parallel of torch's OpenMP, as two pools of threads would compete for cores; 0
+#: where there is none
 TEAM = c_library("GOMP_parallel")
 
 
@@ -259,7 +361,8 @@ def in_threads(team, work, threads, job):
 
 
 def entry(kind: type, transposed: bool = False, x: type = np.float32) -> int:
-    """The address of what a thread does for a job of this kind of weights, and of inputs that are pairs of bf16."""
+    """The address of what a thread does for a job of this kind of weights, and of inputs that are
+    pairs of bf16."""
     exact = x == np.uint16 and not transposed and from_dtype(np.dtype(kind)) in PAIRED
     return _entry(kind, transposed, np.uint16 if exact else np.float32)
 
@@ -271,4 +374,5 @@ def _entry(kind: type, transposed: bool, x: type) -> int:
 
     def columns(job):
         _columns(kind(0), job)
+
     return c_function(columns if transposed else rows)

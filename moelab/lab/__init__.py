@@ -1,4 +1,5 @@
-"""Running notebooks headlessly, keeping their results, comparing and reporting them; an arena for what one writes."""
+"""Running notebooks headlessly, keeping their results, comparing and reporting them; an arena for
+what one writes."""
 
 from typing import Any
 
@@ -7,7 +8,11 @@ from moelab.lab.results import open_run
 __all__ = ["arena", "open_run"]
 
 
-def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2) -> Any:
-    """Rank a cache policy, a predictor or an NDP schedule of one's own: `moelab.viz.views.arena`."""
+def arena(
+    mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
+) -> Any:
+    """Rank a cache policy, a predictor or an NDP schedule of one's own:
+    `moelab.viz.views.arena`."""
     from moelab.viz import views
+
     return views.arena(mine, model, share, tokens, each)

@@ -1,4 +1,5 @@
-"""`moelab compare`: two runs side by side, the two newest of a notebook or any two; or a sweep's points."""
+"""`moelab compare`: two runs side by side, the two newest of a notebook or any two; or a sweep's
+points."""
 
 from __future__ import annotations
 
@@ -12,11 +13,17 @@ from moelab.table import head_and_rows, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN",
-                        help="two runs, each a folder or a notebook, by name or number, for its newest one; or one "
-                             "notebook, for its two newest; or the table of a sweep (.parquet): where each metric is "
-                             "least and most")
-    parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="two runs, each a folder or a notebook, by name or number, for its newest one; or one "
+        "notebook, for its two newest; or the table of a sweep (.parquet): where each metric is "
+        "least and most",
+    )
+    parser.add_argument(
+        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -26,16 +33,23 @@ def main(args: argparse.Namespace) -> int:
         print(told(rows), "\n", text_table(*head_and_rows(extremes(rows))), sep="\n")
         return 0
     if len(runs) == 1:
-        path, = notebooks(runs)
+        (path,) = notebooks(runs)
         runs = saved_runs(path.stem, results_root(args.results))[-2:]
         if len(runs) < 2:
-            raise ValueError(f"{path.stem} has {len(runs)} finished run(s), and two are compared; "
-                             f"`moelab run {path.stem}` makes one")
+            raise ValueError(
+                f"{path.stem} has {len(runs)} finished run(s), and two are compared; "
+                f"`moelab run {path.stem}` makes one"
+            )
     elif len(runs) > 2:
         raise ValueError(f"{len(runs)} runs are given; two are compared")
     found = compare(*runs, args.results)
     if found.params:
-        print(text_table(["parameter", *found.names], [[name, *map(str, of)] for name, of in found.params.items()]))
+        print(
+            text_table(
+                ["parameter", *found.names],
+                [[name, *map(str, of)] for name, of in found.params.items()],
+            )
+        )
         print()
     print(text_table([*HEAD, *found.names, ""], found.cells))
     return 0

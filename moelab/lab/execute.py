@@ -1,10 +1,10 @@
-"""The process of one notebook: runs papermill, finds the errors that papermill does not report, and measures memory.
+"""The process of one notebook: runs papermill, finds the errors that papermill does not report, and
+measures memory.
 
-The runner starts `python -m moelab.lab.execute` and writes one line of JSON to its standard input; when that
-input closes, because the runner ended or was killed, this process ends too and its kernel follows. It leaves the
-executed notebook, `run.json` with the kernel's peak memory and, after a failure, `error.txt` in the run directory:
-first a sentence, then the traceback.
-"""
+The runner starts `python -m moelab.lab.execute` and writes one line of JSON to its standard input;
+when that input closes, because the runner ended or was killed, this process ends too and its kernel
+follows. It leaves the executed notebook, `run.json` with the kernel's peak memory and, after a
+failure, `error.txt` in the run directory: first a sentence, then the traceback."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ from moelab.files import atomic, write_json, write_text
 from moelab.lab.runner import cells_of
 from moelab.progress import progress
 
-WIDGET_STATE, WIDGET_VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
+WIDGET_STATE, WIDGET_VIEW = (
+    "application/vnd.jupyter.widget-state+json",
+    "application/vnd.jupyter.widget-view+json",
+)
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
 def _poll_for_replies() -> None:
-    """Make Jupyter's client poll once a second: the notification of a reply can be lost among a widget's messages."""
+    """Make Jupyter's client poll once a second: the notification of a reply can be lost among a
+    widget's messages."""
     from queue import Empty
     from time import monotonic
 
     from jupyter_client.channels import AsyncZMQSocketChannel
+
     once = AsyncZMQSocketChannel.get_msg
 
     async def get_msg(self: Any, timeout: float | None = None) -> Any:
@@ -42,6 +47,7 @@ def _poll_for_replies() -> None:
             except Empty:
                 if monotonic() >= end:
                     raise
+
     AsyncZMQSocketChannel.get_msg = get_msg
 
 
@@ -49,33 +55,47 @@ def import_nbformat() -> Any:
     """nbformat, without an optional package of jsonschema that takes seconds to import."""
     sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
+
     return nbformat
 
 
 def _saving_twice_a_minute(engine: type) -> type:
-    """A papermill engine that saves a notebook twice a minute and at its end, not before and after each cell."""
+    """A papermill engine that saves a notebook twice a minute and at its end, not before and after
+    each cell."""
+
     class SavingTwiceAMinute(engine):
         @classmethod
         def execute_managed_notebook(cls, manager: Any, *args: Any, **kwargs: Any) -> Any:
             save = manager.save
 
             def save_if_due(**_: Any) -> None:
-                if (manager.now() - manager.last_save_time).total_seconds() >= manager.autosave_cell_every:
+                if (
+                    manager.now() - manager.last_save_time
+                ).total_seconds() >= manager.autosave_cell_every:
                     save()
+
             manager.save = save_if_due
             try:
                 return super().execute_managed_notebook(manager, *args, **kwargs)
             finally:
                 manager.save = save
+
     return SavingTwiceAMinute
 
 
 class _Watch:
-    """Until `end` is set, shows every ten seconds which cell is running, and looks every 50 ms at the kernel's memory.
+    """Until `end` is set, shows every ten seconds which cell is running, and looks every 50 ms at
+    the kernel's memory.
     peak : its anonymous memory, so without mapped files, in bytes; None where there is no /proc."""
 
     def __init__(self, bar: progress, kernels: list[int]) -> None:
-        self.bar, self.kernels, self.cell, self.end, self.peak = bar, kernels, None, threading.Event(), None
+        self.bar, self.kernels, self.cell, self.end, self.peak = (
+            bar,
+            kernels,
+            None,
+            threading.Event(),
+            None,
+        )
         for watching in (self._tick, self._measure):
             threading.Thread(target=watching, daemon=True).start()
 
@@ -94,9 +114,12 @@ class _Watch:
 
 
 def anonymous_bytes(pid: int) -> int | None:
-    """Memory of a process that no file backs; None where it has ended or the system does not tell."""
+    """Memory of a process that no file backs; None where it has ended or the system does not
+    tell."""
     try:
-        return 1024 * int(re.search(r"^RssAnon:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
+        return 1024 * int(
+            re.search(r"^RssAnon:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1]
+        )
     except (OSError, TypeError):
         return None
 
@@ -104,10 +127,14 @@ def anonymous_bytes(pid: int) -> int | None:
 def first_line(cell: Any) -> str:
     """The first line of code of a cell that is no comment; the first line if all are."""
     lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
-    return next((line for line in lines if not line.startswith("#")), lines[0] if lines else "")[:60]
+    return next((line for line in lines if not line.startswith("#")), lines[0] if lines else "")[
+        :60
+    ]
 
 
-def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: float, pictures: bool) -> str | None:
+def execute(
+    notebook: str, parameters: dict[str, Any], directory: str, timeout: float, pictures: bool
+) -> str | None:
     """Execute a notebook into a run directory, both absolute paths; returns the error, or None.
 
     timeout : seconds that one cell may take. pictures : also draw the figures as PNG.
@@ -139,16 +166,26 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
             watch = _Watch(bar, kernels)
             try:
                 papermill.execute_notebook(
-                    str(source), str(output), parameters, engine_name="moelab", kernel_name="python3",
-                    language="python", progress_bar=False, execution_timeout=timeout,
-                    kernel_manager_class=ThisInterpreter, on_cell_start=watch.started,
-                    on_cell_executed=lambda **_: bar.update())
+                    str(source),
+                    str(output),
+                    parameters,
+                    engine_name="moelab",
+                    kernel_name="python3",
+                    language="python",
+                    progress_bar=False,
+                    execution_timeout=timeout,
+                    kernel_manager_class=ThisInterpreter,
+                    on_cell_start=watch.started,
+                    on_cell_executed=lambda **_: bar.update(),
+                )
                 error = None
             except Exception as failure:
                 error = explain(failure, watch.cell, timeout)
             finally:
                 watch.end.set()
-        if error is None or watch.cell is not None:     # again only where the kernel did not even start
+        if (
+            error is None or watch.cell is not None
+        ):  # again only where the kernel did not even start
             break
     if watch.peak is not None:
         write_json(Path(directory) / "run.json", {"peak_anonymous_bytes": watch.peak})
@@ -156,7 +193,9 @@ def execute(notebook: str, parameters: dict[str, Any], directory: str, timeout: 
         executed = nbformat.read(output, 4)
         if error is None:
             error = "\n\n".join(widget_errors(executed)) or None
-        executed.metadata.pop("widgets", None)          # only a live kernel could use them; their text stays
+        executed.metadata.pop(
+            "widgets", None
+        )  # only a live kernel could use them; their text stays
         for shown in _displays(executed):
             shown.data.pop(WIDGET_VIEW, None)
         if error is None and pictures:
@@ -170,7 +209,12 @@ def explain(error: Exception, cell: Any, timeout: float) -> str:
     """A sentence for people, then the traceback where there is one."""
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillExecutionError, strip_color
-    where = f"in the cell that begins `{first_line(cell)}`" if cell is not None else "before the first cell"
+
+    where = (
+        f"in the cell that begins `{first_line(cell)}`"
+        if cell is not None
+        else "before the first cell"
+    )
     if isinstance(error, PapermillExecutionError):
         trace = strip_color("\n".join(error.traceback))
         return f"{error.ename}: {strip_color(error.evalue)} ({where})\n\n{trace}"
@@ -184,6 +228,7 @@ def explain(error: Exception, cell: Any, timeout: float) -> str:
 def widget_errors(notebook: Any) -> Iterator[str]:
     """The exceptions that were caught in the notebook's Output widgets, each with its traceback."""
     from papermill.exceptions import strip_color
+
     states = notebook.metadata.get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
     for model in states.values():
         if model.get("model_name") != "OutputModel":
@@ -195,13 +240,15 @@ def widget_errors(notebook: Any) -> Iterator[str]:
 
 
 def add_pictures(notebook: Any, directory: Path) -> None:
-    """Add a PNG beside every plotly figure, for viewers that run no scripts; nothing happens without a browser."""
+    """Add a PNG beside every plotly figure, for viewers that run no scripts; nothing happens
+    without a browser."""
     figures = [output for output in _displays(notebook) if PLOTLY in output.data]
     if not figures:
         return
     from base64 import b64encode
 
     from moelab.viz.theme import render_png
+
     for output, png in zip(figures, render_png([output.data[PLOTLY] for output in figures])):
         output.data["image/png"] = b64encode(png).decode()
         if name := output.metadata.get("moelab_figure"):
@@ -209,17 +256,19 @@ def add_pictures(notebook: Any, directory: Path) -> None:
 
 
 def _displays(notebook: Any) -> Iterator[Any]:
-    return (output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output)
+    return (
+        output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output
+    )
 
 
 def exit_with_the_runner() -> None:
-    os.read(sys.stdin.fileno(), 1)      # returns when the runner closes the pipe, or dies
+    os.read(sys.stdin.fileno(), 1)  # returns when the runner closes the pipe, or dies
     os._exit(1)
 
 
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    logging.disable()       # what papermill and nbclient log is in the error that is returned
+    logging.disable()  # what papermill and nbclient log is in the error that is returned
     threading.Thread(target=exit_with_the_runner, daemon=True).start()
     _poll_for_replies()
     error = execute(**job)

@@ -1,9 +1,10 @@
-"""One static page: what the notebooks conclude, with the sources' claims and their verdicts, then all figures.
+"""One static page: what the notebooks conclude, with the sources' claims and their verdicts, then
+all figures.
 
-Of every notebook the newest finished run, those in JupyterLab included. What is concluded is read at once; figures,
-numbers and parameters unfold, and all of it is printed. The page is a single file that works without a network:
-plotly.js is inside, once. Every figure has its caption and its description for a screen reader.
-"""
+Of every notebook the newest finished run, those in JupyterLab included. What is concluded is read
+at once; figures, numbers and parameters unfold, and all of it is printed. The page is a single file
+that works without a network: plotly.js is inside, once. Every figure has its caption and its
+description for a screen reader."""
 
 from __future__ import annotations
 
@@ -47,14 +48,19 @@ KINDS_NOTE = """Every number says what it is: <em>exact</em> (a count or a bit-f
 
 
 def write_report(results: str | Path | None = None) -> Path:
-    """Write report.html into `results_root(results)` from the newest finished runs; returns its path."""
+    """Write report.html into `results_root(results)` from the newest finished runs; returns its
+    path."""
     from moelab.viz.theme import plotly_js
+
     root = results_root(results)
     names = sorted(path.name for path in (root / "runs").glob("*") if path.is_dir())
     runs = [(name, found[-1]) for name in names if (found := finished_runs(name, root, lab=True))]
     contents = "".join(f'<li><a href="#{escape(name)}">{escape(name)}</a></li>' for name, _ in runs)
     answered = claims.rows(results=root)
-    body = "".join(_section(name, run, answered) for name, run in runs) or "<p>No notebook has finished yet.</p>"
+    body = (
+        "".join(_section(name, run, answered) for name, run in runs)
+        or "<p>No notebook has finished yet.</p>"
+    )
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -68,8 +74,13 @@ def write_report(results: str | Path | None = None) -> Path:
 <body>
 <main>
 <h1>moelab: results</h1>
-{_table("Claims of the five sources, by verdict", ["verdict", "claims"],
-        [[verdict, n] for verdict, n in claims.counts(answered).items()])}
+{
+        _table(
+            "Claims of the five sources, by verdict",
+            ["verdict", "claims"],
+            [[verdict, n] for verdict, n in claims.counts(answered).items()],
+        )
+    }
 <p class="note">{KINDS_NOTE}</p>
 <nav aria-label="Contents"><ul><li><a href="#claims">Claims</a></li>{contents}</ul></nav>
 {body}
@@ -87,33 +98,53 @@ reproduced; another model or machine than the source's shows a direction at most
 def _ledger(answered: list[claims.Row]) -> str:
     titles = dict.fromkeys(row.claim.title for row in answered)
     own = {title: [row for row in answered if row.claim.title == title] for title in titles}
-    return "\n".join(_folded(f"{title}: {claims.summary(rows)}", _table("", claims.HEAD, [row.cells for row in rows]))
-                     for title, rows in own.items())
+    return "\n".join(
+        _folded(
+            f"{title}: {claims.summary(rows)}", _table("", claims.HEAD, [row.cells for row in rows])
+        )
+        for title, rows in own.items()
+    )
 
 
 def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
-    """What a run concludes and the verdicts on its claims; folded, its figures, its numbers, its parameters."""
+    """What a run concludes and the verdicts on its claims; folded, its figures, its numbers, its
+    parameters."""
     about = read_json(run / "run.json", RunFile)
     found = read_json(run / "metrics.json", MetricsFile) if (run / "metrics.json").exists() else {}
     env = about["env"]
-    commit = (env["git"] or "no commit")[:12] + ("+changes" if (env["git"] or "").endswith("+changes") else "")
+    commit = (env["git"] or "no commit")[:12] + (
+        "+changes" if (env["git"] or "").endswith("+changes") else ""
+    )
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
     said = dict.fromkeys(takeaway["text"] for takeaway in found.get("takeaways", ()))
     verdicts = [row for row in answered if row.claim.metric[:1] == (name,)]
-    drawn = [_figure(f"{name}-{key}", run / figure["file"]) for key, figure in found.get("figures", {}).items()]
+    drawn = [
+        _figure(f"{name}-{key}", run / figure["file"])
+        for key, figure in found.get("figures", {}).items()
+    ]
     tables = [_table(title, head, rows) for title, (head, *rows) in found.get("tables", {}).items()]
-    numbers = _table("Metrics", ["metric", "value", "unit", "kind"],
-                     [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()])
+    numbers = _table(
+        "Metrics",
+        ["metric", "value", "unit", "kind"],
+        [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()],
+    )
     ran = f"""<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])}
 ({escape(str(env["cores"]))} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
     parts = [
         f'<section aria-labelledby="{escape(name)}"><h2 id="{escape(name)}">{escape(name)}</h2>',
         f"<ul>{''.join(f'<li>{_markdown(text)}</li>' for text in said)}</ul>" if said else "",
-        _folded(claims.summary(verdicts), _table("", claims.HEAD, [row.cells for row in verdicts])) if verdicts else "",
+        _folded(claims.summary(verdicts), _table("", claims.HEAD, [row.cells for row in verdicts]))
+        if verdicts
+        else "",
         _folded(f"Figures ({len(drawn)})", "".join(drawn)) if drawn else "",
         _folded("Numbers", numbers + "".join(tables)) if numbers or tables else "",
-        _folded("Parameters and machine", ran + _table("Parameters", ["name", "value"], [
-            [k, v] for k, v in about["parameters"].items()])),
+        _folded(
+            "Parameters and machine",
+            ran
+            + _table(
+                "Parameters", ["name", "value"], [[k, v] for k, v in about["parameters"].items()]
+            ),
+        ),
     ]
     return "\n".join(part for part in parts if part) + "</section>"
 
@@ -125,8 +156,11 @@ def _folded(summary: str, content: str) -> str:
 def _markdown(text: str) -> str:
     """The Markdown of a takeaway: bold, code and italics, none inside another."""
     tags = {"**": "strong", "`": "code", "*": "em"}
-    return re.sub(r"(\*\*|`|\*)(?=\S)(.+?)\1", lambda found: f"<{tags[found[1]]}>{found[2]}</{tags[found[1]]}>",
-                  escape(text, quote=False))
+    return re.sub(
+        r"(\*\*|`|\*)(?=\S)(.+?)\1",
+        lambda found: f"<{tags[found[1]]}>{found[2]}</{tags[found[1]]}>",
+        escape(text, quote=False),
+    )
 
 
 def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
@@ -135,30 +169,36 @@ def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
     heads = "".join(f'<th scope="col">{escape(str(text))}</th>' for text in head)
     lines = []
     for first, *rest in rows:
-        cells = "".join(f'<td{" class=number" if isinstance(v, (int, float)) else ""}>{escape(format_value(v))}</td>'
-                        for v in rest)
+        cells = "".join(
+            f"<td{' class=number' if isinstance(v, (int, float)) else ''}>{escape(format_value(v))}</td>"
+            for v in rest
+        )
         lines.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
     caption = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f"<table>{caption}<thead><tr>{heads}</tr></thead>" \
-           f"<tbody>{''.join(lines)}</tbody></table>"
+    return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _figure(name: str, path: Path) -> str:
     """A live figure; its description is what a screen reader says in its place."""
     from moelab.viz.theme import in_script
+
     content = read_json(path, FigureFile)
-    key, data, layout = map(in_script, (name, content["figure"]["data"], content["figure"]["layout"]))
+    key, data, layout = map(
+        in_script, (name, content["figure"]["data"], content["figure"]["layout"])
+    )
     return f"""<figure>
-<div class="plot" id="{escape(name)}" role="img" aria-label="{escape(content['alt'])}"></div>
-<figcaption>{escape(content['caption'])}</figcaption>
-<noscript><p>{escape(content['alt'])}</p></noscript>
+<div class="plot" id="{escape(name)}" role="img" aria-label="{escape(content["alt"])}"></div>
+<figcaption>{escape(content["caption"])}</figcaption>
+<noscript><p>{escape(content["alt"])}</p></noscript>
 <script>figures[{key}] = () => Plotly.newPlot({key}, {data}, {layout},
   {{responsive: true, displaylogo: false}});</script>
 </figure>"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)")
+    parser.add_argument(
+        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

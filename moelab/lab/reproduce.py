@@ -1,9 +1,9 @@
 """`moelab reproduce`: runs the notebooks, prints a table and writes the report.
 
-Notebooks that measure times run one after the other; those tagged `side-by-side` then two at a time, unless a model is
-given, of which there may be memory for one only. A notebook that fails does not stop the others, but sets the exit
-status. Parameters given with `-p` go to every notebook that has them.
-"""
+Notebooks that measure times run one after the other; those tagged `side-by-side` then two at a
+time, unless a model is given, of which there may be memory for one only. A notebook that fails does
+not stop the others, but sets the exit status. Parameters given with `-p` go to every notebook that
+has them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from pathlib import Path
 
 from moelab.files import read_json
 from moelab.lab.report import write_report
-from moelab.lab.runner import (NotebookFailed, add_run_options, check_parameters, inspect, is_side_by_side, notebooks,
-                               run_notebook, split_assignments)
+from moelab.lab.runner import (
+    NotebookFailed,
+    add_run_options,
+    check_parameters,
+    inspect,
+    is_side_by_side,
+    notebooks,
+    run_notebook,
+    split_assignments,
+)
 from moelab.records import MetricsFile
 from moelab.table import format_value, text_table
 
@@ -25,23 +33,34 @@ SHOWN_METRICS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="*", help="numbers or names; all if none")
-    parser.add_argument("--full", action="store_true",
-                        help="the large setting of every notebook that has one (-p full=true)")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="the large setting of every notebook that has one (-p full=true)",
+    )
     add_run_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     paths = notebooks(args.notebooks)
     if not paths:
-        raise FileNotFoundError("there are no notebooks in notebooks/; run this from a clone of the repository")
+        raise FileNotFoundError(
+            "there are no notebooks in notebooks/; run this from a clone of the repository"
+        )
     given = split_assignments(args.parameter + ["full=true"] * args.full)
     valid = {path: inspect(path) for path in paths}
     known = sorted({name for parameters in valid.values() for name in parameters})
     for name in given:
         if name not in known:
-            raise ValueError(f"no notebook has a parameter {name!r}; they have {', '.join(known) or 'none'}")
-    parameters = {path: check_parameters(path, {name: value for name, value in given.items() if name in valid[path]})
-                  for path in paths}
+            raise ValueError(
+                f"no notebook has a parameter {name!r}; they have {', '.join(known) or 'none'}"
+            )
+    parameters = {
+        path: check_parameters(
+            path, {name: value for name, value in given.items() if name in valid[path]}
+        )
+        for path in paths
+    }
     errors = []
 
     def run(path: Path) -> list[str]:
@@ -49,10 +68,14 @@ def main(args: argparse.Namespace) -> int:
         print(f"{at} …", flush=True)
         start, status, first = time.monotonic(), "ok", ""
         try:
-            metrics = run_notebook(path, parameters[path], args.results, args.timeout) / "metrics.json"
+            metrics = (
+                run_notebook(path, parameters[path], args.results, args.timeout) / "metrics.json"
+            )
             found = read_json(metrics, MetricsFile)["metrics"] if metrics.exists() else {}
-            first = "; ".join(f"{name} {format_value(m['value'])} {m['unit']} [{m['kind']}]"
-                              for name, m in list(found.items())[:SHOWN_METRICS])
+            first = "; ".join(
+                f"{name} {format_value(m['value'])} {m['unit']} [{m['kind']}]"
+                for name, m in list(found.items())[:SHOWN_METRICS]
+            )
         except NotebookFailed as failure:
             status, first = "FAILED", failure.error.splitlines()[0]
             errors.append(str(failure))
@@ -62,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
 
     together = [] if given.get("model") else [path for path in paths if is_side_by_side(path)]
     rows = [run(path) for path in paths if path not in together]
-    with ThreadPool(2) as pool:       # its threads end with the process, as after Ctrl-C
+    with ThreadPool(2) as pool:  # its threads end with the process, as after Ctrl-C
         rows = sorted(rows + pool.map(run, together, chunksize=1), key=lambda row: row[0])
     for error in errors:
         print(f"\n{error}", file=sys.stderr)

@@ -9,11 +9,11 @@
     run.verdicts()                  # the sources' claims that this notebook answers
     run.save()
 
-A run is one directory: `metrics.json`, which also keeps takeaways and tables, `figures/*.json` and `run.json`. The
-runner names it in MOELAB_RUN_DIR. In JupyterLab, and where papermill is called directly, it is
-`results/runs/<notebook>/<time>-lab/` once it is saved: listed, reported and compared like any other, but `check` and
-`claims` judge the runner's only (`moelab.files.finished_runs`).
-"""
+A run is one directory: `metrics.json`, which also keeps takeaways and tables, `figures/*.json` and
+`run.json`. The runner names it in MOELAB_RUN_DIR. In JupyterLab, and where papermill is called
+directly, it is `results/runs/<notebook>/<time>-lab/` once it is saved: listed, reported and
+compared like any other, but `check` and `claims` judge the runner's only
+(`moelab.files.finished_runs`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ SCHEMA = "moelab.metrics/1"
 
 
 def new_run_id(folder: Path) -> str:
-    """A name for a new run in a folder: one more than the last, whatever the clock says, and the time (UTC)."""
+    """A name for a new run in a folder: one more than the last, whatever the clock says, and the
+    time (UTC)."""
     last = max((run_number(path) for path in folder.glob("[0-9]*")), default=0)
     return f"{last + 1:04d}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
 
@@ -48,12 +49,12 @@ def new_run_id(folder: Path) -> str:
 def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
     """The run that a notebook, such as "01_calibration", writes to.
 
-    params : the parameters that determine the metrics; runs where they differ are not compared. Of a notebook's
-        `globals()`: what its cells annotate, `name: type = value`. seed : that of params if None.
+    params : the parameters that determine the metrics; runs where they differ are not compared. Of
+        a notebook's `globals()`: what its cells annotate, `name: type = value`. seed : that of
+        params if None.
 
-    Raises ValueError: papermill, called directly, has set a parameter that the notebook does not have, or of another
-    type.
-    """
+    Raises ValueError: papermill, called directly, has set a parameter that the notebook does not
+    have, or of another type."""
     shell = getattr(builtins, "get_ipython", lambda: None)()
     cells = [] if shell is None else shell.user_ns.get("In", [])
     check_injected(cells)
@@ -65,6 +66,7 @@ def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
         return Run(notebook, params, seed, Path(given))
     if shell is not None:
         from moelab.viz.notebook import follow_the_theme
+
         follow_the_theme()
     folder = results_root() / "runs" / notebook
     remove_leftovers(folder)
@@ -73,23 +75,26 @@ def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
 
 
 def part_name(run: str) -> str:
-    """What a run's directory is called until it is finished: by it, `remove_leftovers` knows who writes there."""
+    """What a run's directory is called until it is finished: by it, `remove_leftovers` knows who
+    writes there."""
     return f"{run}@{platform.node()}@{os.getpid()}.part"
 
 
 def annotated(cells: Iterable[str]) -> list[str]:
     """The names that a notebook's cells assign as `name: type = value`: its parameters."""
-    names = [match for cell in cells for match in re.findall(r"^(\w+): [^=\n]+ = ", cell, re.MULTILINE)]
+    names = [
+        match for cell in cells for match in re.findall(r"^(\w+): [^=\n]+ = ", cell, re.MULTILINE)
+    ]
     return list(dict.fromkeys(names))
 
 
 def check_injected(cells: list[str]) -> None:
     """Compare the cell that papermill injects with the cells before it; see `open_run`."""
-    known: Record = {}                                  # name → its value where that is a literal, else None
+    known: Record = {}  # name → its value where that is a literal, else None
     for cell in cells:
         try:
             body = ast.parse(cell).body
-        except SyntaxError:                             # a cell with magics
+        except SyntaxError:  # a cell with magics
             continue
         for node in body:
             if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
@@ -102,12 +107,17 @@ def check_injected(cells: list[str]) -> None:
             name, default = ast.unparse(target), known.get(ast.unparse(target))
             if cell.startswith("# Parameters\n"):
                 if name not in known:
-                    raise ValueError(f"the notebook has no parameter {name!r}; it has {', '.join(known)}")
+                    raise ValueError(
+                        f"the notebook has no parameter {name!r}; it has {', '.join(known)}"
+                    )
                 same = isinstance(value, bool) == isinstance(default, bool) and isinstance(
-                    value, (int, float) if isinstance(default, float) else type(default))
+                    value, (int, float) if isinstance(default, float) else type(default)
+                )
                 if default is not None and not same:
-                    raise ValueError(f"parameter {name} is {value!r}; it must be of type {type(default).__name__}, "
-                                     f"for example {name}={default!r}")
+                    raise ValueError(
+                        f"parameter {name} is {value!r}; it must be of type {type(default).__name__}, "
+                        f"for example {name}={default!r}"
+                    )
             known[name] = value
 
 
@@ -129,19 +139,32 @@ class Run:
     takeaways: list[Record] = field(default_factory=list)
     tables: dict[str, list[list[Any]]] = field(default_factory=dict)
 
-    def metric(self, name: str, value: float | int | str, unit: str = "", kind: str = "measured",
-               readings: Numbers | None = None) -> None:
+    def metric(
+        self,
+        name: str,
+        value: float | int | str,
+        unit: str = "",
+        kind: str = "measured",
+        readings: Numbers | None = None,
+    ) -> None:
         """Note one finite number, text or truth value; the same name again replaces it.
 
-        readings : what it is by other choices, by their names, where the source leaves one open; claims are to hold by
-            each (`moelab.claims`).
+        readings : what it is by other choices, by their names, where the source leaves one open;
+            claims are to hold by each (`moelab.claims`).
         """
         if kind not in KINDS:
-            raise ValueError(f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}")
+            raise ValueError(
+                f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}"
+            )
         self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind} | (
-            {"readings": {of: _plain(name, other) for of, other in readings.items()}} if readings else {})
+            {"readings": {of: _plain(name, other) for of, other in readings.items()}}
+            if readings
+            else {}
+        )
 
-    def metrics_of(self, values: Mapping[str, float | int | str], unit: str = "", kind: str = "measured") -> None:
+    def metrics_of(
+        self, values: Mapping[str, float | int | str], unit: str = "", kind: str = "measured"
+    ) -> None:
         """Note several of one unit and kind: {name: value}."""
         for name, value in values.items():
             self.metric(name, value, unit, kind)
@@ -152,43 +175,62 @@ class Run:
         text : Markdown whose fields are filled as by `str.format`: "{gain:.2f} ×" with gain=1.5.
         """
         said = text.format(**numbers)
-        self.takeaways.append({"text": said, "numbers": {name: _plain(name, of) for name, of in numbers.items()}})
+        self.takeaways.append(
+            {"text": said, "numbers": {name: _plain(name, of) for name, of in numbers.items()}}
+        )
         from moelab.viz.notebook import say
+
         say(f"**Takeaway.** {said}")
 
-    def table(self, title: str, first: Iterable[Mapping[str, Any]] | Sequence[str], *rows: Sequence[Any]) -> None:
-        """Show a table under its title, and keep it: of dictionaries, column → cell, or of a head and its rows."""
+    def table(
+        self, title: str, first: Iterable[Mapping[str, Any]] | Sequence[str], *rows: Sequence[Any]
+    ) -> None:
+        """Show a table under its title, and keep it: of dictionaries, column → cell, or of a head
+        and its rows."""
         from moelab.table import format_value, head_and_rows, markdown_table
         from moelab.viz.notebook import say
+
         head, rows = (list(first), rows) if rows else head_and_rows(first)
         self.tables[title] = [head, *([format_value(cell) for cell in row] for row in rows)]
         say(f"**{title}**\n\n{markdown_table(head, rows)}")
 
     def answered(self, metrics: Iterable[str] = ()) -> list[Any]:
-        """The sources' claims that this notebook's metrics, or these of them, answer: rows of `moelab.claims`."""
+        """The sources' claims that this notebook's metrics, or these of them, answer: rows of
+        `moelab.claims`."""
         from moelab import claims
+
         wanted = set(metrics)
-        own = [claim for claim in claims.ledger() if claim.metric[:1] == (self.notebook,)
-               and (not wanted or wanted.issuperset(claim.metric[1:]))]
+        own = [
+            claim
+            for claim in claims.ledger()
+            if claim.metric[:1] == (self.notebook,)
+            and (not wanted or wanted.issuperset(claim.metric[1:]))
+        ]
         return claims.rows(own, own={self.notebook: self.metrics}) if own else []
 
     def verdicts(self, metrics: Iterable[str] = ()) -> None:
         """Show them beside what was found."""
         from moelab import claims
         from moelab.viz.notebook import say, table
+
         if rows := self.answered(metrics):
-            say(f"**{claims.summary(rows)}** Rules are those of `moelab.claims`, numbers of this run's parameters.")
+            say(
+                f"**{claims.summary(rows)}** Rules are those of `moelab.claims`, numbers of this run's parameters."
+            )
             table(claims.HEAD, *(row.cells for row in rows))
 
     def figure(self, name: str, fig: Any, caption: str, alt: str) -> None:
         """Show a plotly figure in the notebook and keep it for the report.
 
-        name : a file name without suffix. caption : what it shows, and the kind of its numbers. alt : it in words.
-        """
+        name : a file name without suffix. caption : what it shows, and the kind of its numbers. alt
+        : it in words."""
         from moelab.viz import theme
         from moelab.viz.notebook import show
+
         if not re.fullmatch(r"[\w-]+", name):
-            raise ValueError(f"figure name {name!r}: use letters, digits, - and _ only; it becomes a file name")
+            raise ValueError(
+                f"figure name {name!r}: use letters, digits, - and _ only; it becomes a file name"
+            )
         if not caption.strip() or not alt.strip():
             raise ValueError(f"figure {name!r} needs a caption and a text that describes it (alt)")
         content = {"caption": caption, "alt": alt, "figure": theme.to_json(fig)}
@@ -197,14 +239,27 @@ class Run:
         show(fig, caption, alt, name)
 
     def save(self) -> Path:
-        """Write metrics.json; returns its path. Call it in the last cell; a cell may be run again afterwards."""
-        content = {"schema": SCHEMA, "notebook": self.notebook, "params": self.params, "seed": self.seed,
-                   "env": environment(), "takeaways": self.takeaways, "metrics": self.metrics, "figures": self.figures,
-                   "tables": self.tables}
+        """Write metrics.json; returns its path. Call it in the last cell; a cell may be run again
+        afterwards."""
+        content = {
+            "schema": SCHEMA,
+            "notebook": self.notebook,
+            "params": self.params,
+            "seed": self.seed,
+            "env": environment(),
+            "takeaways": self.takeaways,
+            "metrics": self.metrics,
+            "figures": self.figures,
+            "tables": self.tables,
+        }
         write_json(self.directory / "metrics.json", content)
         if self.home is not None:
-            write_json(self.directory / "run.json", about(self.notebook, self.params | {"seed": self.seed},
-                                                          time.monotonic() - self.opened))
+            write_json(
+                self.directory / "run.json",
+                about(
+                    self.notebook, self.params | {"seed": self.seed}, time.monotonic() - self.opened
+                ),
+            )
             os.replace(self.directory, self.home)
             self.directory = self.home
         return self.directory / "metrics.json"
@@ -213,43 +268,77 @@ class Run:
 def about(notebook: str, parameters: Record, seconds: float) -> Record:
     """The content of run.json: with what, for how long and on what a notebook ran."""
     packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
-    return {"notebook": notebook, "parameters": parameters, "seconds": round(seconds, 1), "env": environment(),
-            "packages": packages}
+    return {
+        "notebook": notebook,
+        "parameters": parameters,
+        "seconds": round(seconds, 1),
+        "env": environment(),
+        "packages": packages,
+    }
 
 
 def _plain(name: str, value: Any) -> float | int | str | bool:
     """`value` as JSON knows it: numpy and torch scalars become Python's."""
-    value = value.item() if getattr(value, "size", 0) == 1 or getattr(value, "shape", None) == () else value
+    value = (
+        value.item()
+        if getattr(value, "size", 0) == 1 or getattr(value, "shape", None) == ()
+        else value
+    )
     if not isinstance(value, (bool, int, float, str)):
-        raise ValueError(f"{name!r} is {type(value).__name__}; it must be one number, text or truth value")
+        raise ValueError(
+            f"{name!r} is {type(value).__name__}; it must be one number, text or truth value"
+        )
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name!r} is {value}; it must be finite, so say in words what happened instead")
+        raise ValueError(
+            f"{name!r} is {value}; it must be finite, so say in words what happened instead"
+        )
     return value
 
 
 def environment() -> Record:
     """What a run ran on: git commit, versions, device, processor, cores."""
-    packages = ("moelab", "torch", "transformers", "numpy", "numba", "zstandard", "lz4", "coremltools", "plotly")
+    packages = (
+        "moelab",
+        "torch",
+        "transformers",
+        "numpy",
+        "numba",
+        "zstandard",
+        "lz4",
+        "coremltools",
+        "plotly",
+    )
     versions = {"python": platform.python_version()}
     for name in packages:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             pass
-    return {"git": _git(), "versions": versions, "device": _device(), "system": platform.platform(),
-            "cpu": _cpu(), "cores": os.cpu_count()}
+    return {
+        "git": _git(),
+        "versions": versions,
+        "device": _device(),
+        "system": platform.platform(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+    }
 
 
 def _git() -> str | None:
-    """The commit, with "+changes" where the tree differs from it; None outside a clone of moelab."""
+    """The commit, with "+changes" where the tree differs from it; None outside a clone of
+    moelab."""
     if CHECKOUT is None:
         return None
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True, check=True,
-                              timeout=20).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "-uno") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -265,8 +354,12 @@ def _device() -> str:
 def _cpu() -> str:
     try:
         if sys.platform == "darwin":
-            return subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True,
-                                  check=True).stdout.strip()
+            return subprocess.run(
+                ["sysctl", "-n", "machdep.cpu.brand_string"],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()

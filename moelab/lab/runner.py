@@ -1,13 +1,13 @@
-"""Runs a notebook headlessly in a process of its own (`moelab.lab.execute`); its run is kept atomically.
+"""Runs a notebook headlessly in a process of its own (`moelab.lab.execute`); its run is kept
+atomically.
 
     results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
     results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/, run.json
     results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a notebook
     results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came, error.txt
 
-A notebook whose parameters cell is tagged `side-by-side` measures no times but those of its own processor use, so that
-others may run meanwhile.
-"""
+A notebook whose parameters cell is tagged `side-by-side` measures no times but those of its own
+processor use, so that others may run meanwhile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class NotebookFailed(RuntimeError):
     """A notebook that did not run to its end; `directory` holds what there is of it."""
 
     def __init__(self, notebook: str, error: str, directory: Path) -> None:
-        super().__init__(f"{notebook} failed: {error}\n\nThe notebook as far as it came is in {directory}")
+        super().__init__(
+            f"{notebook} failed: {error}\n\nThe notebook as far as it came is in {directory}"
+        )
         self.error, self.directory = error, directory
 
 
@@ -49,16 +51,19 @@ class Parameter:
     """One parameter of a notebook, as its parameters cell states it."""
 
     name: str
-    type: str           # its annotation, or the type of its default
+    type: str  # its annotation, or the type of its default
     default: Any
-    help: str           # its trailing comment
+    help: str  # its trailing comment
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.type} = {self.default!r}" + (f"   # {self.help}" if self.help else "")
+        return f"{self.name}: {self.type} = {self.default!r}" + (
+            f"   # {self.help}" if self.help else ""
+        )
 
 
 def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> list[Path]:
-    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without names.
+    """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without
+    names.
 
     others : what else might have been meant, for the error.
     """
@@ -102,13 +107,23 @@ def cells_of(path: str | Path) -> list[Cell]:
 
 
 def inspect(path: str | Path) -> dict[str, Parameter]:
-    """The parameters of a notebook, from its tagged cell; papermill's own reader ignores lines with two `=`."""
-    source = next(("".join(cell["source"]) for cell in cells_of(path)
-                   if "parameters" in cell["metadata"].get("tags", ())), "")
+    """The parameters of a notebook, from its tagged cell; papermill's own reader ignores lines with
+    two `=`."""
+    source = next(
+        (
+            "".join(cell["source"])
+            for cell in cells_of(path)
+            if "parameters" in cell["metadata"].get("tags", ())
+        ),
+        "",
+    )
     with naming(path, "notebook", "a parameters cell of assignments only"):
         statements = ast.parse(source).body
-    comments = {token.start[0]: token.string.lstrip("# ") for token in
-                tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
     found = {}
     for node in statements:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -117,8 +132,12 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
         try:
             default = ast.literal_eval(node.value)
         except ValueError:
-            default = ast.unparse(node.value)       # an expression, known by its text only
-        kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
+            default = ast.unparse(node.value)  # an expression, known by its text only
+        kind = (
+            ast.unparse(node.annotation)
+            if isinstance(node, ast.AnnAssign)
+            else type(default).__name__
+        )
         found[target.id] = Parameter(target.id, kind, default, comments.get(node.end_lineno, ""))
     return found
 
@@ -129,15 +148,21 @@ def is_side_by_side(path: Path) -> bool:
 
 
 def check_parameters(path: str | Path, given: Record) -> Record:
-    """The given parameters with the types that the notebook expects; text, as typed on a command line, is read.
+    """The given parameters with the types that the notebook expects; text, as typed on a command
+    line, is read.
 
-    Raises ValueError: the notebook has none of that name, the message lists those it has; a value of the wrong type.
-    """
+    Raises ValueError: the notebook has none of that name, the message lists those it has; a value
+    of the wrong type."""
     valid = inspect(path)
     if unknown := [name for name in given if name not in valid]:
-        listing = "\n".join(f"  {parameter}" for parameter in valid.values()) or "  none: it has no parameters cell"
-        raise ValueError(f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}."
-                         f"{near(unknown[0], valid)} It has\n{listing}")
+        listing = (
+            "\n".join(f"  {parameter}" for parameter in valid.values())
+            or "  none: it has no parameters cell"
+        )
+        raise ValueError(
+            f"{Path(path).stem} has no parameter {', '.join(map(repr, unknown))}."
+            f"{near(unknown[0], valid)} It has\n{listing}"
+        )
     return {name: convert(valid[name], value) for name, value in given.items()}
 
 
@@ -145,18 +170,34 @@ def convert(parameter: Parameter, value: Any) -> Any:
     """`value` as the parameter's type; the error for one that cannot be says what was expected."""
     base = parameter.type.split("[")[0].strip()
     truths = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    readers = {"bool": lambda text: truths.get(text.lower()), "int": int, "float": float, "str": str}
-    types = {"bool": bool, "int": int, "float": (int, float), "str": str, "list": list, "tuple": (list, tuple),
-             "dict": dict}
+    readers = {
+        "bool": lambda text: truths.get(text.lower()),
+        "int": int,
+        "float": float,
+        "str": str,
+    }
+    types = {
+        "bool": bool,
+        "int": int,
+        "float": (int, float),
+        "str": str,
+        "list": list,
+        "tuple": (list, tuple),
+        "dict": dict,
+    }
     try:
         read = readers.get(base, read_literal)(value) if isinstance(value, str) else value
         expected = types.get(base, object)
         if not isinstance(read, expected) or (isinstance(read, bool) and base in ("int", "float")):
             raise ValueError
     except (ValueError, SyntaxError):
-        example = {"bool": "true", "list": '\'["a", "b"]\'', "dict": '\'{"a": 1}\''}.get(base, repr(parameter.default))
-        raise ValueError(f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
-                         f"for example {parameter.name}={example}") from None
+        example = {"bool": "true", "list": '\'["a", "b"]\'', "dict": "'{\"a\": 1}'"}.get(
+            base, repr(parameter.default)
+        )
+        raise ValueError(
+            f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
+            f"for example {parameter.name}={example}"
+        ) from None
     return float(read) if base == "float" else read
 
 
@@ -178,11 +219,16 @@ def split_assignments(assignments: list[str], option: str = "-p") -> dict[str, s
     return dict(assignment.split("=", 1) for assignment in assignments)
 
 
-def run_notebook(path: str | Path, parameters: Record | None = None, results: str | Path | None = None,
-                 timeout: float = CELL_TIMEOUT) -> Path:
+def run_notebook(
+    path: str | Path,
+    parameters: Record | None = None,
+    results: str | Path | None = None,
+    timeout: float = CELL_TIMEOUT,
+) -> Path:
     """Execute a notebook in a process of its own; returns the directory of the finished run.
 
-    parameters : name → value, or → text that is read by the parameter's type. timeout : seconds that one cell may take.
+    parameters : name → value, or → text that is read by the parameter's type. timeout : seconds
+        that one cell may take.
 
     Raises NotebookFailed: a cell or a widget's callback raised, took too long, or the kernel died.
     """
@@ -196,18 +242,32 @@ def run_notebook(path: str | Path, parameters: Record | None = None, results: st
     run_id = new_run_id(folder)
     part = folder / part_name(run_id)
     part.mkdir(parents=True)
-    job = {"notebook": str(path), "parameters": parameters, "directory": str(part), "timeout": timeout,
-           "pictures": in_force.get("smoke") is not True}
-    variables = {"MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(part), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    job = {
+        "notebook": str(path),
+        "parameters": parameters,
+        "directory": str(part),
+        "timeout": timeout,
+        "pictures": in_force.get("smoke") is not True,
+    }
+    variables = {
+        "MOELAB_HEADLESS": "1",
+        "MOELAB_RUN_DIR": str(part),
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"], stdin=subprocess.PIPE,
-                               env=child_environment(**variables), text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"],
+        stdin=subprocess.PIPE,
+        env=child_environment(**variables),
+        text=True,
+        start_new_session=True,
+    )
     try:
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         process.wait()
     finally:
-        process.stdin.close()       # the sign to end, if it has not
+        process.stdin.close()  # the sign to end, if it has not
         process.wait()
     took = time.monotonic() - start
     peak = read_json(part / "run.json") if (part / "run.json").exists() else {}
@@ -216,49 +276,75 @@ def run_notebook(path: str | Path, parameters: Record | None = None, results: st
         failed = folder / f"{run_id}.failed"
         os.replace(part, failed)
         report = failed / "error.txt"
-        error = report.read_text(encoding="utf-8").strip() if report.exists() else (
-            f"its process ended with status {process.returncode} and left no word; see above")
+        error = (
+            report.read_text(encoding="utf-8").strip()
+            if report.exists()
+            else (f"its process ended with status {process.returncode} and left no word; see above")
+        )
         raise NotebookFailed(path.stem, error, failed)
     os.replace(part, folder / run_id)
     return folder / run_id
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Of a process that imports this moelab from the working folder of today, which paths in parameters count from."""
+    """Of a process that imports this moelab from the working folder of today, which paths in
+    parameters count from."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path} | variables
 
 
 def memory_of(about: Record) -> str:
-    """The kernel's peak of anonymous memory, of the content of run.json; "" where it was not measured."""
-    return f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" if "peak_anonymous_bytes" in about else ""
+    """The kernel's peak of anonymous memory, of the content of run.json; "" where it was not
+    measured."""
+    return (
+        f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" if "peak_anonymous_bytes" in about else ""
+    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options that `run` and `reproduce` share."""
-    parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
-                        help="set a parameter of the notebook; may be given several times")
-    parser.add_argument("--timeout", type=number(above=0), default=CELL_TIMEOUT, metavar="SECONDS",
-                        help="the longest that one cell may take (%(default)g)")
-    parser.add_argument("--results", metavar="FOLDER", help="where to write (results/, or $MOELAB_RESULTS)")
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a parameter of the notebook; may be given several times",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=number(above=0),
+        default=CELL_TIMEOUT,
+        metavar="SECONDS",
+        help="the longest that one cell may take (%(default)g)",
+    )
+    parser.add_argument(
+        "--results", metavar="FOLDER", help="where to write (results/, or $MOELAB_RESULTS)"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebook", help="its number, its name or a path")
-    parser.add_argument("--list", action="store_true", help="list the notebook's parameters and do nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="list the notebook's parameters and do nothing"
+    )
     add_run_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    path, = notebooks([args.notebook])
+    (path,) = notebooks([args.notebook])
     if args.list:
         print("\n".join(map(str, inspect(path).values())) or f"{path.stem} has no parameters")
         return 0
     try:
-        directory = run_notebook(path, split_assignments(args.parameter), args.results, args.timeout)
+        directory = run_notebook(
+            path, split_assignments(args.parameter), args.results, args.timeout
+        )
     except NotebookFailed as failure:
         print(f"moelab: {failure}", file=sys.stderr)
         return 1
     ran = read_json(directory / "run.json", RunFile)
-    print(f"{path.stem} finished in {ran['seconds']:.1f} s, {memory_of(ran) or 'memory unknown'}: {directory}")
+    print(
+        f"{path.stem} finished in {ran['seconds']:.1f} s, {memory_of(ran) or 'memory unknown'}: {directory}"
+    )
     return 0

@@ -1,10 +1,11 @@
-"""The git filter of notebooks: what is committed is the source, whatever JupyterLab has saved beside it.
+"""The git filter of notebooks: what is committed is the source, whatever JupyterLab has saved
+beside it.
 
     git config filter.nbstripout.clean ".venv/bin/python -m moelab.lab.strip"         (`make` does it)
 
-`make lab` has `after_saving` called too, or `git status` would list every notebook that was run: git takes another size
-for a change, before it asks any filter. And `before_saving`: Lab puts a PNG of a million colours beside every figure.
-"""
+`make lab` has `after_saving` called too, or `git status` would list every notebook that was run:
+git takes another size for a change, before it asks any filter. And `before_saving`: Lab puts a PNG
+of a million colours beside every figure."""
 
 from __future__ import annotations
 
@@ -17,13 +18,24 @@ from threading import Thread
 from typing import Any
 
 PLOTLY = "application/vnd.plotly.v1+json"
-#: what Lab writes about the kernel, and changes with its version; cells' ids, which links and merges need, stay
-DROPPED = tuple(f"metadata.language_info.{name}" for name in (
-    "codemirror_mode", "file_extension", "mimetype", "nbconvert_exporter", "pygments_lexer", "version"))
+#: what Lab writes about the kernel, and changes with its version; cells' ids, which links and
+#: merges need, stay
+DROPPED = tuple(
+    f"metadata.language_info.{name}"
+    for name in (
+        "codemirror_mode",
+        "file_extension",
+        "mimetype",
+        "nbconvert_exporter",
+        "pygments_lexer",
+        "version",
+    )
+)
 
 
 def before_saving(model: dict[str, Any], **_: Any) -> None:
-    """Jupyter's hook before a file is saved: of a notebook, the pictures of figures get few colours."""
+    """Jupyter's hook before a file is saved: of a notebook, the pictures of figures get few
+    colours."""
     for cell in model["content"]["cells"] if model["type"] == "notebook" else ():
         for output in cell.get("outputs", ()):
             if "image/png" in (data := output.get("data", {})) and PLOTLY in data:
@@ -33,11 +45,13 @@ def before_saving(model: dict[str, Any], **_: Any) -> None:
 @lru_cache(maxsize=256)
 def _smaller(png: str) -> str:
     from moelab.viz.theme import in_few_colours
+
     return b64encode(in_few_colours(b64decode(png))).decode()
 
 
 def after_saving(model: dict[str, Any], os_path: str, **_: Any) -> Thread | None:
-    """Jupyter's hook after a file was saved: of a notebook, the thread that tells git, which takes seconds."""
+    """Jupyter's hook after a file was saved: of a notebook, the thread that tells git, which takes
+    seconds."""
     if model["type"] != "notebook":
         return None
     thread = Thread(target=tell_git, args=[Path(os_path)], daemon=True)
@@ -46,24 +60,35 @@ def after_saving(model: dict[str, Any], os_path: str, **_: Any) -> Thread | None
 
 
 def tell_git(path: Path) -> None:
-    """Let git's index know the size of a notebook whose source is the one that it has; else change nothing."""
+    """Let git's index know the size of a notebook whose source is the one that it has; else change
+    nothing."""
     git = ["git", "-C", str(path.parent)]
     try:
-        if subprocess.run([*git, "diff", "--quiet", "--", path.name], capture_output=True).returncode == 0:
+        if (
+            subprocess.run(
+                [*git, "diff", "--quiet", "--", path.name], capture_output=True
+            ).returncode
+            == 0
+        ):
             subprocess.run([*git, "add", "-u", "--", path.name], capture_output=True)
-    except OSError:                                     # no git, so nothing to tell
+    except OSError:  # no git, so nothing to tell
         pass
 
 
 def main() -> None:
     """Standard input to standard output, or the files named, by nbstripout."""
-    sys.modules.setdefault("rfc3987_syntax", None)      # an optional package that takes seconds to import
+    sys.modules.setdefault(
+        "rfc3987_syntax", None
+    )  # an optional package that takes seconds to import
     from nbstripout._nbstripout import main as strip
+
     sys.argv[1:1] = ["--keep-id", "--extra-keys", " ".join(DROPPED)]
     try:
         strip()
-    except Exception as error:                          # nbstripout looks no closer than at what is JSON
-        sys.exit(f"this is no notebook of Jupyter's format 4 ({type(error).__name__}: {error}); save it with Jupyter")
+    except Exception as error:  # nbstripout looks no closer than at what is JSON
+        sys.exit(
+            f"this is no notebook of Jupyter's format 4 ({type(error).__name__}: {error}); save it with Jupyter"
+        )
 
 
 if __name__ == "__main__":

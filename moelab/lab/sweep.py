@@ -1,13 +1,16 @@
-"""`moelab sweep`: a notebook or a bench at every point of a grid, here or on a cluster, and one table of it.
+"""`moelab sweep`: a notebook or a bench at every point of a grid, here or on a cluster, and one
+table of it.
 
-Points run one at a time, in processes of their own, since they measure times; `--workers` runs several at once. Each
-finished point is in a journal beside the table, so the same command goes on where it was cut off, and a larger grid
-adds to what there is. The point of a worker that is lost runs again; one that fails is told, and tried again by the
-next call. A row says what was asked, what was found, and by which commit on which machine.
+Points run one at a time, in processes of their own, since they measure times; `--workers` runs
+several at once. Each finished point is in a journal beside the table, so the same command goes on
+where it was cut off, and a larger grid adds to what there is. The point of a worker that is lost
+runs again; one that fails is told, and tried again by the next call. A row says what was asked,
+what was found, and by which commit on which machine.
 
-On several machines, start Dask in a clone of the same commit, one thread a worker, and give its scheduler's address.
-Whoever reaches a scheduler without certificates runs code on all workers; with them, which one configuration file
-(~/.config/dask/tls.yaml) gives to every command, only who has one does:
+On several machines, start Dask in a clone of the same commit, one thread a worker, and give its
+scheduler's address. Whoever reaches a scheduler without certificates runs code on all workers; with
+them, which one configuration file (~/.config/dask/tls.yaml) gives to every command, only who has
+one does:
 
     distributed:
       comm:
@@ -66,18 +69,25 @@ from moelab.comparison import are_numbers
 from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
 from moelab.journal import Journal
 from moelab.lab.results import environment
-from moelab.lab.runner import (add_run_options, check_parameters, child_environment, notebooks, read_literal,
-                               run_notebook, split_assignments)
+from moelab.lab.runner import (
+    add_run_options,
+    check_parameters,
+    child_environment,
+    notebooks,
+    read_literal,
+    run_notebook,
+    split_assignments,
+)
 from moelab.progress import progress
 from moelab.records import Metric, MetricsFile, Record
 from moelab.schema import Amount, naming, typed
 from moelab.table import text_table
 
-LOST = 3                                # times that a worker may be lost without any point being finished
+LOST = 3  # times that a worker may be lost without any point being finished
 SHOWN_METRICS = 4
-Point = Record                          # parameter → value
-Work = Callable[[Point], Record]                # a point → {"metrics": as in metrics.json, and more provenance}
-Found = Iterator[tuple[Point, Record]]          # points as they end, each with its row or {"error": why}
+Point = Record  # parameter → value
+Work = Callable[[Point], Record]  # a point → {"metrics": as in metrics.json, and more provenance}
+Found = Iterator[tuple[Point, Record]]  # points as they end, each with its row or {"error": why}
 
 
 class At(TypedDict):
@@ -103,9 +113,12 @@ class _Column(TypedDict):
 
 
 def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
-    """["a=1,2", "b=x,y"] → every combination, with what is fixed; `;` parts values that have commas."""
-    values = {name: list(dict.fromkeys(part.strip() for part in text.split(";" if ";" in text else ",")))
-              for name, text in split_assignments(axes, "--grid").items()}
+    """["a=1,2", "b=x,y"] → every combination, with what is fixed; `;` parts values that have
+    commas."""
+    values = {
+        name: list(dict.fromkeys(part.strip() for part in text.split(";" if ";" in text else ",")))
+        for name, text in split_assignments(axes, "--grid").items()
+    }
     if twice := fixed.keys() & values.keys():
         raise ValueError(f"{', '.join(sorted(twice))}: both fixed and in the grid")
     if empty := [name for name, found in values.items() if "" in found]:
@@ -116,31 +129,51 @@ def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
 def notebook_point(notebook: str, results: str | None, timeout: float, point: Point) -> Record:
     """Run a notebook, by name or path, with these parameters."""
     directory = run_notebook(notebooks([notebook])[0], point, results, timeout)
-    return {"metrics": read_json(directory / "metrics.json", MetricsFile)["metrics"], "run": str(directory)}
+    return {
+        "metrics": read_json(directory / "metrics.json", MetricsFile)["metrics"],
+        "run": str(directory),
+    }
 
 
 def bench_point(name: str, point: Point) -> Record:
     """Run a bench with these options in a process of its own, which ends if this one does."""
-    code = ("import sys, threading; from moelab.lab.execute import exit_with_the_runner as end; "
-            "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import main; sys.exit(main())")
+    code = (
+        "import sys, threading; from moelab.lab.execute import exit_with_the_runner as end; "
+        "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import main; sys.exit(main())"
+    )
     with TemporaryFile("w+") as told:
-        with subprocess.Popen([sys.executable, "-c", code, "bench", name, *words(point)], text=True,
-                              env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              stderr=told) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, "bench", name, *words(point)],
+            text=True,
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=told,
+        ) as process:
             printed = process.stdout.read()
             status = process.wait()
         told.seek(0)
         if status:
-            raise RuntimeError((told.read().strip() or f"bench {name} ended with status {status}").splitlines()[-1])
+            raise RuntimeError(
+                (told.read().strip() or f"bench {name} ended with status {status}").splitlines()[-1]
+            )
     found = json.loads(printed.splitlines()[-1])
-    return {"metrics": {name: {"value": value, "unit": "", "kind": found["kind"]}
-                        for name, value in flat(found["results"]) if isinstance(value, (bool, int, float, str))}}
+    return {
+        "metrics": {
+            name: {"value": value, "unit": "", "kind": found["kind"]}
+            for name, value in flat(found["results"])
+            if isinstance(value, (bool, int, float, str))
+        }
+    }
 
 
 def words(point: Point) -> list[str]:
     """A point as options of a command line; "true" is a bare option, "false" is none."""
-    return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-            for name, value in point.items() if value is not False]
+    return [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in point.items()
+        if value is not False
+    ]
 
 
 def attempt(work: Work, point: Point) -> Record:
@@ -148,25 +181,36 @@ def attempt(work: Work, point: Point) -> Record:
     began, start = datetime.now(timezone.utc), time.monotonic()
     try:
         found = work(point)
-    except Exception as error:          # of any kind: it is told, and the other points go on
+    except Exception as error:  # of any kind: it is told, and the other points go on
         return {"error": str(error) or type(error).__name__}
     about = environment()
     versions = ", ".join(f"{name} {version}" for name, version in about.pop("versions").items())
-    return {"metrics": found.pop("metrics"),
-            "at": {"host": platform.node(), "started": began.isoformat(timespec="seconds"),
-                   "seconds": round(time.monotonic() - start, 3)} | about | {"versions": versions} | found}
+    return {
+        "metrics": found.pop("metrics"),
+        "at": {
+            "host": platform.node(),
+            "started": began.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - start, 3),
+        }
+        | about
+        | {"versions": versions}
+        | found,
+    }
 
 
 def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
-    """Run points in processes of this machine. A process that is lost takes all of them with it: what they had begun
-    is run again, and after `LOST` times without a finished point, the first of them counts as failed."""
+    """Run points in processes of this machine. A process that is lost takes all of them with it:
+    what they had begun is run again, and after `LOST` times without a finished point, the first of
+    them counts as failed."""
     left, lost = dict(enumerate(points)), 0
     while left:
         queue, running = list(left), {}
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             try:
                 while queue or running:
-                    while queue and len(running) < workers:     # no more, so that none begins after an interruption
+                    while (
+                        queue and len(running) < workers
+                    ):  # no more, so that none begins after an interruption
                         i = queue.pop(0)
                         running[pool.submit(attempt, work, left[i])] = i
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -182,63 +226,93 @@ def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
 def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
     """Run points on a Dask cluster, which gives those of a lost worker to another one.
 
-    Raises ValueError: workers of several threads, an address of another kind, no certificates for tls://; OSError: no
-    scheduler at this address, or it is lost.
-    """
+    Raises ValueError: workers of several threads, an address of another kind, no certificates for
+    tls://; OSError: no scheduler at this address, or it is lost."""
     from distributed import Client, as_completed
+
     reach(scheduler)
     for name in logging.root.manager.loggerDict:
-        if name.partition(".")[0] == "distributed":                     # it logs the traceback of a lost scheduler
+        if name.partition(".")[0] == "distributed":  # it logs the traceback of a lost scheduler
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with Client(scheduler) as client:
-        several = [worker for worker, about in client.scheduler_info(n_workers=-1)["workers"].items()
-                   if about["nthreads"] > 1]
+        several = [
+            worker
+            for worker, about in client.scheduler_info(n_workers=-1)["workers"].items()
+            if about["nthreads"] > 1
+        ]
         if several:
-            raise ValueError(f"{', '.join(several)} would run several points at once, and their times disturb each "
-                             "other; start workers with --nthreads 1, more of them where that does not matter")
+            raise ValueError(
+                f"{', '.join(several)} would run several points at once, and their times disturb each "
+                "other; start workers with --nthreads 1, more of them where that does not matter"
+            )
         futures = {client.submit(attempt, work, point, pure=False): point for point in points}
         try:
             for future in as_completed(futures):
-                yield futures[future], ({"error": str(future.exception())} if future.status == "error"
-                                        else future.result())
+                yield (
+                    futures[future],
+                    (
+                        {"error": str(future.exception())}
+                        if future.status == "error"
+                        else future.result()
+                    ),
+                )
         except CancelledError:
-            raise ConnectionError(f"the scheduler at {scheduler} was lost; finished points are kept, and the same "
-                                  "command goes on when it is there again") from None
+            raise ConnectionError(
+                f"the scheduler at {scheduler} was lost; finished points are kept, and the same "
+                "command goes on when it is there again"
+            ) from None
 
 
 def reach(scheduler: str) -> None:
-    """Errors of `on_dask` before there is a client, which would be told with tracebacks; warns of an open scheduler."""
+    """Errors of `on_dask` before there is a client, which would be told with tracebacks; warns of
+    an open scheduler."""
     import dask.config
+
     there = re.fullmatch(r"(tcp|tls)://(?:\[(.+)\]|([^:]+)):(\d{1,5})", scheduler)
     if there is None:
-        raise ValueError(f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, tcp://HOST:PORT")
+        raise ValueError(
+            f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, tcp://HOST:PORT"
+        )
     protocol, host, port = there[1], there[2] or there[3], int(there[4])
-    missing = [name for name in ("ca-file", "client.cert", "client.key")
-               if not dask.config.get(f"distributed.comm.tls.{name}")] if protocol == "tls" else []
+    missing = (
+        [
+            name
+            for name in ("ca-file", "client.cert", "client.key")
+            if not dask.config.get(f"distributed.comm.tls.{name}")
+        ]
+        if protocol == "tls"
+        else []
+    )
     if missing:
-        raise ValueError(f"{scheduler} needs certificates, and dask's configuration has no distributed.comm.tls."
-                         f"{missing[0]}; `moelab sweep --help` shows the file")
+        raise ValueError(
+            f"{scheduler} needs certificates, and dask's configuration has no distributed.comm.tls."
+            f"{missing[0]}; `moelab sweep --help` shows the file"
+        )
     try:
         with socket.create_connection((host, port), timeout=10) as connected:
             here = ip_address(connected.getpeername()[0]).is_loopback
     except (OSError, OverflowError) as error:
         raise ConnectionError(f"there is no scheduler at {scheduler}: {error}") from None
     if protocol == "tcp" and not here:
-        print(f"moelab: {scheduler} has no certificates: whoever reaches it can run code on its workers, and on this "
-              "machine; `moelab sweep --help` says how to use tls://", file=sys.stderr)
+        print(
+            f"moelab: {scheduler} has no certificates: whoever reaches it can run code on its workers, and on this "
+            "machine; `moelab sweep --help` says how to use tls://",
+            file=sys.stderr,
+        )
 
 
-def sweep(target: str, points: list[Point], table: Path, run: Callable[[list[Point]], Found]
-          ) -> tuple[list[Row], list[tuple[Point, str]]]:
-    """Run those points that the journal beside `table` does not have; returns the rows of all, and what failed.
+def sweep(
+    target: str, points: list[Point], table: Path, run: Callable[[list[Point]], Found]
+) -> tuple[list[Row], list[tuple[Point, str]]]:
+    """Run those points that the journal beside `table` does not have; returns the rows of all, and
+    what failed.
 
-    Raises ValueError: the table is of another target, or it or its journal is no sweep's; FileExistsError: another
-    sweep is writing it.
-    """
+    Raises ValueError: the table is of another target, or it or its journal is no sweep's;
+    FileExistsError: another sweep is writing it."""
     table = writable(table)
     table.parent.mkdir(parents=True, exist_ok=True)
     if table.exists() and not table.with_suffix(".journal").exists():
-        read(table)                                     # else it is somebody's, and stays
+        read(table)  # else it is somebody's, and stays
     journal, failed = Journal(table.with_suffix(".journal")), []
     try:
         targets = [line for line in journal.lines if isinstance(line, str)]
@@ -249,8 +323,12 @@ def sweep(target: str, points: list[Point], table: Path, run: Callable[[list[Poi
         rows = {key(line["point"]): Row(**line) for line in journal.lines if isinstance(line, dict)}
         left = [point for point in points if key(point) not in rows]
         try:
-            with progress(total=len(points), desc=f"sweep of {target}", unit="points",
-                          initial=len(points) - len(left)) as bar:
+            with progress(
+                total=len(points),
+                desc=f"sweep of {target}",
+                unit="points",
+                initial=len(points) - len(left),
+            ) as bar:
                 for point, found in run(left) if left else ():
                     if "error" in found:
                         failed.append((point, found["error"]))
@@ -260,7 +338,10 @@ def sweep(target: str, points: list[Point], table: Path, run: Callable[[list[Poi
                     bar.update()
         finally:
             order = {key(point): i for i, point in enumerate(points)}
-            write(table, [rows[name] for name in sorted(rows, key=lambda name: order.get(name, len(order)))])
+            write(
+                table,
+                [rows[name] for name in sorted(rows, key=lambda name: order.get(name, len(order)))],
+            )
     finally:
         journal.close()
     return [rows[key(point)] for point in points if key(point) in rows], failed
@@ -271,26 +352,40 @@ def key(point: Point) -> str:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Write rows as a Parquet table: a column for each parameter, metric (with kind and unit) and provenance. A column
-    of several types is text; a metric that is called like a parameter is "metrics NAME", provenance "at NAME"."""
+    """Write rows as a Parquet table: a column for each parameter, metric (with kind and unit) and
+    provenance. A column of several types is text; a metric that is called like a parameter is
+    "metrics NAME", provenance "at NAME"."""
     import pyarrow
     from pyarrow import parquet
+
     fields, columns = [], []
     for role in Row._fields:
         for name in dict.fromkeys(name for row in rows for name in getattr(row, role)):
-            cells, about = [getattr(row, role).get(name) for row in rows], {"role": role, "name": name}
+            cells, about = (
+                [getattr(row, role).get(name) for row in rows],
+                {"role": role, "name": name},
+            )
             if role == "metrics":
                 one = next(cell for cell in cells if cell)
                 about |= {"kind": one["kind"], "unit": one["unit"]}
                 cells = [cell and cell["value"] for cell in cells]
             types = {type(cell) for cell in cells if cell is not None}
             if not (types <= {int, float} or len(types) == 1 and types <= {str, bool}):
-                cells = [cell if cell is None or isinstance(cell, str) else json.dumps(cell) for cell in cells]
+                cells = [
+                    cell if cell is None or isinstance(cell, str) else json.dumps(cell)
+                    for cell in cells
+                ]
             label = f"at {name}" if role == "at" else name
             while label in (field.name for field in fields):
                 label = f"{role} {label}"
-            columns.append(pyarrow.array([float(cell) if cell is not None and float in types <= {int, float} else cell
-                                          for cell in cells]))
+            columns.append(
+                pyarrow.array(
+                    [
+                        float(cell) if cell is not None and float in types <= {int, float} else cell
+                        for cell in cells
+                    ]
+                )
+            )
             fields.append(pyarrow.field(label, columns[-1].type, metadata=about))
     with atomic(path) as part:
         parquet.write_table(pyarrow.Table.from_arrays(columns, schema=pyarrow.schema(fields)), part)
@@ -299,35 +394,59 @@ def write(path: Path, rows: list[Row]) -> None:
 def read(path: str | Path) -> list[Row]:
     """The rows of a sweep's table. ValueError: no such file, or not of a sweep."""
     from pyarrow import parquet
+
     with naming(path, "table of a sweep", "`moelab sweep`"):
         table = parquet.read_table(absolute(path))
         rows = [Row({}, {}, {})._asdict() for _ in range(table.num_rows)]
         for field, column in zip(table.schema, table.columns):
-            about = typed({name.decode(): text.decode() for name, text in (field.metadata or {}).items()}, _Column)
+            about = typed(
+                {name.decode(): text.decode() for name, text in (field.metadata or {}).items()},
+                _Column,
+            )
             for row, cell in zip(rows, column.to_pylist()):
                 if cell is not None:
-                    row[about["role"]][about["name"]] = cell if about["role"] != "metrics" else {
-                        "value": cell, "unit": about.get("unit"), "kind": about.get("kind")}
+                    row[about["role"]][about["name"]] = (
+                        cell
+                        if about["role"] != "metrics"
+                        else {"value": cell, "unit": about.get("unit"), "kind": about.get("kind")}
+                    )
         return typed(rows, list[Row])
 
 
 def varied(rows: Sequence[Row]) -> list[str]:
     """The parameters that differ between points."""
-    return [name for name in dict.fromkeys(name for row in rows for name in row.point)
-            if len({key({name: row.point.get(name)}) for row in rows}) > 1]
+    return [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row.point)
+        if len({key({name: row.point.get(name)}) for row in rows}) > 1
+    ]
 
 
 def extremes(rows: Sequence[Row]) -> list[Record]:
-    """Of each metric that is a number and differs: the least and the most, at which points, and their ratio."""
+    """Of each metric that is a number and differs: the least and the most, at which points, and
+    their ratio."""
     names, found = varied(rows), []
     for metric in dict.fromkeys(metric for row in rows for metric in row.metrics):
         cells = [(row.metrics[metric]["value"], row) for row in rows if metric in row.metrics]
         if are_numbers(*(value for value, _ in cells)) and len({value for value, _ in cells}) > 1:
             (low, least), (high, most) = (of(cells, key=lambda cell: cell[0]) for of in (min, max))
-            where = [", ".join(f"{name}={row.point.get(name)}" for name in names) for row in (least, most)]
+            where = [
+                ", ".join(f"{name}={row.point.get(name)}" for name in names)
+                for row in (least, most)
+            ]
             about = least.metrics[metric]
-            found.append({"metric": metric, "unit": about["unit"], "kind": about["kind"], "least": low, "at": where[0],
-                          "most": high, "at ": where[1], "÷": high / low if low > 0 else None})
+            found.append(
+                {
+                    "metric": metric,
+                    "unit": about["unit"],
+                    "kind": about["kind"],
+                    "least": low,
+                    "at": where[0],
+                    "most": high,
+                    "at ": where[1],
+                    "÷": high / low if low > 0 else None,
+                }
+            )
     return found
 
 
@@ -336,21 +455,42 @@ def told(rows: Iterable[Row]) -> str:
     rows = list(rows)
     names = varied(rows)
     shown = list(dict.fromkeys(name for row in rows for name in row.metrics))[:SHOWN_METRICS]
-    return text_table([*names, *shown, "s", "host"], [
-        [*(row.point.get(name) for name in names), *(row.metrics.get(name, {}).get("value") for name in shown),
-         row.at["seconds"], row.at["host"]] for row in rows])
+    return text_table(
+        [*names, *shown, "s", "host"],
+        [
+            [
+                *(row.point.get(name) for name in names),
+                *(row.metrics.get(name, {}).get("value") for name in shown),
+                row.at["seconds"],
+                row.at["host"],
+            ]
+            for row in rows
+        ],
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (parser.epilog or "") + "\n\n" + __doc__[__doc__.index("Points run"):]
+    parser.epilog = (parser.epilog or "") + "\n\n" + __doc__[__doc__.index("Points run") :]
     parser.add_argument("target", help="a notebook, by its number, name or path, or a bench")
-    parser.add_argument("--grid", nargs="+", required=True, metavar="NAME=VALUE,VALUE",
-                        help="values of parameters or options, of which every combination is run")
+    parser.add_argument(
+        "--grid",
+        nargs="+",
+        required=True,
+        metavar="NAME=VALUE,VALUE",
+        help="values of parameters or options, of which every combination is run",
+    )
     parser.add_argument("--workers", type=whole(1), default=1, help="processes here (%(default)s)")
-    parser.add_argument("--scheduler", metavar="tls://HOST:PORT",
-                        help="of a Dask cluster, which runs the points instead; tcp:// on this machine")
-    parser.add_argument("--table", type=output, metavar="FILE",
-                        help="the table (results/sweeps/TARGET.parquet); its journal lies beside it")
+    parser.add_argument(
+        "--scheduler",
+        metavar="tls://HOST:PORT",
+        help="of a Dask cluster, which runs the points instead; tcp:// on this machine",
+    )
+    parser.add_argument(
+        "--table",
+        type=output,
+        metavar="FILE",
+        help="the table (results/sweeps/TARGET.parquet); its journal lies beside it",
+    )
     add_run_options(parser)
 
 
@@ -362,17 +502,25 @@ def main(args: argparse.Namespace) -> int:
         for point in points:
             parser_of(args.target).parse_args(words(point))
     else:
-        path, = notebooks([args.target], BENCHES)
+        (path,) = notebooks([args.target], BENCHES)
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target, work = path.stem, partial(notebook_point, given, args.results, args.timeout)
-    run = partial(on_dask, args.scheduler, work) if args.scheduler else partial(locally, work, workers=args.workers)
-    table = args.table or results_root(args.results) / "sweeps" / f"{target.replace(' ', '_')}.parquet"
+    run = (
+        partial(on_dask, args.scheduler, work)
+        if args.scheduler
+        else partial(locally, work, workers=args.workers)
+    )
+    table = (
+        args.table or results_root(args.results) / "sweeps" / f"{target.replace(' ', '_')}.parquet"
+    )
     rows, failed = sweep(target, points, table, run)
     print(told(rows))
     for point, error in failed:
         print(f"\nFAILED {point}: {error}", file=sys.stderr)
     if len(commits := {row.at["git"] for row in rows}) > 1:
-        print(f"\nthese points were run by {len(commits)} commits; see the table's column \"at git\"")
+        print(
+            f'\nthese points were run by {len(commits)} commits; see the table\'s column "at git"'
+        )
     print(f"\n{len(rows)} of {len(points)} points: {table}")
     return 1 if failed else 0

@@ -1,8 +1,8 @@
 """The one file that uses what is not public API of transformers (5.20 to 5.23).
 
-A model class and a meta-device twin for a config; construction and loading that change nothing global, so that other
-threads may use transformers meanwhile; the key renaming and weight conversion of any hub checkpoint.
-"""
+A model class and a meta-device twin for a config; construction and loading that change nothing
+global, so that other threads may use transformers meanwhile; the key renaming and weight conversion
+of any hub checkpoint."""
 
 from __future__ import annotations
 
@@ -30,31 +30,41 @@ in_children(_lock._at_fork_reinit)
 
 
 def once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that is called the first time only, by one thread while others wait for its result."""
+    """A function that is called the first time only, by one thread while others wait for its
+    result."""
     found = cache(function)
 
     @wraps(function)
     def locked() -> Any:
         with _lock:
             return found()
+
     return locked
 
 
 def model_class(config: Any) -> type:
-    """The generating class for a config, whole: causal language model, encoder-decoder, or multimodal model."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    """The generating class for a config, whole: causal language model, encoder-decoder, or
+    multimodal model."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+    )
+
     autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
     for auto in reversed(autos) if config.get_text_config() is not config else autos:
         found = auto._model_mapping.get(type(config), None)
         if found is not None:
             return found[0] if isinstance(found, tuple) else found
-    raise ValueError(f"transformers has no generating model for model_type {config.model_type!r}; moelab runs causal "
-                     f"language models, encoder-decoders, and those that read images and write text")
+    raise ValueError(
+        f"transformers has no generating model for model_type {config.model_type!r}; moelab runs causal "
+        f"language models, encoder-decoders, and those that read images and write text"
+    )
 
 
 class _NewTensors(TorchFunctionMode):
-    """Within the block, in this thread, floating-point numbers that follow from none are of this dtype, unless another
-    is given: what `torch.set_default_dtype` does for all threads."""
+    """Within the block, in this thread, floating-point numbers that follow from none are of this
+    dtype, unless another is given: what `torch.set_default_dtype` does for all threads."""
 
     asked = (Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
 
@@ -62,22 +72,34 @@ class _NewTensors(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         made, kwargs = func(*args, **(kwargs or {})), kwargs or {}
-        if not isinstance(made, Tensor) or not made.is_floating_point() or made.dtype == self.dtype \
-                or kwargs.get("dtype") is not None or func in self.asked:
+        if (
+            not isinstance(made, Tensor)
+            or not made.is_floating_point()
+            or made.dtype == self.dtype
+            or kwargs.get("dtype") is not None
+            or func in self.asked
+        ):
             return made
         given = [*kwargs.values()]
         for value in args:
             given += value if isinstance(value, list | tuple) else [value]
-        known = (value.is_floating_point() if isinstance(value, Tensor) else hasattr(value, "dtype") for value in given)
+        known = (
+            value.is_floating_point() if isinstance(value, Tensor) else hasattr(value, "dtype")
+            for value in given
+        )
         return made if any(known) else made.to(self.dtype)
 
 
 @once
 def _tie_weights() -> Callable[..., None]:
-    """transformers' own `tie_weights`, which each of its `from_pretrained` switches off for all threads meanwhile."""
+    """transformers' own `tie_weights`, which each of its `from_pretrained` switches off for all
+    threads meanwhile."""
     from transformers import PreTrainedModel
+
     while (found := PreTrainedModel.tie_weights).__name__ != "tie_weights":
         time.sleep(0.001)
     return found
@@ -87,13 +109,18 @@ def _tie_weights() -> Callable[..., None]:
 def _private(cls: type) -> type:
     """A model class whose models are constructed without changing anything that other threads see.
 
-    `from_pretrained` does that within contexts that set torch's default dtype and methods of `PreTrainedModel`.
-    """
-    def __init__(self: Any, config: Any, finish: Callable[[Any], object] = lambda model: None) -> None:
+    `from_pretrained` does that within contexts that set torch's default dtype and methods of
+    `PreTrainedModel`."""
+
+    def __init__(
+        self: Any, config: Any, finish: Callable[[Any], object] = lambda model: None
+    ) -> None:
         self._constructed = False
         cls.__init__(self, config)
         for module in self.modules():
-            if type(module).__name__ == "NllbMoeSinusoidalPositionalEmbedding":     # asks torch for its default dtype
+            if (
+                type(module).__name__ == "NllbMoeSinusoidalPositionalEmbedding"
+            ):  # asks torch for its default dtype
                 module.weights = module.weights.to(self.dtype)
         finish(self)
         self._constructed = True
@@ -105,9 +132,17 @@ def _private(cls: type) -> type:
     def get_init_context(_: type, dtype: torch.dtype, *_args: Any) -> list[Any]:
         return [torch.device("meta"), _NewTensors(dtype)]
 
-    return type(cls.__name__, (cls,), {
-        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__init__": __init__,
-        "tie_weights": tie_weights, "get_init_context": classmethod(get_init_context)})
+    return type(
+        cls.__name__,
+        (cls,),
+        {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__init__": __init__,
+            "tie_weights": tie_weights,
+            "get_init_context": classmethod(get_init_context),
+        },
+    )
 
 
 def _public(model: Any) -> Any:
@@ -130,22 +165,33 @@ def meta_twin(config: Any) -> torch.nn.Module:
     return _public(model)
 
 
-def load(config: Any, tensors: dict[str, Any], dtype: torch.dtype, finish: Callable[[Any], object]
-         ) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """(the model of a config with these tensors, what transformers reports), by transformers' `from_pretrained`.
+def load(
+    config: Any, tensors: dict[str, Any], dtype: torch.dtype, finish: Callable[[Any], object]
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """(the model of a config with these tensors, what transformers reports), by transformers'
+    `from_pretrained`.
 
-    Given tensors and no folder, it looks for nothing else there: no adapters, other weights or code.
+    Given tensors and no folder, it looks for nothing else there: no adapters, other weights or
+    code.
 
     finish : is given the model before its tensors are looked up, on the meta device.
     """
     model, report = _private(model_class(config)).from_pretrained(
-        None, finish=finish, config=_readable(config), state_dict=tensors, dtype=dtype,
-        experts_implementation="eager", output_loading_info=True, trust_remote_code=False)
+        None,
+        finish=finish,
+        config=_readable(config),
+        state_dict=tensors,
+        dtype=dtype,
+        experts_implementation="eager",
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
     return _public(model), report
 
 
 def dequantising(config: Any) -> Any:
-    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants GPU packages.
+    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants
+    GPU packages.
 
     Raises ValueError, by name, for what of compressed-tensors, GPTQ and AWQ is not read.
     """
@@ -166,27 +212,39 @@ def quantizer_for(config: Any):
     if getattr(config, "quantization_config", None) is None:
         return None
     from transformers.quantizers.auto import get_hf_quantizer
-    return get_hf_quantizer(_readable(dequantising(deepcopy(config))), None, device_map=None, weights_only=True,
-                            user_agent={})[0]
+
+    return get_hf_quantizer(
+        _readable(dequantising(deepcopy(config))),
+        None,
+        device_map=None,
+        weights_only=True,
+        user_agent={},
+    )[0]
 
 
-#: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and their packages
+#: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and
+#: their packages
 PACKED = ("compressed-tensors", "gptq", "awq")
 
-#: experts that checkpoints stack, and that are quantised one by one as linear layers: whether the stack is transposed
+#: experts that checkpoints stack, and that are quantised one by one as linear layers: whether the
+#: stack is transposed
 APART = {"Llama4TextExperts": True, "Qwen3VLMoeTextExperts": False}
 
 
 def _readable(config: Any) -> Any:
-    """The config for quantisers of our own, where transformers' want packages that dequantising does not use."""
+    """The config for quantisers of our own, where transformers' want packages that dequantising
+    does not use."""
     method = quantisation(config)
     if method != "fp8" and method not in PACKED:
         return config
     _register_quantizers()
     config, fields = copy(config), config.quantization_config
     fields = dict(fields if isinstance(fields, dict) else fields.to_dict())
-    config.quantization_config = fields | {"quant_method": FP8} if method == "fp8" else {
-        "quant_method": UNPACKED, "fields": fields}
+    config.quantization_config = (
+        fields | {"quant_method": FP8}
+        if method == "fp8"
+        else {"quant_method": UNPACKED, "fields": fields}
+    )
     return config
 
 
@@ -196,10 +254,15 @@ FP8, UNPACKED = "moelab-fp8", "moelab-unpacked"
 
 @once
 def _register_quantizers() -> None:
-    """Tell transformers of a quantiser that dequantises FP8 without the package accelerate, which its own asks for, and
-    of one that dequantises `PACKED`, while a model is loaded."""
-    from transformers.core_model_loading import (Concatenate, ConversionOps, MergeModulelist, Transpose,
-                                                 WeightConverter)
+    """Tell transformers of a quantiser that dequantises FP8 without the package accelerate, which
+    its own asks for, and of one that dequantises `PACKED`, while a model is loaded."""
+    from transformers.core_model_loading import (
+        Concatenate,
+        ConversionOps,
+        MergeModulelist,
+        Transpose,
+        WeightConverter,
+    )
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -218,26 +281,40 @@ def _register_quantizers() -> None:
             self.quant_method, self.fields, self.dequantize = quant_method, fields, True
 
     class Dequantize(ConversionOps):
-        """The tensors of each layer become its weight, one for each expert where they come in lists."""
+        """The tensors of each layer become its weight, one for each expert where they come in
+        lists."""
 
         def __init__(self, quantizer: HfQuantizer) -> None:
             self.hf_quantizer = quantizer
 
-        def convert(self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: Any) -> dict[str, Any]:
+        def convert(
+            self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: Any
+        ) -> dict[str, Any]:
             layers: dict[str, dict[str, Any]] = {}
             for pattern, found in input_dict.items():
                 layer, dot, name = pattern.rpartition(".")
-                layers.setdefault(layer + dot, {})[name] = found if isinstance(found, list) else [found]
+                layers.setdefault(layer + dot, {})[name] = (
+                    found if isinstance(found, list) else [found]
+                )
             target = model.get_parameter(full_layer_name)
             dtype = torch.float32 if kept_in_fp32(model, full_layer_name, target) else target.dtype
-            return {f"{layer}weight" if layer else full_layer_name: [
-                        self._weight(dict(zip(tensors, one))).to(dtype) for one in zip(*tensors.values(), strict=True)]
-                    for layer, tensors in layers.items()}
+            return {
+                f"{layer}weight" if layer else full_layer_name: [
+                    self._weight(dict(zip(tensors, one))).to(dtype)
+                    for one in zip(*tensors.values(), strict=True)
+                ]
+                for layer, tensors in layers.items()
+            }
 
         def _weight(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
             weight = tensors.get("weight")
-            if len(tensors) == 1 and weight is not None and weight.is_floating_point() and weight.itemsize > 1:
-                return weight                                   # not quantised
+            if (
+                len(tensors) == 1
+                and weight is not None
+                and weight.is_floating_point()
+                and weight.itemsize > 1
+            ):
+                return weight  # not quantised
             return packings.dequantize(*self.hf_quantizer.scheme, tensors)
 
     @register_quantizer(UNPACKED)
@@ -245,8 +322,12 @@ def _register_quantizers() -> None:
         def __init__(self, config: QuantizationConfigMixin, **options: Any) -> None:
             super().__init__(config, **options)
             self.scheme = packings.scheme(config.fields)
-            self.serialized_names = {"weight": ["weight", *(
-                name for name in packings.KINDS[self.scheme[0]][0] if name != "weight")]}
+            self.serialized_names = {
+                "weight": [
+                    "weight",
+                    *(name for name in packings.KINDS[self.scheme[0]][0] if name != "weight"),
+                ]
+            }
 
         def get_load_operations(self) -> dict[str, type]:
             return {"dequantize": Dequantize}
@@ -256,9 +337,17 @@ def _register_quantizers() -> None:
                 steps = [Transpose(1, 2)] * APART[kind]
                 weight_conversions = [
                     *weight_conversions,
-                    WeightConverter(["experts.*.gate_proj.weight", "experts.*.up_proj.weight"], "experts.gate_up_proj",
-                                    [MergeModulelist(0), Concatenate(1), *steps]),
-                    WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [MergeModulelist(0), *steps])]
+                    WeightConverter(
+                        ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"],
+                        "experts.gate_up_proj",
+                        [MergeModulelist(0), Concatenate(1), *steps],
+                    ),
+                    WeightConverter(
+                        "experts.*.down_proj.weight",
+                        "experts.down_proj",
+                        [MergeModulelist(0), *steps],
+                    ),
+                ]
             return super().update_weight_conversions(weight_conversions, model)
 
         def _convert_model_for_quantization(self, model: Any) -> None:
@@ -270,20 +359,25 @@ def _register_quantizers() -> None:
 def share_conversion(model_type: str, like: str) -> None:
     """Make checkpoints of `model_type` load by the conversion table of another model type."""
     from transformers import conversion_mapping
+
     conversion_mapping.register_checkpoint_conversion_mapping(
-        model_type, conversion_mapping.get_checkpoint_conversion_mapping(like))
+        model_type, conversion_mapping.get_checkpoint_conversion_mapping(like)
+    )
 
 
-# -------------------------------------------------------------------------- checkpoint keys → the model's parameters
+# -------------------------------------------------------------------------- checkpoint keys → the
+# model's parameters
+
 
 @dataclass
 class ParameterPlan:
     """Where one parameter, or the parameters that are made together with it, come from.
 
     target : its full name in the model.
-    sources : checkpoint keys by pattern; one each, or, where they lie `apart`, one for each number (expert) from 0 on.
-    converter : transformers' WeightConverter from these sources, or None where a key is merely renamed.
-    """
+    sources : checkpoint keys by pattern; one each, or, where they lie `apart`, one for each number
+        (expert) from 0 on.
+    converter : transformers' WeightConverter from these sources, or None where a key is merely
+    renamed."""
 
     target: str
     sources: dict[str, list[str]]
@@ -295,14 +389,16 @@ class ParameterPlan:
         return [key for keys in self.sources.values() for key in keys]
 
 
-def loading_plan(twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = None
-                 ) -> tuple[dict[str, ParameterPlan], dict[str, str]]:
-    """How a model's parameters are made of checkpoint keys, as transformers would load them: ({target: plan}, foreign).
+def loading_plan(
+    twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = None
+) -> tuple[dict[str, ParameterPlan], dict[str, str]]:
+    """How a model's parameters are made of checkpoint keys, as transformers would load them:
+    ({target: plan}, foreign).
 
     twin : the whole model on the meta device.    foreign : {name it would have: key} of what it has no parameter for.
 
-    Raises ValueError where numbered keys lack a number or have one twice, or two keys claim one parameter.
-    """
+    Raises ValueError where numbered keys lack a number or have one twice, or two keys claim one
+    parameter."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -314,9 +410,13 @@ def loading_plan(twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = No
     plans: dict[str, ParameterPlan] = {}
     foreign: dict[str, str] = {}
     for key in sorted(keys, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(key, renamings, converters, twin.base_model_prefix, parameters)
+        target, pattern = loading.rename_source_key(
+            key, renamings, converters, twin.base_model_prefix, parameters
+        )
         if target not in parameters and key in parameters:
-            target, pattern = loading.rename_source_key(key, [], [], twin.base_model_prefix, parameters)
+            target, pattern = loading.rename_source_key(
+                key, [], [], twin.base_model_prefix, parameters
+            )
         if target not in parameters:
             foreign[target] = key
             continue
@@ -326,15 +426,22 @@ def loading_plan(twin: torch.nn.Module, keys: Iterable[str], quantizer: Any = No
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
         plan.apart = any("*" in pattern for pattern in plan.sources)
-        stacked = any(type(op).__name__ == "MergeModulelist" for op in getattr(plan.converter, "operations", ()))
-        count = len(parameters[plan.target]) if stacked else None       # the parameter's first axis counts its sources
+        stacked = any(
+            type(op).__name__ == "MergeModulelist"
+            for op in getattr(plan.converter, "operations", ())
+        )
+        count = (
+            len(parameters[plan.target]) if stacked else None
+        )  # the parameter's first axis counts its sources
         for pattern, found in plan.sources.items():
             renamed = [loading.apply_renamings(key, renamings) for key in found]
             plan.sources[pattern] = _in_order(plan, pattern, found, renamed, count)
     return plans, foreign
 
 
-def _in_order(plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[str], count: int | None) -> list[str]:
+def _in_order(
+    plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[str], count: int | None
+) -> list[str]:
     """A pattern's keys in the order of their numbers, which are 0 … count−1, each once."""
     if "*" not in pattern:
         if len(keys) > 1:
@@ -346,64 +453,95 @@ def _in_order(plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[
         match = shape.search(name)
         number = int(match[1]) if match and re.fullmatch(r"0|[1-9]\d{0,8}", match[1]) else None
         if number is None or number in numbers or number >= limit:
-            raise ValueError(f"{key} is none of the {limit} tensors {pattern} that {plan.target} is made of, which are "
-                             f"numbered from 0 on and each there once")
+            raise ValueError(
+                f"{key} is none of the {limit} tensors {pattern} that {plan.target} is made of, which are "
+                f"numbered from 0 on and each there once"
+            )
         numbers[number] = key
     if absent := sorted(set(range(count or 0)) - set(numbers)):
-        number, parts = next((n, key.split(".")) for n, key in numbers.items() if str(n) in key.split("."))
-        parts[len(parts) - 1 - parts[::-1].index(str(number))] = str(absent[0])     # the last part that is the number
-        raise ValueError(f"{'.'.join(parts)} is missing, one of the {count} tensors {pattern} that {plan.target} is "
-                         f"made of" + (f", and {len(absent) - 1} more" if len(absent) > 1 else ""))
+        number, parts = next(
+            (n, key.split(".")) for n, key in numbers.items() if str(n) in key.split(".")
+        )
+        parts[len(parts) - 1 - parts[::-1].index(str(number))] = str(
+            absent[0]
+        )  # the last part that is the number
+        raise ValueError(
+            f"{'.'.join(parts)} is missing, one of the {count} tensors {pattern} that {plan.target} is "
+            f"made of" + (f", and {len(absent) - 1} more" if len(absent) > 1 else "")
+        )
     return [numbers[number] for number in sorted(numbers)]
 
 
-def converted(plan: ParameterPlan, tensors: dict[str, Any], twin: Any, quantizer: Any = None
-              ) -> dict[str, torch.Tensor]:
-    """The parameters that a plan makes, by full name, from its sources by pattern: a tensor or a list of them each."""
+def converted(
+    plan: ParameterPlan, tensors: dict[str, Any], twin: Any, quantizer: Any = None
+) -> dict[str, torch.Tensor]:
+    """The parameters that a plan makes, by full name, from its sources by pattern: a tensor or a
+    list of them each."""
     if plan.converter is None:
         return {plan.target: next(iter(tensors.values()))}
-    tensors = {pattern: found if isinstance(found, list) else [found] for pattern, found in tensors.items()}
+    tensors = {
+        pattern: found if isinstance(found, list) else [found] for pattern, found in tensors.items()
+    }
     if quantizer is None:
         dtype = widest({tensor.dtype for found in tensors.values() for tensor in found})
-        tensors = {pattern: [tensor.to(dtype) for tensor in found] for pattern, found in tensors.items()}
+        tensors = {
+            pattern: [tensor.to(dtype) for tensor in found] for pattern, found in tensors.items()
+        }
     converter = copy(plan.converter)
-    converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)      # all of its state
+    converter.collected_tensors, converter.layer_targets = (
+        defaultdict(list),
+        defaultdict(set),
+    )  # all of its state
     for pattern, found in tensors.items():
         for tensor in found:
             converter.add_tensor(plan.target, pattern, pattern, tensor)
     made = converter.convert(plan.target, model=twin, config=twin.config, hf_quantizer=quantizer)
-    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+    return {
+        name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+    }
 
 
 def widest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """The least type that has all numbers of these; beside others, those of one byte count as the bf16 that has theirs.
-    """
-    wide = {torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes}
+    """The least type that has all numbers of these; beside others, those of one byte count as the
+    bf16 that has theirs."""
+    wide = {
+        torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
+        for dtype in dtypes
+    }
     return reduce(torch.promote_types, wide if len(dtypes) > 1 else dtypes)
 
 
-def convert_expert(plan: ParameterPlan, tensors: dict[str, torch.Tensor], twin: torch.nn.Module,
-                   quantizer: Any = None) -> torch.Tensor:
-    """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own conversion."""
+def convert_expert(
+    plan: ParameterPlan,
+    tensors: dict[str, torch.Tensor],
+    twin: torch.nn.Module,
+    quantizer: Any = None,
+) -> torch.Tensor:
+    """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own
+    conversion."""
     return converted(plan, tensors, _OneExpert(twin), quantizer)[plan.target]
 
 
 def concatenation(plan: ParameterPlan, quantizer: Any = None) -> list[str] | None:
-    """The patterns of a plan in the order in which one expert's sources, one after another, are its parameter.
+    """The patterns of a plan in the order in which one expert's sources, one after another, are its
+    parameter.
 
-    None where the bytes of the parameter are others than the sources': transposed, interleaved, dequantised.
-    """
+    None where the bytes of the parameter are others than the sources': transposed, interleaved,
+    dequantised."""
     if plan.converter is None:
         return list(plan.sources)
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations]
     merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
-    if quantizer is not None or steps not in ([[merged], [merged, joined]] if plan.apart else [[joined]]):
+    if quantizer is not None or steps not in (
+        [[merged], [merged, joined]] if plan.apart else [[joined]]
+    ):
         return None
     return [pattern for pattern in plan.converter.source_patterns if pattern in plan.sources]
 
 
 class _OneExpert:
-    """A model for conversions that look how a parameter lies (`Transpose(check_dims=True)`): with one expert in it."""
+    """A model for conversions that look how a parameter lies (`Transpose(check_dims=True)`): with
+    one expert in it."""
 
     def __init__(self, twin: torch.nn.Module) -> None:
         self.twin = twin
@@ -415,14 +553,16 @@ class _OneExpert:
         return self.twin.get_parameter(name)[:1]
 
 
-def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: set[str]) -> tuple[set[str], set[str]]:
+def may_lack(
+    twin: torch.nn.Module, missing: set[str], made: set[str], foreign: set[str]
+) -> tuple[set[str], set[str]]:
     """(missing, unexpected) without what the architecture declares tied, optional or superfluous.
 
-    missing, made, foreign : names of what the checkpoint lacks, has, and has beyond the parameters and buffers.
-    """
+    missing, made, foreign : names of what the checkpoint lacks, has, and has beyond the parameters
+    and buffers."""
     ties = dict(twin.all_tied_weights_keys)
     for name in list(missing):
-        group, before = {name}, set()           # whatever is tied to it, in either direction
+        group, before = {name}, set()  # whatever is tied to it, in either direction
         while group != before:
             before = set(group)
             group |= {word for pair in ties.items() if group & set(pair) for word in pair}
@@ -433,18 +573,25 @@ def may_lack(twin: torch.nn.Module, missing: set[str], made: set[str], foreign: 
     return report.missing_keys, report.unexpected_keys
 
 
-def kept_in_fp32(twin: torch.nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether a parameter is fp32 whatever the dtype of the model, by the architecture's own declaration or code.
+def kept_in_fp32(
+    twin: torch.nn.Module, name: str, parameter: torch.Tensor, dtype: torch.dtype | None = None
+) -> bool:
+    """Whether a parameter is fp32 whatever the dtype of the model, by the architecture's own
+    declaration or code.
 
     dtype : of the model, if that is another one than its config's.
     """
     if parameter.dtype == torch.float32 and (dtype is None or twin.config.dtype != torch.float32):
         return True
-    return any(re.search(p.replace("*", ".*"), name) for p in twin._get_dtype_plan(dtype or twin.config.dtype))
+    return any(
+        re.search(p.replace("*", ".*"), name)
+        for p in twin._get_dtype_plan(dtype or twin.config.dtype)
+    )
 
 
 def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast weights that transformers' FP8 quantiser has passed on as they were stored, and cannot compute with so."""
+    """Cast weights that transformers' FP8 quantiser has passed on as they were stored, and cannot
+    compute with so."""
     live = model.state_dict(keep_vars=True)
     for name, stock in twin.state_dict().items():
         if name in live and stock.is_floating_point():
@@ -453,11 +600,13 @@ def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch
 
 
 def published_names(twin: torch.nn.Module) -> dict[str, list[str]]:
-    """Parameter → the keys under which checkpoints of the architecture are saved, as far as transformers can tell."""
+    """Parameter → the keys under which checkpoints of the architecture are saved, as far as
+    transformers can tell."""
     from transformers.core_model_loading import revert_weight_conversion
+
     try:
         plans, _ = loading_plan(twin, revert_weight_conversion(twin, twin.state_dict()))
-    except Exception:           # only words of an error depend on it
+    except Exception:  # only words of an error depend on it
         return {}
     return {target: plan.keys for target, plan in plans.items()}
 

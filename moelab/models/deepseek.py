@@ -1,4 +1,5 @@
-"""DeepSeek-MoE-16B (`model_type: deepseek`), which transformers does not have: Llama with DeepSeek-V2's MoE block.
+"""DeepSeek-MoE-16B (`model_type: deepseek`), which transformers does not have: Llama with
+DeepSeek-V2's MoE block.
 
 The published checkpoint brings its own code; this is the same network out of transformers' parts.
 """
@@ -10,7 +11,8 @@ from moelab.models.compat import once, share_conversion
 
 @once
 def register() -> None:
-    """Make AutoConfig and AutoModelForCausalLM know `deepseek`, and transformers how its checkpoint is laid out."""
+    """Make AutoConfig and AutoModelForCausalLM know `deepseek`, and transformers how its checkpoint
+    is laid out."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 

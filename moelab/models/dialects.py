@@ -1,9 +1,10 @@
-"""Blocks with another interface than `experts(hidden_states, top_k_index, top_k_weights)`, translated for the seam.
+"""Blocks with another interface than `experts(hidden_states, top_k_index, top_k_weights)`,
+translated for the seam.
 
-Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor without the tokens
-that were dropped; LongCat's ids go on beyond its experts, to some that give back their input. How the experts compute
-is in `moelab.models.seam`. Shapes: ids [T, K], E means "no expert"; weights [T, K].
-"""
+Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor
+without the tokens that were dropped; LongCat's ids go on beyond its experts, to some that give back
+their input. How the experts compute is in `moelab.models.seam`. Shapes: ids [T, K], E means "no
+expert"; weights [T, K]."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from moelab.models.patches import Dressed
 
 
 def _llama4_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
-    scores, logits = output                                                 # [T, E] each
+    scores, logits = output  # [T, E] each
     ids = logits.topk(router.top_k, dim=1).indices
     return ids, scores.gather(1, ids)
 
 
 def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
-    chosen, probability, _ = output                                         # one-hot [B, S, E], [B, S, 1]
+    chosen, probability, _ = output  # one-hot [B, S, E], [B, S, 1]
     chosen = chosen.reshape(-1, chosen.shape[-1])
     ids = torch.where(chosen.any(-1), chosen.argmax(-1), router.num_experts)
     return ids[:, None], probability.reshape(-1, 1)
@@ -35,8 +36,11 @@ def _longcat_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
 
 
 #: router class → how to read its output; all others return (logits, weights, ids)
-ROUTING = {"Llama4Router": _llama4_routing, "SwitchTransformersTop1Router": _switch_routing,
-           "LongcatFlashTopkRouter": _longcat_routing}
+ROUTING = {
+    "Llama4Router": _llama4_routing,
+    "SwitchTransformersTop1Router": _switch_routing,
+    "LongcatFlashTopkRouter": _longcat_routing,
+}
 
 #: router classes whose forward takes [B, S, H]; all others take [T, H]
 SEQUENCES = ("SwitchTransformersTop1Router", "AfmoeTokenChoiceRouter", "ZayaRouter")
@@ -60,26 +64,33 @@ def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
     ids, weights = _longcat_routing(self.router, output)
     x = hidden_states.view(-1, hidden_states.shape[-1])
     out = self.experts(x, ids, weights)
-    for expert in range(self.experts.num_routed_experts, self.experts.total_experts):      # they give x itself
+    for expert in range(
+        self.experts.num_routed_experts, self.experts.total_experts
+    ):  # they give x itself
         choice, token = (all_ids.T == expert).nonzero(as_tuple=True)
         out.index_add_(0, token, (x[token] * weights[token, choice, None]).to(out.dtype))
     return out.view(hidden_states.shape)
 
 
 #: block class → its forward in the seam's terms
-BLOCKS = {"Llama4TextMoe": _llama4_forward, "SwitchTransformersSparseMLP": _switch_forward,
-          "LongcatFlashMoE": _longcat_forward}
+BLOCKS = {
+    "Llama4TextMoe": _llama4_forward,
+    "SwitchTransformersSparseMLP": _switch_forward,
+    "LongcatFlashMoE": _longcat_forward,
+}
 
 
 def block_class(cls: type) -> type:
-    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`; itself of any other."""
+    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`; itself of any
+    other."""
     return _translated(cls) if cls.__name__ in BLOCKS else cls
 
 
 @lru_cache(maxsize=None)
 def _translated(cls: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = isinstance(self, made)                   # or it was taken off, while somebody kept this method
+        mine = isinstance(self, made)  # or it was taken off, while somebody kept this method
         return (BLOCKS[cls.__name__] if mine else type(self).forward)(self, *args, **kwargs)
+
     made = type("Seam" + cls.__name__, (Dressed, cls), {"forward": forward, "stock": cls})
     return made

@@ -1,9 +1,10 @@
-"""Inference only: kernels, and experts that come and go, keep nothing of which a gradient could be made.
+"""Inference only: kernels, and experts that come and go, keep nothing of which a gradient could be
+made.
 
-So who asks for one that would pass them (by a `backward()`, through an adapter that is trained or through embeddings as
-inputs) is told so, and not given another. Parameters that the executor "exact" computes with stay as transformers has
-them: torch multiplies by one that requires no gradient in another order, which shows in the last bit.
-"""
+So who asks for one that would pass them (by a `backward()`, through an adapter that is trained or
+through embeddings as inputs) is told so, and not given another. Parameters that the executor
+"exact" computes with stay as transformers has them: torch multiplies by one that requires no
+gradient in another order, which shows in the last bit."""
 
 from __future__ import annotations
 
@@ -23,19 +24,22 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError("moelab opens models for inference only, and no gradient passes their experts. Compute "
-                           "under torch.no_grad(), or train with transformers; a model opened without memory= and with "
-                           'executor="exact" can be trained')
-
+        raise RuntimeError(
+            "moelab opens models for inference only, and no gradient passes their experts. Compute "
+            "under torch.no_grad(), or train with transformers; a model opened without memory= and with "
+            'executor="exact" can be trained'
+        )
 
 
 def refuse(y: Tensor, *of: Tensor) -> Tensor:
-    """y, which was computed without recording; its gradient is an error if any of these tensors wants one."""
+    """y, which was computed without recording; its gradient is an error if any of these tensors
+    wants one."""
     return _Refused.apply(y, *of) if any(t.requires_grad for t in of) else y
 
 
 def refuse_all(output: Any) -> Any:
-    """A model's output, a dictionary; where gradients are recorded and it has none, `backward()` says why."""
+    """A model's output, a dictionary; where gradients are recorded and it has none, `backward()`
+    says why."""
     if isinstance(output, dict) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         for name, y in output.items():
             if isinstance(y, Tensor) and y.is_floating_point() and not y.requires_grad:

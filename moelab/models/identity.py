@@ -1,12 +1,12 @@
-"""A model's identity: sixteen hex digits of its weights and its config, whatever it was opened from; and, of one whose
-experts were rounded, the format: "0123456789abcdef-int4".
+"""A model's identity: sixteen hex digits of its weights and its config, whatever it was opened
+from; and, of one whose experts were rounded, the format: "0123456789abcdef-int4".
 
-An identity covers the key, dtype, shape and bytes of every tensor of the checkpoint: all bytes of a small tensor,
-samples of a large one. It names the model that a calibration, a trace or an estimator is of, and is no key of a cache:
-a change that leaves every sample untouched is not seen. Shards, files, stores and `open_model(dtype=…)` do not count.
-A model that moelab opened has its checkpoint's identity as long as samples of its weights are those that were loaded;
-one that was changed, or opened by something else, has one of its live tensors.
-"""
+An identity covers the key, dtype, shape and bytes of every tensor of the checkpoint: all bytes of a
+small tensor, samples of a large one. It names the model that a calibration, a trace or an estimator
+is of, and is no key of a cache: a change that leaves every sample untouched is not seen. Shards,
+files, stores and `open_model(dtype=…)` do not count. A model that moelab opened has its
+checkpoint's identity as long as samples of its weights are those that were loaded; one that was
+changed, or opened by something else, has one of its live tensors."""
 
 from __future__ import annotations
 
@@ -30,53 +30,76 @@ PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
 #: ns after which a change of a file gives it another time on any file system
 SETTLED = 3_000_000_000
 #: fields of a config that do not change what the model computes in a given precision
-SAID_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype",
-                  "transformers_version", "use_cache")
+SAID_ELSEWHERE = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
 
 
 def identity(model: torch.nn.Module) -> str:
-    """Sixteen hex digits that name a live model: its checkpoint's (`of_checkpoint`), or its live tensors' own."""
+    """Sixteen hex digits that name a live model: its checkpoint's (`of_checkpoint`), or its live
+    tensors' own."""
     origin, seen = vars(model).get("_moelab_origin"), _looks(model)
-    if origin and all(name in seen and _same(values, seen[name]) for name, values in origin.weights.items()):
+    if origin and all(
+        name in seen and _same(values, seen[name]) for name, values in origin.weights.items()
+    ):
         return origin.identity
-    return _digest("live", _said(model.config), *(f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items()))
+    return _digest(
+        "live",
+        _said(model.config),
+        *(f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items()),
+    )
 
 
 def opened_from(model: torch.nn.Module) -> str:
-    """Identity of what a model was opened from, whatever was done to its weights since; "" for nothing known."""
+    """Identity of what a model was opened from, whatever was done to its weights since; "" for
+    nothing known."""
     origin = vars(model).get("_moelab_origin")
     return origin.identity if origin is not None else ""
 
 
 def require_unwritten(model: torch.nn.Module) -> None:
-    """StoreError if somebody writes to the files that a model was opened from: some of its weights are mapped."""
+    """StoreError if somebody writes to the files that a model was opened from: some of its weights
+    are mapped."""
     origin = vars(model).get("_moelab_origin")
     if origin is not None and isinstance(origin.made_from, Checkpoint):
         origin.made_from.require_unchanged(mapped=True)
 
 
 def same_source(a: str, b: str) -> bool:
-    """Whether two identities are of one model, whatever its weights were rounded to: what was counted or trained on one
-    serves the other."""
+    """Whether two identities are of one model, whatever its weights were rounded to: what was
+    counted or trained on one serves the other."""
     return a.partition("-")[0] == b.partition("-")[0]
 
 
 def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
-    """ValueError if an executor or a source (a part with an `identity`) has weights of another model."""
+    """ValueError if an executor or a source (a part with an `identity`) has weights of another
+    model."""
     for part in parts:
         made_of = getattr(part, "identity", None)
         if isinstance(made_of, str) and made_of != (mine := identity(model)):
             spec = getattr(model, "spec", None)
-            raise ValueError(f"these are weights of {getattr(part, 'name', 'another model')} (identity {made_of}), and "
-                             f"the model is {spec.name if spec else type(model).__name__} (identity {mine}), or was "
-                             f"changed since it was opened: open the model that they belong to with moelab.open_model")
+            raise ValueError(
+                f"these are weights of {getattr(part, 'name', 'another model')} (identity {made_of}), and "
+                f"the model is {spec.name if spec else type(model).__name__} (identity {mine}), or was "
+                f"changed since it was opened: open the model that they belong to with moelab.open_model"
+            )
 
 
 def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
-    """The identity of a checkpoint, by its transformers config and samples of its tensors; a store has its own."""
+    """The identity of a checkpoint, by its transformers config and samples of its tensors; a store
+    has its own."""
     if checkpoint.store is not None:
         return checkpoint.store.identity
-    lines, entries = [], sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin))
+    lines, entries = (
+        [],
+        sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin)),
+    )
     for file, tensors in groupby(entries, key=lambda item: item[1].file):
         with open(file, "rb", buffering=0) as f:
             for key, entry in tensors:
@@ -89,7 +112,8 @@ def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
 
 
 def digest(file: Path) -> str:
-    """32 hex digits of a file's content, every byte; kept in the cache under its `stamp`, so that it is read once."""
+    """32 hex digits of a file's content, every byte; kept in the cache under its `stamp`, so that
+    it is read once."""
     before = stamp(file)
     kept = cache_folder("digests") / xxhash.xxh3_128_hexdigest(repr(before).encode())
     with suppress(OSError, ValueError):
@@ -108,7 +132,8 @@ def digest(file: Path) -> str:
 
 
 def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
-    """(offset, length) of what is read of a tensor of `size` bytes: even pieces, one at least an expert of [E, …]."""
+    """(offset, length) of what is read of a tensor of `size` bytes: even pieces, one at least an
+    expert of [E, …]."""
     if size <= WHOLE:
         return [(0, size)]
     n = max(2, size // EACH, shape[0] if len(shape) > 2 else 0)
@@ -116,7 +141,8 @@ def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
 
 
 def vouch(model: torch.nn.Module, origin: Checkpoint | str) -> None:
-    """Remember whose weights a model has, now: those of a checkpoint, or of the model with an identity."""
+    """Remember whose weights a model has, now: those of a checkpoint, or of the model with an
+    identity."""
     object.__setattr__(model, "_moelab_origin", _Origin(origin, model))
 
 
@@ -131,7 +157,7 @@ class _Origin:
     def identity(self) -> str:
         """Of the checkpoint, read when it is first asked for: most runs never ask."""
         if self._known is None:
-            self.made_from.require_unchanged()                  # else nothing tells which model it was
+            self.made_from.require_unchanged()  # else nothing tells which model it was
             self._known = of_checkpoint(self.made_from, load_config(self.made_from.folder))
         return self._known
 
@@ -150,14 +176,21 @@ def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether values are as they were, or as that is when it is rounded to another precision."""
-    through = (now.dtype, torch.float16, torch.bfloat16) if now.is_floating_point() else (now.dtype,)
-    return before.shape == now.shape and any(torch.equal(before.to(d).to(now.dtype), now) for d in through)
+    through = (
+        (now.dtype, torch.float16, torch.bfloat16) if now.is_floating_point() else (now.dtype,)
+    )
+    return before.shape == now.shape and any(
+        torch.equal(before.to(d).to(now.dtype), now) for d in through
+    )
 
 
 def _said(config: Any) -> str:
-    """What a config says beyond its class's defaults, as text that is the same however it was written."""
+    """What a config says beyond its class's defaults, as text that is the same however it was
+    written."""
     fields = config.to_diff_dict()
-    return json.dumps({k: v for k, v in fields.items() if k not in SAID_ELSEWHERE}, sort_keys=True, default=str)
+    return json.dumps(
+        {k: v for k, v in fields.items() if k not in SAID_ELSEWHERE}, sort_keys=True, default=str
+    )
 
 
 def _digest(*lines: str) -> str:

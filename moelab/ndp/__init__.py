@@ -1,7 +1,8 @@
 """GPU and near-data processing: schedules of experts on a GPU and N modules of memory that compute.
 
-Source: "A Scheduling Framework for Efficient MoE Inference on Edge GPU-NDP Systems" (Wu et al.). A `System` plans a
-layer's experts, the closed form or the event simulation times the plan, `simulate` runs a prompt and its answer.
+Source: "A Scheduling Framework for Efficient MoE Inference on Edge GPU-NDP Systems" (Wu et al.). A
+`System` plans a layer's experts, the closed form or the event simulation times the plan, `simulate`
+runs a prompt and its answer.
 
 >>> from moelab.ndp.sweep import Assumptions
 >>> from moelab.ndp.simulation import simulate

@@ -1,4 +1,5 @@
-"""The balance conditions (`moelab.ndp.balance`) on the paper's machine and models: sides, solutions, E_g of every cell.
+"""The balance conditions (`moelab.ndp.balance`) on the paper's machine and models: sides,
+solutions, E_g of every cell.
 
 All times are seconds; experts are those on the GPU.
 """
@@ -18,11 +19,13 @@ from moelab.ndp.sweep import MODELS, UNITS, Assumptions, modules_needed
 GPU, STAY = "GPU: transfer and unhidden work", "modules: the experts that stay"
 BALANCED, WHOLE = "balanced", "whole experts (the paper)"
 Times = dict[str, float]
-Sides = dict[str, tuple[np.ndarray, np.ndarray]]            # side → (experts, seconds); nan breaks the line
-Solutions = dict[str, tuple[float, float]]                  # what → (experts, seconds)
+Sides = dict[str, tuple[np.ndarray, np.ndarray]]  # side → (experts, seconds); nan breaks the line
+Solutions = dict[str, tuple[float, float]]  # what → (experts, seconds)
 
 
-def times(model: str, N: int, assumptions: Assumptions = Assumptions(), tokens: float = 1.0) -> Times:
+def times(
+    model: str, N: int, assumptions: Assumptions = Assumptions(), tokens: float = 1.0
+) -> Times:
     """`Costs.balance_terms` of a model on N modules, for experts of so many tokens."""
     return Costs(load_model(model), assumptions.hardware(N)).balance_terms(tokens)
 
@@ -41,7 +44,8 @@ def _solved(E_g: float, t: Times) -> Solutions:
 
 
 def sides(t: Times, S: int = 1, points: int = 12) -> Sides:
-    """Both sides of Eq. 2 (Eq. 1 at S = 1), with so many points an expert; the saw is broken at whole numbers."""
+    """Both sides of Eq. 2 (Eq. 1 at S = 1), with so many points an expert; the saw is broken at
+    whole numbers."""
     x = _points(t, points)
     saw = [stay(E, t) + residual(float(E), **t, S=S) if E % 1 else np.nan for E in x]
     return {GPU: (x, np.array(saw)), STAY: (x, stay(x, t))}
@@ -59,13 +63,21 @@ def prefetched(t: Times) -> tuple[Sides, Solutions]:
     return {GPU: (x, t["T_g"] * x), STAY: (x, stay(x, t))}, _solved(most, t)
 
 
-def answers(assumptions: Assumptions = Assumptions(), units: Sequence[int] = UNITS) -> dict[tuple[str, int], float]:
-    """(model, N) → E_g of Eq. 1, where N modules hold the model; below 1, whole-expert balancing does nothing."""
-    return {(model, N): balance(**times(model, N, assumptions)) for model in MODELS
-            for N in units if N >= modules_needed(model, assumptions)}
+def answers(
+    assumptions: Assumptions = Assumptions(), units: Sequence[int] = UNITS
+) -> dict[tuple[str, int], float]:
+    """(model, N) → E_g of Eq. 1, where N modules hold the model; below 1, whole-expert balancing
+    does nothing."""
+    return {
+        (model, N): balance(**times(model, N, assumptions))
+        for model in MODELS
+        for N in units
+        if N >= modules_needed(model, assumptions)
+    }
 
 
 def crossing(model: str, machine: Hardware) -> float:
-    """S*, the prompt length in tokens at which the link brings an expert as fast as the modules compute it."""
+    """S*, the prompt length in tokens at which the link brings an expert as fast as the modules
+    compute it."""
     spec = load_model(model)
     return spec.E / spec.K * 2 * machine.units * machine.unit_macs / machine.link

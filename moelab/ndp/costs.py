@@ -1,15 +1,16 @@
-"""T_w, T_g, T_n and T_a of GPU-NDP §III-C from a model's geometry and a machine's rates, and what does not fit.
+"""T_w, T_g, T_n and T_a of GPU-NDP §III-C from a model's geometry and a machine's rates, and what
+does not fit.
 
-Every time is a roofline: bytes over a bandwidth or operations over a rate, whichever takes longer; in seconds. A number
-of tokens n may be an array.
+Every time is a roofline: bytes over a bandwidth or operations over a rate, whichever takes longer;
+in seconds. A number of tokens n may be an array.
 
     transfer()             T_w  one expert's weights over the link
     gpu(n), unit(n), cpu(n)     one expert of n tokens on the GPU, T_g; on one unit, T_n · N; on the host
     activation             T_a  one token's hidden state over the link, one way
 
-A message over the link takes `Hardware.latency` before its first byte: each hidden state and each piece of an expert
-is one. Not modelled: launch latencies, activation functions, columns that N does not divide (below 1 %).
-"""
+A message over the link takes `Hardware.latency` before its first byte: each hidden state and each
+piece of an expert is one. Not modelled: launch latencies, activation functions, columns that N does
+not divide (below 1 %)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import numpy as np
 from moelab.ndp.hardware import Hardware
 from moelab.specs import DTYPE_BYTES, MoESpec
 
-ACTIVATION_BYTES = 2            # bf16 hidden states, keys and values
+ACTIVATION_BYTES = 2  # bf16 hidden states, keys and values
 
 
 class NotSupported(ValueError):
@@ -54,66 +55,105 @@ class Costs:
         return self.activation_bytes / self.hardware.link + self.hardware.latency
 
     def balance_terms(self, n: float = 1.0, pieces: int = 1) -> dict[str, float]:
-        """The arguments of `moelab.ndp.balance.balance` for experts of n tokens, sent in so many pieces."""
-        return {"T_w": self.transfer(pieces), "T_g": float(self.gpu(n)),
-                "T_n": float(self.unit(n)) / self.hardware.units, "T_a": self.activation,
-                "K": self.spec.K, "N": self.hardware.units}
+        """The arguments of `moelab.ndp.balance.balance` for experts of n tokens, sent in so many
+        pieces."""
+        return {
+            "T_w": self.transfer(pieces),
+            "T_g": float(self.gpu(n)),
+            "T_n": float(self.unit(n)) / self.hardware.units,
+            "T_a": self.activation,
+            "K": self.spec.K,
+            "N": self.hardware.units,
+        }
 
     def _roofline(self, n: np.ndarray | float, bandwidth: float, flops: float) -> np.ndarray:
         n = np.asarray(n, float)
-        time = np.maximum(self.spec.expert_bytes / bandwidth, 2 * self.spec.expert_params * n / flops)
+        time = np.maximum(
+            self.spec.expert_bytes / bandwidth, 2 * self.spec.expert_params * n / flops
+        )
         return np.where(n > 0, time, 0.0)
 
     @cached_property
     def dense_params(self) -> int:
-        """Weights on the GPU that every token passes: attention, shared experts, dense layers, routers, LM head."""
+        """Weights on the GPU that every token passes: attention, shared experts, dense layers,
+        routers, LM head."""
         s, matrices = self.spec, 3 if self.spec.gated else 2
         attention = 2 * s.H * s.head_dim * (s.heads + s.kv_heads)
         moe = s.L * (matrices * s.H * s.shared_I + s.E * s.H)
-        return s.num_layers * attention + moe + (s.num_layers - s.L) * matrices * s.H * s.dense_I + s.vocab * s.H
+        return (
+            s.num_layers * attention
+            + moe
+            + (s.num_layers - s.L) * matrices * s.H * s.dense_I
+            + s.vocab * s.H
+        )
 
     @cached_property
     def dense_bytes(self) -> float:
         """Those weights and the input embeddings, in the model's dtype but at least 16 bits."""
-        return (self.dense_params + self.spec.vocab * self.spec.H) * max(2.0, DTYPE_BYTES[self.spec.dtype])
+        return (self.dense_params + self.spec.vocab * self.spec.H) * max(
+            2.0, DTYPE_BYTES[self.spec.dtype]
+        )
 
     def kv_bytes(self, positions: np.ndarray | float) -> np.ndarray:
         """Bytes of keys and values of that many tokens, of all layers."""
         s = self.spec
-        return np.asarray(positions, float) * 2 * ACTIVATION_BYTES * s.num_layers * s.kv_heads * s.head_dim
+        return (
+            np.asarray(positions, float)
+            * 2
+            * ACTIVATION_BYTES
+            * s.num_layers
+            * s.kv_heads
+            * s.head_dim
+        )
 
     def dense_prefill(self, S: int, prompts: int = 1) -> float:
-        """Seconds of everything but the routed experts for equally long prompts of S tokens together; the LM head runs
-        once for each."""
+        """Seconds of everything but the routed experts for equally long prompts of S tokens
+        together; the LM head runs once for each."""
         s, h, head = self.spec, self.hardware, self.spec.vocab * self.spec.H
         attention = 2 * s.num_layers * s.heads * s.head_dim * S * S / prompts
         flops = 2 * S * (self.dense_params - head) + 2 * head * prompts + attention
-        return max(flops / h.gpu_flops, (self.dense_bytes + float(self.kv_bytes(S))) / h.gpu_bandwidth)
+        return max(
+            flops / h.gpu_flops, (self.dense_bytes + float(self.kv_bytes(S))) / h.gpu_bandwidth
+        )
 
     def dense_decode(self, positions: np.ndarray, batch: int = 1) -> np.ndarray:
-        """Seconds of everything but the routed experts for a token of each sequence, with so many tokens before it."""
+        """Seconds of everything but the routed experts for a token of each sequence, with so many
+        tokens before it."""
         weights = self.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
         read = (weights + batch * self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
         return np.maximum(read, 2 * batch * self.dense_params / self.hardware.gpu_flops)
 
     def free_gpu_bytes(self, tokens: int) -> float:
-        """Left beside weights, keys and values of that many tokens, and two experts' buffers for weights in transit."""
-        return self.hardware.gpu_memory - self.dense_bytes - float(self.kv_bytes(tokens)) - 2 * self.spec.expert_bytes
+        """Left beside weights, keys and values of that many tokens, and two experts' buffers for
+        weights in transit."""
+        return (
+            self.hardware.gpu_memory
+            - self.dense_bytes
+            - float(self.kv_bytes(tokens))
+            - 2 * self.spec.expert_bytes
+        )
 
     def check(self, tokens: int, home: str, fullest: int = 0) -> None:
-        """Raise `NotSupported` where the experts do not fit their home ("units" or "host"), or the rest the GPU.
+        """Raise `NotSupported` where the experts do not fit their home ("units" or "host"), or the
+        rest the GPU.
 
-        fullest : whole experts of all layers on the fullest unit; 0 where each expert is spread over all units.
-        """
+        fullest : whole experts of all layers on the fullest unit; 0 where each expert is spread
+        over all units."""
         s, h = self.spec, self.hardware
         room = h.units * h.unit_memory if home == "units" else h.host_memory
         if s.experts_bytes > room:
-            raise NotSupported(f"{s.name}: {s.experts_bytes / 1e9:.1f} GB of experts, but the {home} of {h.name} hold "
-                               f"{room / 1e9:.1f} GB" + ("; use more units" if home == "units" else ""))
+            raise NotSupported(
+                f"{s.name}: {s.experts_bytes / 1e9:.1f} GB of experts, but the {home} of {h.name} hold "
+                f"{room / 1e9:.1f} GB" + ("; use more units" if home == "units" else "")
+            )
         if home == "units" and fullest * s.expert_bytes > h.unit_memory:
-            raise NotSupported(f"{s.name}: one unit would hold {fullest * s.expert_bytes / 1e9:.1f} GB of whole "
-                               f"experts, but a unit of {h.name} has {h.unit_memory / 1e9:.1f} GB; use more units, or "
-                               "a system with tensor parallelism, which spreads every expert over all of them")
+            raise NotSupported(
+                f"{s.name}: one unit would hold {fullest * s.expert_bytes / 1e9:.1f} GB of whole "
+                f"experts, but a unit of {h.name} has {h.unit_memory / 1e9:.1f} GB; use more units, or "
+                "a system with tensor parallelism, which spreads every expert over all of them"
+            )
         if self.free_gpu_bytes(tokens) < 0:
-            raise NotSupported(f"{s.name}: {self.dense_bytes / 1e9:.1f} GB of attention, embeddings and shared experts "
-                               f"do not leave room to work in the GPU's {h.gpu_memory / 1e9:.0f} GB")
+            raise NotSupported(
+                f"{s.name}: {self.dense_bytes / 1e9:.1f} GB of attention, embeddings and shared experts "
+                f"do not leave room to work in the GPU's {h.gpu_memory / 1e9:.0f} GB"
+            )

@@ -1,11 +1,11 @@
-"""GPU-NDP's published figures, and what the paper leaves open: its readings, half of the figures to choose by, half to
-judge.
+"""GPU-NDP's published figures, and what the paper leaves open: its readings, half of the figures to
+choose by, half to judge.
 
-Only figures that the text states are here; its bar charts give no numbers. "Slightly worse" is a range that we chose,
-"not supported" the number of 32 GB modules that Table II's parameter counts need (our division). `FIT` chooses among
-`CHOICES` (`moelab.ndp.readings`), `JUDGED` never does. Each judged figure has a predictor without a simulator in the
-ledger (`Claim.null`): what that gets, too, follows from the fitted ones.
-"""
+Only figures that the text states are here; its bar charts give no numbers. "Slightly worse" is a
+range that we chose, "not supported" the number of 32 GB modules that Table II's parameter counts
+need (our division). `FIT` chooses among `CHOICES` (`moelab.ndp.readings`), `JUDGED` never does.
+Each judged figure has a predictor without a simulator in the ledger (`Claim.null`): what that gets,
+too, follows from the fitted ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ import numpy as np
 
 from moelab.claims import ledger
 
-LEDGER = [of for of in ledger() if of.source == "gpu-ndp" and of.unit in ("×", "modules") and len(of.metric) == 2
-          and of.value is not None and not of.contradicted]
-#: those of the ledger that the sweep answers, by the names of `sweep.quantities`, and the modules that models need
+LEDGER = [
+    of
+    for of in ledger()
+    if of.source == "gpu-ndp"
+    and of.unit in ("×", "modules")
+    and len(of.metric) == 2
+    and of.value is not None
+    and not of.contradicted
+]
+#: those of the ledger that the sweep answers, by the names of `sweep.quantities`, and the modules
+#: that models need
 CLAIMS = {of.metric[1].replace("modules_needed_", "modules needed, "): of for of in LEDGER}
 
 #: what a technique adds to another system → its two claims, after and before
@@ -76,13 +84,13 @@ SOURCES = {
     "zipf": "skew of the experts' popularity; §II-A says highly uneven, gives no figure",
     "bias": "how much a prompt has its own favourites; §III-D and Fig. 6 say so, the text gives no figure",
     "mapping": "a module's streaming rate: §IV-A states 102.4 GB/s inside; the others are what ramulator2, which the "
-               "paper modified, gives by address mapping",
+    "paper modified, gives by address mapping",
     "clock_ghz": "of a module's multipliers: Table I counts 64 and gives no clock; 0.8 matches 102.4 GB/s",
     "efficiency": "of GPU, link and CPU: peaks (§IV-A), AttAcc's simulator (0.85, 0.8), in between",
     "gpu_gb": "Table I's 16GB in 10^9 bytes, or as memory is sold, 2^30",
     "placement": "§III-B: MoNDE puts entire experts on distinct modules, no rule is given",
     "monde_prefill": "§IV-B: MoNDE distributes by arithmetic intensity; §III-B: part of the work goes to the GPU; how "
-                     "much of a prompt is not said: nothing, the bandwidths' share, the best of each layer",
+    "much of a prompt is not said: nothing, the bandwidths' share, the best of each layer",
     "monde_relieves": "§III-B, Fig. 3a: which module loses the experts that the GPU gets is not said",
     "monde_rounding": "MoNDE §3 gives a ratio, experts are whole",
     "rounding": "§III-C: E_g is 'the number of experts', and has a fractional part; §I moves partial experts",
@@ -94,7 +102,8 @@ SOURCES = {
 
 
 def off(name: str, found: Any) -> Any:
-    """Relative distance of a number, or of an array's, from a claim's value or the nearer end of its range, else 0."""
+    """Relative distance of a number, or of an array's, from a claim's value or the nearer end of
+    its range, else 0."""
     low, high = CLAIMS[name].ends
     return np.minimum(0.0, found / low - 1) + np.maximum(0.0, found / high - 1)
 

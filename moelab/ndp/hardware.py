@@ -1,14 +1,14 @@
-"""GPU, host, PCIe and N units with compute in memory: the machine of GPU-NDP §III-A and Table I, and variants of it.
+"""GPU, host, PCIe and N units with compute in memory: the machine of GPU-NDP §III-A and Table I,
+and variants of it.
 
     GPU ── link (PCIe) ── host ── unit 0 … unit N−1       a unit: memory, bandwidth inside it, multipliers
 
-Figures are those of device cards; no source states the address mapping (how much of a module's internal bandwidth a
-stream of weights gets) and the units' clock.
+Figures are those of device cards; no source states the address mapping (how much of a module's
+internal bandwidth a stream of weights gets) and the units' clock.
 
-Not modelled: refresh, and, unless they are asked for, what a unit's DRAM loses to the link that reads it
-(`shared_dram`) and the memory channels between host and units (six modules on two channels of 25.6 GB/s each, below the
-link's 63).
-"""
+Not modelled: refresh, and, unless they are asked for, what a unit's DRAM loses to the link that
+reads it (`shared_dram`) and the memory channels between host and units (six modules on two channels
+of 25.6 GB/s each, below the link's 63)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from dataclasses import dataclass
 from moelab.cards import load_device
 
 GB = 1e9
-#: one way, x16: lanes × GT/s ÷ 8, times 128/130 (generations 4 and 5) or 242/256 (6, in FLITs), GB/s
+#: one way, x16: lanes × GT/s ÷ 8, times 128/130 (generations 4 and 5) or 242/256 (6, in FLITs),
+#: GB/s
 PCIE = {4: 16 * 16 / 8 * 128 / 130, 5: 16 * 32 / 8 * 128 / 130, 6: 16 * 64 / 8 * 242 / 256}
 #: address mappings of which one rank's streaming rate was measured, fastest first
 MAPPINGS = ("MOP4CLXOR", "RoBaRaCoCh", "ChRaBaRoCo")
-STATED = "stated"               # no mapping: a stream gets all of the bandwidth that the source states
+STATED = "stated"  # no mapping: a stream gets all of the bandwidth that the source states
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU-NDP machine in bytes, bytes/s, operations/s and multiplications/s; rates that are reached, not peaks.
+    """A GPU-NDP machine in bytes, bytes/s, operations/s and multiplications/s; rates that are
+    reached, not peaks.
 
-    units : N. link : GPU to host and back; one transfer at a time. unit_… : of one; its bandwidth is that of a stream.
-    shared_dram : weights that leave a unit over the link are read from the DRAM that its own computing reads.
+    units : N. link : GPU to host and back; one transfer at a time. unit_… : of one; its bandwidth
+        is that of a stream.
+    shared_dram : weights that leave a unit over the link are read from the DRAM that its own
+        computing reads.
     latency : seconds of a message over the link before its first byte.
     """
 
@@ -50,48 +54,78 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.units != int(self.units) or self.units < 1:
-            raise ValueError(f"{self.name}: {self.units} units; their number is a whole number, at least one")
+            raise ValueError(
+                f"{self.name}: {self.units} units; their number is a whole number, at least one"
+            )
 
 
-def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080", host: str = "i7-14700",
-             pcie: int = 5, mapping: str = "RoBaRaCoCh", clock_ghz: float | None = None,
-             efficiency: tuple[float, float] = (0.85, 0.8), host_channels: int | None = None,
-             gpu_gb: float | None = None, shared_dram: bool = False, link_gbs: float | None = None,
-             latency_us: float = 0.0) -> Hardware:
-    """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change it.
+def hardware(
+    units: int = 6,
+    unit: str = "ndp-dimm-ddr4",
+    gpu: str = "rtx-5080",
+    host: str = "i7-14700",
+    pcie: int = 5,
+    mapping: str = "RoBaRaCoCh",
+    clock_ghz: float | None = None,
+    efficiency: tuple[float, float] = (0.85, 0.8),
+    host_channels: int | None = None,
+    gpu_gb: float | None = None,
+    shared_dram: bool = False,
+    link_gbs: float | None = None,
+    latency_us: float = 0.0,
+) -> Hardware:
+    """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change
+    it.
 
-    unit, gpu, host : device cards, by name or by the path of your own. pcie : generation of the link, of `PCIE`.
-    link_gbs : another link's peak, one way, GB/s. latency_us : of each message over the link; the paper has none.
-    mapping : of `MAPPINGS`, or "stated"; without a streaming rate of a rank units give their whole internal bandwidth.
+    unit, gpu, host : device cards, by name or by the path of your own. pcie : generation of the
+        link, of `PCIE`.
+    link_gbs : another link's peak, one way, GB/s. latency_us : of each message over the link; the
+        paper has none.
+    mapping : of `MAPPINGS`, or "stated"; without a streaming rate of a rank units give their whole
+        internal bandwidth.
     clock_ghz : of the unit's multipliers; None is the card's.
-    efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their arithmetic that
-        GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
-    host_channels : memory channels that the units share on their way to the link; None is no limit, as in the paper.
-    gpu_gb : GPU memory, 10^9 bytes; None is the card's. shared_dram : see `Hardware`; the paper does not share it.
+    efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their
+        arithmetic that GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
+    host_channels : memory channels that the units share on their way to the link; None is no limit,
+        as in the paper.
+    gpu_gb : GPU memory, 10^9 bytes; None is the card's. shared_dram : see `Hardware`; the paper
+        does not share it.
 
     """
     if pcie not in PCIE:
-        raise ValueError(f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}")
+        raise ValueError(
+            f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}"
+        )
     if mapping not in (*MAPPINGS, STATED):
-        raise ValueError(f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}; {STATED!r} is none")
+        raise ValueError(
+            f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}; {STATED!r} is none"
+        )
     if clock_ghz is not None and clock_ghz <= 0:
         raise ValueError(f"a clock of {clock_ghz} GHz multiplies nothing; it must be above 0")
     if latency_us < 0 or link_gbs is not None and link_gbs <= 0:
-        raise ValueError(f"a link of {link_gbs} GB/s with {latency_us} µs a message: the rate must be above 0 (None: "
-                         f"PCIe's), the latency not below it")
+        raise ValueError(
+            f"a link of {link_gbs} GB/s with {latency_us} µs a message: the rate must be above 0 (None: "
+            f"PCIe's), the latency not below it"
+        )
     if host_channels is not None and host_channels < 1:
         raise ValueError(f"{host_channels} memory channels; there is at least one (None: no limit)")
     if not all(0 < share <= 1 for share in efficiency):
-        raise ValueError(f"efficiency {efficiency} must be two shares above 0 and at most 1, as 1 is the peak")
+        raise ValueError(
+            f"efficiency {efficiency} must be two shares above 0 and at most 1, as 1 is the peak"
+        )
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
     if "multipliers_count" not in u.figures:
-        raise ValueError(f"{u.name} computes nothing in its memory; units are cards with multipliers, such as "
-                         "ndp-dimm-ddr4, lpddr-ndp and hbm-pim")
+        raise ValueError(
+            f"{u.name} computes nothing in its memory; units are cards with multipliers, such as "
+            "ndp-dimm-ddr4, lpddr-ndp and hbm-pim"
+        )
     rates = ("memory_gb", "memory_bandwidth_gbs")
     for card, needed in ((g, (*rates, "bf16_tflops")), (h, (*rates, "fp32_tflops"))):
         if missing := [figure for figure in needed if figure not in card.figures]:
-            raise ValueError(f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; add it to its "
-                             "card or choose another one")
+            raise ValueError(
+                f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; add it to its "
+                "card or choose another one"
+            )
     stream, link = mapping.lower() + "_gbs", link_gbs or PCIE[pcie]
     bandwidth = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
     if host_channels and "channel_bandwidth_gbs" in u.figures:
@@ -99,12 +133,21 @@ def hardware(units: int = 6, unit: str = "ndp-dimm-ddr4", gpu: str = "rtx-5080",
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
     linked = f"{link_gbs:g} GB/s" if link_gbs else f"PCIe {pcie}"
     return Hardware(
-        f"{g.name} + {units} × {u.name}, {linked}", units, (gpu_gb or g["memory_gb"]) * GB,
+        f"{g.name} + {units} × {u.name}, {linked}",
+        units,
+        (gpu_gb or g["memory_gb"]) * GB,
         g["memory_bandwidth_gbs"] * rate,
-        g["bf16_tflops"] * flops, link * rate, h["memory_gb"] * GB, h["memory_bandwidth_gbs"] * rate,
-        h["fp32_tflops"] * flops, u["memory_gb"] * GB, bandwidth * GB,
-        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9, shared_dram,
-        1e-6 * latency_us)
+        g["bf16_tflops"] * flops,
+        link * rate,
+        h["memory_gb"] * GB,
+        h["memory_bandwidth_gbs"] * rate,
+        h["fp32_tflops"] * flops,
+        u["memory_gb"] * GB,
+        bandwidth * GB,
+        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9,
+        shared_dram,
+        1e-6 * latency_us,
+    )
 
 
 #: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units

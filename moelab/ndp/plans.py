@@ -1,7 +1,8 @@
-"""What a schedule sees of one MoE layer, and what it decides. Closed form and event simulation run the same plan.
+"""What a schedule sees of one MoE layer, and what it decides. Closed form and event simulation run
+the same plan.
 
-A `Plan` gives each expert of a `LayerStep` as shares of its columns: 1 in one place is a whole expert, 1/N on each of N
-units is tensor parallelism; every row adds up to 1.
+A `Plan` gives each expert of a `LayerStep` as shares of its columns: 1 in one place is a whole
+expert, 1/N on each of N units is tensor parallelism; every row adds up to 1.
 
     units [A, N]   computed on unit u from its own memory        host [A]    computed on the CPU from its own memory
     resident [A]   computed on the GPU from its own memory       moved [A]   sent over the link, computed on the GPU
@@ -24,8 +25,8 @@ class LayerStep:
 
     experts, tokens : int [A], ids and the tokens each gets. resident : bool [A], in GPU memory.
     home : int [A], the unit that holds an expert where units hold whole experts.
-    decode : whether the answer is decoded, S being 1 or a batch's sequences. now : seconds since the run began, if
-        steps are planned one by one (see `System.situations`).
+    decode : whether the answer is decoded, S being 1 or a batch's sequences. now : seconds since
+        the run began, if steps are planned one by one (see `System.situations`).
     """
 
     experts: np.ndarray
@@ -50,7 +51,8 @@ class Plan:
     """Where each expert of a step is computed, as shares of its columns.
 
     step : its experts in the order in which they are sent and computed; a system may reorder them.
-    broadcast : one transfer of a token's hidden state serves all units; otherwise each that needs it is sent its own.
+    broadcast : one transfer of a token's hidden state serves all units; otherwise each that needs
+        it is sent its own.
     pieces : parts in which an expert comes over the link, each computed while the next arrives.
     """
 
@@ -66,18 +68,21 @@ class Plan:
     def receivers(self) -> np.ndarray:
         """Tokens that each unit, and last the host, must be sent: int [N + 1].
 
-        Exact for one token and if every unit has a share of all experts; otherwise an upper bound, since two experts of
-        one unit may share tokens.
-        """
+        Exact for one token and if every unit has a share of all experts; otherwise an upper bound,
+        since two experts of one unit may share tokens."""
         busy = np.column_stack([self.units, self.host]) > 0
         return np.minimum(self.step.tokens @ busy, self.step.S)
 
     @property
     def sent(self) -> np.ndarray:
-        """Experts that leave each unit's memory over the link, a number: [N]; what is in parts leaves all alike."""
+        """Experts that leave each unit's memory over the link, a number: [N]; what is in parts
+        leaves all alike."""
         N = self.units.shape[1]
-        return (np.full(N, self.moved.sum() / N) if self.broadcast else
-                np.bincount(self.step.home, self.moved, N))
+        return (
+            np.full(N, self.moved.sum() / N)
+            if self.broadcast
+            else np.bincount(self.step.home, self.moved, N)
+        )
 
     @property
     def tokens_in(self) -> int:
@@ -91,49 +96,97 @@ class Plan:
         return int(self.receivers.sum())
 
 
-def make_plan(step: LayerStep, N: int, *, resident: np.ndarray | float = 0.0, moved: np.ndarray | float = 0.0,
-              host: np.ndarray | float = 0.0, split: bool = False, pieces: int = 1) -> Plan:
-    """A plan whose units compute what nothing else does: a 1/N share each if `split`, otherwise at home."""
-    resident, moved, host = (np.broadcast_to(np.asarray(share, float), len(step)) for share in (resident, moved, host))
+def make_plan(
+    step: LayerStep,
+    N: int,
+    *,
+    resident: np.ndarray | float = 0.0,
+    moved: np.ndarray | float = 0.0,
+    host: np.ndarray | float = 0.0,
+    split: bool = False,
+    pieces: int = 1,
+) -> Plan:
+    """A plan whose units compute what nothing else does: a 1/N share each if `split`, otherwise at
+    home."""
+    resident, moved, host = (
+        np.broadcast_to(np.asarray(share, float), len(step)) for share in (resident, moved, host)
+    )
     rest = 1 - resident - moved - host
-    where = np.full((len(step), N), 1 / N) if split else (step.home[:, None] == np.arange(N)).astype(float)
+    where = (
+        np.full((len(step), N), 1 / N)
+        if split
+        else (step.home[:, None] == np.arange(N)).astype(float)
+    )
     return Plan(step, rest[:, None] * where, resident, moved, host, split, pieces)
 
 
-def problems(plan: Plan, asked: LayerStep | None = None, N: int | None = None,
-             held: tuple[np.ndarray | float, float] = (1.0, 1.0)) -> list[str]:
-    """What is wrong with a plan, in words; nothing if every expert is computed exactly once, from where it is.
+def problems(
+    plan: Plan,
+    asked: LayerStep | None = None,
+    N: int | None = None,
+    held: tuple[np.ndarray | float, float] = (1.0, 1.0),
+) -> list[str]:
+    """What is wrong with a plan, in words; nothing if every expert is computed exactly once, from
+    where it is.
 
     asked : the step that was to be planned, in any order of its experts. N : units.
-    held : the share of each of the plan's experts that each unit ([A, N] or one for all) and the host has.
-    """
+    held : the share of each of the plan's experts that each unit ([A, N] or one for all) and the
+    host has."""
     if not isinstance(plan, Plan):
         return [f"it is no plan but {plan!r}"]
     step, A = plan.step, len(plan.step)
-    columns = {"units": plan.units, "resident": plan.resident, "moved": plan.moved, "host": plan.host}
-    wrong = [f"{name} has the shape {np.shape(column)}" for name, column in columns.items()
-             if np.shape(column)[:1] != (A,) or np.ndim(column) != 1 + (name == "units")]
+    columns = {
+        "units": plan.units,
+        "resident": plan.resident,
+        "moved": plan.moved,
+        "host": plan.host,
+    }
+    wrong = [
+        f"{name} has the shape {np.shape(column)}"
+        for name, column in columns.items()
+        if np.shape(column)[:1] != (A,) or np.ndim(column) != 1 + (name == "units")
+    ]
     if wrong or N is not None and plan.units.shape[1] != N:
-        return [f"{', '.join(wrong) or f'units has the shape {plan.units.shape}'} for {A} experts"
-                + (f" on {N} units" if N is not None else "")]
+        return [
+            f"{', '.join(wrong) or f'units has the shape {plan.units.shape}'} for {A} experts"
+            + (f" on {N} units" if N is not None else "")
+        ]
     found = []
     if asked is not None and asked is not step and not _same(asked, step):
-        found.append("it is of " + ", and asked was for ".join(
-            f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} tokens, at {one.home.tolist()}, "
-            f"resident {one.resident.tolist()}" for one in (step, asked)))
+        found.append(
+            "it is of "
+            + ", and asked was for ".join(
+                f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} tokens, at {one.home.tolist()}, "
+                f"resident {one.resident.tolist()}"
+                for one in (step, asked)
+            )
+        )
     if not isinstance(plan.pieces, int) or plan.pieces < 1:
-        found.append(f"experts are sent in {plan.pieces} pieces; it must be a whole number, at least 1")
-    found += [f"a share of {name} is negative or no number" for name, column in columns.items()
-              if not column.min(initial=0) >= -1e-12]
+        found.append(
+            f"experts are sent in {plan.pieces} pieces; it must be a whole number, at least 1"
+        )
+    found += [
+        f"a share of {name} is negative or no number"
+        for name, column in columns.items()
+        if not column.min(initial=0) >= -1e-12
+    ]
     once = plan.units.sum(1) + plan.resident + plan.moved + plan.host
-    found += [f"expert {step.experts[a]} is computed {once[a]:.6g} times"
-              for a in (~(abs(once - 1) <= 1e-9)).nonzero()[0]]
-    found += [f"expert {e} runs from GPU memory without being there"
-              for e in step.experts[(plan.resident > 0) & ~step.resident]]
-    found += [f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not have so much of it"
-              for a, u in zip(*(plan.units > held[0] + 1e-9).nonzero())]
-    found += [f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have so much of it"
-              for a in (plan.host > held[1] + 1e-9).nonzero()[0]]
+    found += [
+        f"expert {step.experts[a]} is computed {once[a]:.6g} times"
+        for a in (~(abs(once - 1) <= 1e-9)).nonzero()[0]
+    ]
+    found += [
+        f"expert {e} runs from GPU memory without being there"
+        for e in step.experts[(plan.resident > 0) & ~step.resident]
+    ]
+    found += [
+        f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not have so much of it"
+        for a, u in zip(*(plan.units > held[0] + 1e-9).nonzero())
+    ]
+    found += [
+        f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have so much of it"
+        for a in (plan.host > held[1] + 1e-9).nonzero()[0]
+    ]
     return found
 
 

@@ -1,8 +1,10 @@
-"""Dataset-free prefetching (GPU-NDP §III-D, Fig. 7): the prompt says which experts its answer will need.
+"""Dataset-free prefetching (GPU-NDP §III-D, Fig. 7): the prompt says which experts its answer will
+need.
 
-Between prefill and decode the x most used experts of each layer are loaded into GPU memory: as many as fit, in the
-paper's own ablation at most TopK (§IV-D). Beyond the paper, `places` tells from the prompt alone what x would have been
-worth. Not modelled: the "remaining critical experts" (§III-D, 2), of which nothing more is said.
+Between prefill and decode the x most used experts of each layer are loaded into GPU memory: as many
+as fit, in the paper's own ablation at most TopK (§IV-D). Beyond the paper, `places` tells from the
+prompt alone what x would have been worth. Not modelled: the "remaining critical experts" (§III-D,
+2), of which nothing more is said.
 
     counts [L, E] → resident, bool [L, E]       decode ids [D, L, K]
 """
@@ -15,8 +17,12 @@ from moelab.ndp.costs import Costs
 
 
 def experts_that_fit(costs: Costs, tokens: int, limit: int | None = None) -> int:
-    """x, the most experts of each layer, at most `limit`, that fit beside keys and values of prompt and answer."""
-    E, fit = costs.spec.E, int(costs.free_gpu_bytes(tokens) // (costs.spec.L * costs.spec.expert_bytes))
+    """x, the most experts of each layer, at most `limit`, that fit beside keys and values of prompt
+    and answer."""
+    E, fit = (
+        costs.spec.E,
+        int(costs.free_gpu_bytes(tokens) // (costs.spec.L * costs.spec.expert_bytes)),
+    )
     return max(0, min(fit, E if limit is None else limit, E))
 
 
@@ -28,18 +34,20 @@ def most_used(counts: np.ndarray, x: int) -> np.ndarray:
 
 
 def places(ids: np.ndarray, E: int) -> np.ndarray:
-    """Rank of each choice [T, L, K] among its layer's experts, by how often the other T − 1 tokens use them.
+    """Rank of each choice [T, L, K] among its layer's experts, by how often the other T − 1 tokens
+    use them.
 
-    Int [T, L, K]: 0 is the most used, equal counts go to the lower id, "no expert" has rank E. A choice would have hit
-    if more experts were prefetched than its rank.
-    """
+    Int [T, L, K]: 0 is the most used, equal counts go to the lower id, "no expert" has rank E. A
+    choice would have hit if more experts were prefetched than its rank."""
     found = np.empty(ids.shape, np.int64)
     for layer in range(ids.shape[1]):
         own = np.zeros((len(ids), E + 1), np.int64)
         np.put_along_axis(own, ids[:, layer].astype(np.int64), 1, axis=1)
         others = (own.sum(0) - own)[:, :E]
         place = np.full((len(ids), E + 1), E)
-        np.put_along_axis(place, np.argsort(-others, axis=1, kind="stable"), np.arange(E)[None], axis=1)
+        np.put_along_axis(
+            place, np.argsort(-others, axis=1, kind="stable"), np.arange(E)[None], axis=1
+        )
         found[:, layer] = np.take_along_axis(place, ids[:, layer].astype(np.int64), axis=1)
     return found
 
@@ -51,6 +59,7 @@ def hits(resident: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def hit_rate(resident: np.ndarray, ids: np.ndarray) -> float:
-    """Share of a decode step's experts that are resident; if x = K, also of resident ones that are used (Fig. 6)."""
+    """Share of a decode step's experts that are resident; if x = K, also of resident ones that are
+    used (Fig. 6)."""
     routed = (ids < resident.shape[1]).sum()
     return float(hits(resident, ids).sum() / routed) if routed else float("nan")

@@ -1,8 +1,10 @@
-"""The routing of one prompt and its answer, from a recorded trace or from a popularity model with two parameters.
+"""The routing of one prompt and its answer, from a recorded trace or from a popularity model with
+two parameters.
 
-Experts of a layer have Zipf popularity in an order drawn per layer; each prompt multiplies it by a log-normal bias of
-its own, which makes its prefill a better predictor of its decode than other prompts are (GPU-NDP §III-D, Fig. 6).
-Tokens choose independently of each other; in recorded traces neighbouring tokens and layers choose alike.
+Experts of a layer have Zipf popularity in an order drawn per layer; each prompt multiplies it by a
+log-normal bias of its own, which makes its prefill a better predictor of its decode than other
+prompts are (GPU-NDP §III-D, Fig. 6). Tokens choose independently of each other; in recorded traces
+neighbouring tokens and layers choose alike.
 
     weight[l, e] = rank(l, e)^(−zipf) · exp(bias · normal[l, e])        K a token, without replacement
 """
@@ -26,8 +28,8 @@ class PromptRouting:
 
     prefill, decode : int16 [S, L, K] and [D, L, K], expert ids; E where none ran.
     history : float [L, E], expert popularity on other prompts, as calibration knows it.
-    batch : B sequences in lockstep: so many rows of `decode` are one forward, and `prefill` has all prompts.
-    """
+    batch : B sequences in lockstep: so many rows of `decode` are one forward, and `prefill` has all
+    prompts."""
 
     spec: MoESpec
     prefill: np.ndarray
@@ -37,7 +39,7 @@ class PromptRouting:
 
     def token(self, number: int) -> np.ndarray:
         """What decode step 1, 2 … chooses: [B, L, K]."""
-        return self.decode[(number - 1) * self.batch:number * self.batch]
+        return self.decode[(number - 1) * self.batch : number * self.batch]
 
     def counts(self) -> np.ndarray:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
@@ -47,7 +49,8 @@ class PromptRouting:
 
     @cached_property
     def decode_by_popularity(self) -> np.ndarray:
-        """`decode` with each token's experts from most to least popular on other prompts, "no expert" last."""
+        """`decode` with each token's experts from most to least popular on other prompts, "no
+        expert" last."""
         return self._by_popularity(self.decode)
 
     @cached_property
@@ -60,22 +63,32 @@ class PromptRouting:
 
     def _by_popularity(self, ids: np.ndarray) -> np.ndarray:
         popular = np.pad(self.history, ((0, 0), (0, 1)), constant_values=-1.0)
-        by = np.argsort(-popular[np.arange(len(self.history))[:, None], ids], axis=-1, kind="stable")
+        by = np.argsort(
+            -popular[np.arange(len(self.history))[:, None], ids], axis=-1, kind="stable"
+        )
         return np.take_along_axis(ids, by, -1)
 
 
-def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512, zipf: float = 0.2,
-                      bias: float = 0.3) -> PromptRouting:
+def simulated_routing(
+    spec: MoESpec,
+    seed: int = 0,
+    prompt: int = 512,
+    answer: int = 512,
+    zipf: float = 0.2,
+    bias: float = 0.3,
+) -> PromptRouting:
     """One prompt of the popularity model.
 
-    zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's log-weights; 0 is none.
-    """
+    zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's
+    log-weights; 0 is none."""
     if min(zipf, bias) < 0:
         raise ValueError(f"zipf is {zipf} and bias {bias}; both are 0 or more")
     if min(prompt, answer) < 1:
-        raise ValueError(f"a prompt of {prompt} and an answer of {answer} tokens; both have at least one")
+        raise ValueError(
+            f"a prompt of {prompt} and an answer of {answer} tokens; both have at least one"
+        )
     rng, L, E, K = np.random.default_rng(seed), spec.L, spec.E, spec.K
-    popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))      # [L, E]
+    popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))  # [L, E]
     weights = (popularity + bias * rng.standard_normal((L, E))).astype(np.float32)
     ids = np.empty((prompt + answer, L, K), np.int16)
     for layer in range(L):
@@ -85,12 +98,22 @@ def simulated_routing(spec: MoESpec, seed: int = 0, prompt: int = 512, answer: i
 
 
 def batched(routings: Sequence[PromptRouting]) -> PromptRouting:
-    """Prompts that run together, a token of each in every decode step. ValueError: no, other models or lengths."""
-    if len({(of.spec, len(of.prefill), of.decode.shape, of.batch) for of in routings}) != 1 or routings[0].batch != 1:
-        raise ValueError("a batch is of at least one prompt, all of one model, prompts and answers of equal length")
-    return PromptRouting(routings[0].spec, np.concatenate([of.prefill for of in routings]),
-                         np.stack([of.decode for of in routings], 1).reshape(-1, *routings[0].decode.shape[1:]),
-                         np.mean([of.history for of in routings], 0), len(routings))
+    """Prompts that run together, a token of each in every decode step. ValueError: no, other models
+    or lengths."""
+    if (
+        len({(of.spec, len(of.prefill), of.decode.shape, of.batch) for of in routings}) != 1
+        or routings[0].batch != 1
+    ):
+        raise ValueError(
+            "a batch is of at least one prompt, all of one model, prompts and answers of equal length"
+        )
+    return PromptRouting(
+        routings[0].spec,
+        np.concatenate([of.prefill for of in routings]),
+        np.stack([of.decode for of in routings], 1).reshape(-1, *routings[0].decode.shape[1:]),
+        np.mean([of.history for of in routings], 0),
+        len(routings),
+    )
 
 
 def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
@@ -101,6 +124,10 @@ def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
     mine = trace.sequence == sequence
     parts = [trace.select(mine & (trace.phase == phase)).ids.numpy() for phase in (PREFILL, DECODE)]
     if not all(map(len, parts)):
-        raise ValueError(f"sequence {sequence} of the trace has {len(parts[0])} prefill and {len(parts[1])} decode "
-                         f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}")
-    return PromptRouting(trace.spec, *parts, history=trace.select(~mine).counts().numpy().astype(float))
+        raise ValueError(
+            f"sequence {sequence} of the trace has {len(parts[0])} prefill and {len(parts[1])} decode "
+            f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}"
+        )
+    return PromptRouting(
+        trace.spec, *parts, history=trace.select(~mine).counts().numpy().astype(float)
+    )

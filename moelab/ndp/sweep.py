@@ -1,7 +1,8 @@
-"""The paper's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of Figs. 8 to 11 from it.
+"""The paper's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of
+Figs. 8 to 11 from it.
 
-Routing depends on model and seed alone, and MoE-OnDemand and Fiddler not on N, so both are computed once.
-"""
+Routing depends on model and seed alone, and MoE-OnDemand and Fiddler not on N, so both are computed
+once."""
 
 from __future__ import annotations
 
@@ -27,20 +28,23 @@ MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
 SHORT = dict(zip(MODELS, ("DeepSeek-MoE", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")))
 UNITS = (1, 2, 3, 4, 5, 6)
 SEEDS = (0, 1, 2)
-Spread = tuple[float, float, float]             # mean, least, most
+Spread = tuple[float, float, float]  # mean, least, most
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the paper leaves open; `fit.SOURCES` says where each is, `fit.CHOICES` what else it could be.
+    """What the paper leaves open; `fit.SOURCES` says where each is, `fit.CHOICES` what else it
+    could be.
 
-    The defaults are one of the combinations that fit (`readings`), found by a descent that saw the fitted half only.
+    The defaults are one of the combinations that fit (`readings`), found by a descent that saw the
+    fitted half only.
     mapping, clock_ghz, efficiency, gpu_gb : see `hardware`. zipf, bias : see `simulated_routing`.
     monde_… : of MoNDE, see `systems.MoNDE`. placement : see `simulation.place`.
     rounding, eq2_tokens, limit : of the literal versions, see `systems.GPUNDP`.
-    cached : who keeps popular experts in GPU memory: "none", "Fiddler", or "all": equal means, everyone fills it.
-    averaged : numbers of units that the paper's averages run over. shared_dram : see `hardware`; not the paper's.
-    """
+    cached : who keeps popular experts in GPU memory: "none", "Fiddler", or "all": equal means,
+        everyone fills it.
+    averaged : numbers of units that the paper's averages run over. shared_dram : see `hardware`;
+    not the paper's."""
 
     zipf: float = 0.2
     bias: float = 0.3
@@ -60,8 +64,12 @@ class Assumptions:
     shared_dram: bool = False
 
     def hardware(self, N: int, **changes: Any) -> Hardware:
-        """The paper's machine under these assumptions; `changes` are other arguments of `hardware`."""
-        own = {name: getattr(self, name) for name in ("mapping", "clock_ghz", "efficiency", "gpu_gb", "shared_dram")}
+        """The paper's machine under these assumptions; `changes` are other arguments of
+        `hardware`."""
+        own = {
+            name: getattr(self, name)
+            for name in ("mapping", "clock_ghz", "efficiency", "gpu_gb", "shared_dram")
+        }
         return hardware(N, **own | changes)
 
     def variant(self, name: str, N: int) -> Hardware:
@@ -76,14 +84,26 @@ class Assumptions:
         if self.cached in ("all", name):
             system = replace(system, cached=True)
         if isinstance(system, MoNDE):
-            return replace(system, rounding=self.monde_rounding, relieves=self.monde_relieves,
-                           prefill=self.monde_prefill)
+            return replace(
+                system,
+                rounding=self.monde_rounding,
+                relieves=self.monde_relieves,
+                prefill=self.monde_prefill,
+            )
         if isinstance(system, GPUNDP):
-            limit = system.limit if system.version == "improved" else "memory" if system.cached else self.limit
+            limit = (
+                system.limit
+                if system.version == "improved"
+                else "memory"
+                if system.cached
+                else self.limit
+            )
             return replace(system, rounding=self.rounding, eq2_tokens=self.eq2_tokens, limit=limit)
         return system
 
-    def routing(self, model: str | MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512) -> PromptRouting:
+    def routing(
+        self, model: str | MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512
+    ) -> PromptRouting:
         return _routing(spec_of(model), seed, prompt, answer, self.zipf, self.bias)
 
 
@@ -119,45 +139,84 @@ class Sweep:
     def joined(self, other: Sweep) -> Sweep:
         return Sweep(self.assumptions, self.cells | other.cells)
 
-    def speedups(self, system: str, over: str, what: str, seed: int) -> dict[tuple[str, int], float]:
-        """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as "moe_decode".
+    def speedups(
+        self, system: str, over: str, what: str, seed: int
+    ) -> dict[tuple[str, int], float]:
+        """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as
+        "moe_decode".
 
         Only where both are supported, and for numbers of units that the assumptions average over.
         """
-        pairs = {(model, N): (own, self.cells[model, N, over, seed]) for (model, N, name, s), own in self.cells.items()
-                 if (name, s) == (system, seed) and N in self.assumptions.averaged}
-        return {cell: getattr(other, what) / getattr(own, what)
-                for cell, (own, other) in pairs.items() if own and other}
+        pairs = {
+            (model, N): (own, self.cells[model, N, over, seed])
+            for (model, N, name, s), own in self.cells.items()
+            if (name, s) == (system, seed) and N in self.assumptions.averaged
+        }
+        return {
+            cell: getattr(other, what) / getattr(own, what)
+            for cell, (own, other) in pairs.items()
+            if own and other
+        }
 
     def gain(self, model: str, units: int, system: str, over: str, what: str) -> Spread | None:
-        """How much faster `system` is, in `what`: (mean, least, most) over the seeds; None where not supported."""
-        pairs = [(self.result(model, units, system, s), self.result(model, units, over, s)) for s in self.seeds]
-        return spread([getattr(other, what) / getattr(own, what) for own, other in pairs if own and other])
+        """How much faster `system` is, in `what`: (mean, least, most) over the seeds; None where
+        not supported."""
+        pairs = [
+            (self.result(model, units, system, s), self.result(model, units, over, s))
+            for s in self.seeds
+        ]
+        return spread(
+            [getattr(other, what) / getattr(own, what) for own, other in pairs if own and other]
+        )
 
-    def mean_gains(self, system: str, over: str, what: str, model: str = "", averaged: bool = True
-                   ) -> dict[tuple[str, int], float]:
-        """(model, units) → the mean over the seeds of `gain`, where both are supported; of one model if it is named."""
-        cells = [(name, N) for name in ([model] if model else self.models) for N in self.units
-                 if not averaged or N in self.assumptions.averaged]
+    def mean_gains(
+        self, system: str, over: str, what: str, model: str = "", averaged: bool = True
+    ) -> dict[tuple[str, int], float]:
+        """(model, units) → the mean over the seeds of `gain`, where both are supported; of one
+        model if it is named."""
+        cells = [
+            (name, N)
+            for name in ([model] if model else self.models)
+            for N in self.units
+            if not averaged or N in self.assumptions.averaged
+        ]
         return {cell: gain[0] for cell in cells if (gain := self.gain(*cell, system, over, what))}
 
 
-def paper_sweep(assumptions: Assumptions = Assumptions(), models: Sequence[str | MoESpec] = MODELS,
-                units: Sequence[int] = UNITS, systems: Sequence[str] | Mapping[str, System] = PAPER,
-                seeds: Iterable[int] = SEEDS, prompt: int = 512, answer: int = 512) -> Sweep:
+def paper_sweep(
+    assumptions: Assumptions = Assumptions(),
+    models: Sequence[str | MoESpec] = MODELS,
+    units: Sequence[int] = UNITS,
+    systems: Sequence[str] | Mapping[str, System] = PAPER,
+    seeds: Iterable[int] = SEEDS,
+    prompt: int = 512,
+    answer: int = 512,
+) -> Sweep:
     """Simulate every combination by the closed form; shows progress.
 
-    models : names of cards, or specs, which the sweep then has by their names. systems : names, or name → your own.
-    """
+    models : names of cards, or specs, which the sweep then has by their names. systems : names, or
+    name → your own."""
     sweep, by_host, seeds = Sweep(assumptions), {}, list(seeds)
-    systems = systems if isinstance(systems, Mapping) else {name: assumptions.system(name) for name in systems}
-    jobs = [(model, seed, N, name) for model in models for seed in seeds for N in units for name in systems]
+    systems = (
+        systems
+        if isinstance(systems, Mapping)
+        else {name: assumptions.system(name) for name in systems}
+    )
+    jobs = [
+        (model, seed, N, name)
+        for model in models
+        for seed in seeds
+        for N in units
+        for name in systems
+    ]
     for model, seed, N, name in progress(jobs, "GPU-NDP sweep", unit="run"):
         routing, system = assumptions.routing(model, seed, prompt, answer), systems[name]
         model = model if isinstance(model, str) else model.name
         if (result := by_host.get((model, seed, name))) is None:
             with suppress(NotSupported):
-                result = simulate(assumptions.hardware(N), system, routing, placement=assumptions.placement)
+                result = simulate(
+                    assumptions.hardware(N), system, routing, placement=assumptions.placement
+                )
             if system.home == "host":
                 by_host[model, seed, name] = result
         sweep.cells[model, N, name, seed] = result
@@ -179,18 +238,27 @@ def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
     found = {}
     for phase, shown in (("prefill", PAPER[3:5]), ("decode", PAPER[3:])):
         for name in shown:
-            found[f"{phase} {name}"] = mean(sweep.speedups(name, "MoNDE", f"moe_{phase}", seed).values())
+            found[f"{phase} {name}"] = mean(
+                sweep.speedups(name, "MoNDE", f"moe_{phase}", seed).values()
+            )
         qwen = sweep.speedups(PAPER[-1], "MoNDE", f"moe_{phase}", seed).items()
-        found[f"Qwen3 {phase}"] = mean(value for (model, _), value in qwen if model == "Qwen3-30B-A3B")
+        found[f"Qwen3 {phase}"] = mean(
+            value for (model, _), value in qwen if model == "Qwen3-30B-A3B"
+        )
     for other in PAPER[:3]:
-        found[f"end to end ÷ {other}"] = max(sweep.speedups(PAPER[-1], other, "end_to_end", seed).values())
+        found[f"end to end ÷ {other}"] = max(
+            sweep.speedups(PAPER[-1], other, "end_to_end", seed).values()
+        )
     alone = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", seed)
-    return found | {"DeepSeek, N=2, decode NDP+TP": alone["DeepSeek-MoE-16B", 2],
-                    "Qwen3, N=2, decode NDP+TP": alone["Qwen3-30B-A3B", 2]}
+    return found | {
+        "DeepSeek, N=2, decode NDP+TP": alone["DeepSeek-MoE-16B", 2],
+        "Qwen3, N=2, decode NDP+TP": alone["Qwen3-30B-A3B", 2],
+    }
 
 
 def modules_needed(model: str | MoESpec, assumptions: Assumptions = Assumptions()) -> int:
-    """The smallest number of units that hold the model's experts (exact): the end of the N.S. cells."""
+    """The smallest number of units that hold the model's experts (exact): the end of the N.S.
+    cells."""
     for N in range(1, 1000):
         with suppress(NotSupported):
             Costs(spec_of(model), assumptions.hardware(N)).check(0, "units")

@@ -1,6 +1,8 @@
-"""The schedules that GPU-NDP compares: MoE-OnDemand, Fiddler, MoNDE, and tensor parallelism, balancing, prefetching.
+"""The schedules that GPU-NDP compares: MoE-OnDemand, Fiddler, MoNDE, and tensor parallelism,
+balancing, prefetching.
 
-A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has two versions:
+A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has
+two versions:
 
     literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
@@ -8,12 +10,12 @@ A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambi
               many experts move in prefill as pay, and as many of those that fit are prefetched as are predicted to pay
               (`simulation.experts_that_pay`). The split ends both sides at once, by bisection on the closed form.
 
-Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves is taken from the
-busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
+Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves
+is taken from the busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
 
-`cached`: a system may hold the most popular experts, as other prompts know them, in GPU memory all along, as many as
-fit; it computes them there. The paper's text gives that to none, Fiddler's own paper to Fiddler; equal means to all.
-"""
+`cached`: a system may hold the most popular experts, as other prompts know them, in GPU memory all
+along, as many as fit; it computes them there. The paper's text gives that to none, Fiddler's own
+paper to Fiddler; equal means to all."""
 
 from __future__ import annotations
 
@@ -35,17 +37,18 @@ if TYPE_CHECKING:
     from moelab.ndp.simulation import NDPRun
 
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
-SHARES = ROUND | {"none": np.positive}          # of an expert
+SHARES = ROUND | {"none": np.positive}  # of an expert
 
 
 class System(ABC):
-    """A schedule: of your own with `plan` alone; what else it decides has defaults. Each run has a copy of its own, so
-    a system may keep state.
+    """A schedule: of your own with `plan` alone; what else it decides has defaults. Each run has a
+    copy of its own, so a system may keep state.
 
-    cached : whether popular experts stay in GPU memory, see above. home : where all experts are, "host" or "units".
+    cached : whether popular experts stay in GPU memory, see above. home : where all experts are,
+        "host" or "units".
     whole : each is on one unit; otherwise a part of each on all units.
-    prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those as many as "pay".
-    """
+    prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those
+    as many as "pay"."""
 
     cached = False
     home = "units"
@@ -56,41 +59,50 @@ class System(ABC):
     def plan(self, step: LayerStep, costs: Costs) -> Plan: ...
 
     def resident(self, run: NDPRun) -> np.ndarray:
-        """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most popular ones."""
+        """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most
+        popular ones."""
         return most_used(run.routing.history, run.most * self.cached)
 
     def prefetched(self, run: NDPRun) -> np.ndarray:
-        """Which it has when decoding begins, bool [L, E]; what it had not is loaded before. Here, if the system
-        `prefetches`, the ones that the prompt used most, and else those that it has."""
+        """Which it has when decoding begins, bool [L, E]; what it had not is loaded before. Here,
+        if the system `prefetches`, the ones that the prompt used most, and else those that it
+        has."""
         if self.prefetches == "none":
             return run.cached
         x = run.most if self.prefetches == "memory" else min(run.most, run.costs.spec.K)
-        return most_used(run.routing.counts(), run.experts_that_pay(x) if self.prefetches == "pay" else x)
+        return most_used(
+            run.routing.counts(), run.experts_that_pay(x) if self.prefetches == "pay" else x
+        )
 
     def after(self, plan: Plan, costs: Costs) -> np.ndarray | None:
-        """Which experts of the layer stay in GPU memory after this plan, bool [E]; None: those that it had. One that
-        this plan did not send there as a whole is loaded then, while everything waits."""
+        """Which experts of the layer stay in GPU memory after this plan, bool [E]; None: those that
+        it had. One that this plan did not send there as a whole is loaded then, while everything
+        waits."""
         return None
 
     def held(self, step: LayerStep, N: int) -> tuple[np.ndarray | float, float]:
-        """The share of each expert's columns that each of N units ([A, N] or one for all) and the host has."""
+        """The share of each expert's columns that each of N units ([A, N] or one for all) and the
+        host has."""
         if self.home == "host":
             return 0.0, 1.0
         return step.home[:, None] == np.arange(N) if self.whole else 1 / N, 0.0
 
-    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray | None:
-        """Steps of one decoded token as integers [n, c]: equal rows take equally long, whenever they come. Where a
-        system does not say so, every step is planned at its time, some thousand times more slowly; what has `after`,
-        always is.
+    def situations(
+        self, homes: np.ndarray, resident: np.ndarray, costs: Costs
+    ) -> np.ndarray | None:
+        """Steps of one decoded token as integers [n, c]: equal rows take equally long, whenever
+        they come. Where a system does not say so, every step is planned at its time, some thousand
+        times more slowly; what has `after`, always is.
 
-        homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran. resident : bool [n, K].
-        """
+        homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran.
+        resident : bool [n, K]."""
         return None
 
 
 @dataclass(frozen=True)
 class OnDemand(System):
-    """MoE-OnDemand: activated experts that are not on the GPU cross the link to it, transfers hiding computation."""
+    """MoE-OnDemand: activated experts that are not on the GPU cross the link to it, transfers
+    hiding computation."""
 
     cached: bool = False
     home = "host"
@@ -103,22 +115,33 @@ class OnDemand(System):
 
 
 class Fiddler(OnDemand):
-    """Fiddler: an expert is computed by the CPU unless the GPU has it, or sending it there is faster (its §3)."""
+    """Fiddler: an expert is computed by the CPU unless the GPU has it, or sending it there is
+    faster (its §3)."""
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        on_cpu = ~step.resident & (costs.cpu(step.tokens) <= costs.transfer() + costs.gpu(step.tokens))
-        return make_plan(step, costs.hardware.units, resident=step.resident, host=on_cpu,
-                         moved=~on_cpu & ~step.resident)
+        on_cpu = ~step.resident & (
+            costs.cpu(step.tokens) <= costs.transfer() + costs.gpu(step.tokens)
+        )
+        return make_plan(
+            step,
+            costs.hardware.units,
+            resident=step.resident,
+            host=on_cpu,
+            moved=~on_cpu & ~step.resident,
+        )
 
 
 @dataclass(frozen=True)
 class MoNDE(System):
-    """MoNDE: whole experts on their units, and a share of the A active ones goes to the GPU, hot ones (its §3).
+    """MoNDE: whole experts on their units, and a share of the A active ones goes to the GPU, hot
+    ones (its §3).
 
     rounding : of the share by bandwidths, A · link ÷ (link + units' bandwidth).
-    relieves : which leave while decoding: the most "popular", or the popular ones of the "busiest" unit, one by one.
-    prefill : how many leave for a prompt, the ones with most tokens: "none", as units are then short of multipliers,
-        which the ratio does not know; the "share"; or "tuned", as many as make the layer fastest.
+    relieves : which leave while decoding: the most "popular", or the popular ones of the "busiest"
+        unit, one by one.
+    prefill : how many leave for a prompt, the ones with most tokens: "none", as units are then
+        short of multipliers, which the ratio does not know; the "share"; or "tuned", as many as
+        make the layer fastest.
     """
 
     rounding: str = "round"
@@ -127,8 +150,11 @@ class MoNDE(System):
     cached: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("rounding", ROUND), ("relieves", ("popular", "busiest")),
-                            ("prefill", ("none", "share", "tuned"))):
+        for name, known in (
+            ("rounding", ROUND),
+            ("relieves", ("popular", "busiest")),
+            ("prefill", ("none", "share", "tuned")),
+        ):
             require(name, getattr(self, name), known)
 
     def share(self, active: int, costs: Costs) -> int:
@@ -138,17 +164,24 @@ class MoNDE(System):
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         if self.relieves == "busiest" and step.decode:
             step = step.take(_busiest_first(step, step.resident))
-        place = (~step.resident).cumsum()                       # of what must be sent, 1 for the first
+        place = (~step.resident).cumsum()  # of what must be sent, 1 for the first
         here = int(step.resident.sum())
 
         def first(count: int) -> Plan:
-            return make_plan(step, costs.hardware.units, resident=step.resident,
-                             moved=~step.resident & (place <= count - here))
+            return make_plan(
+                step,
+                costs.hardware.units,
+                resident=step.resident,
+                moved=~step.resident & (place <= count - here),
+            )
+
         if step.decode or self.prefill == "share":
             return first(self.share(len(step), costs))
         if self.prefill == "none":
             return first(0)
-        return min(map(first, range(here, len(step) + 1)), key=lambda plan: layer_seconds(plan, costs))
+        return min(
+            map(first, range(here, len(step) + 1)), key=lambda plan: layer_seconds(plan, costs)
+        )
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         active, here = (homes >= 0).sum(1), resident.sum(1)
@@ -164,12 +197,13 @@ class MoNDE(System):
 class GPUNDP(System):
     """The paper's framework, each technique switched on or off.
 
-    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE. version : "literal" or "improved", see above.
+    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE. version : "literal" or "improved", see
+        above.
     rounding : of E_g in the literal version: "floor", "round", "ceil" or "none".
-    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt", as E_n + E_g = TopK
-        reads if all tokens chose the same experts.
-    limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or what of it will "pay".
-    """
+    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt", as
+        E_n + E_g = TopK reads if all tokens chose the same experts.
+    limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or
+    what of it will "pay"."""
 
     tensor_parallel: bool = True
     load_balance: bool = True
@@ -181,8 +215,12 @@ class GPUNDP(System):
     cached: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("version", ("literal", "improved")), ("rounding", SHARES),
-                            ("eq2_tokens", ("mean", "prompt")), ("limit", ("K", "memory", "pay"))):
+        for name, known in (
+            ("version", ("literal", "improved")),
+            ("rounding", SHARES),
+            ("eq2_tokens", ("mean", "prompt")),
+            ("limit", ("K", "memory", "pay")),
+        ):
             require(name, getattr(self, name), known)
 
     @property
@@ -200,34 +238,44 @@ class GPUNDP(System):
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         here = step.resident & self.looks
-        step = step.take(np.argsort(~here, kind="stable") if self.tensor_parallel else _busiest_first(step, here))
+        step = step.take(
+            np.argsort(~here, kind="stable") if self.tensor_parallel else _busiest_first(step, here)
+        )
         here = step.resident & self.looks
         literal = self._literal(step, here, costs)
         if self.version == "literal" or not (self.load_balance or self.looks):
             return literal
-        return min(literal, *self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs))
+        return min(
+            literal, *self._improved(step, here, costs), key=lambda plan: layer_seconds(plan, costs)
+        )
 
     def _first(self, u: float, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         """The first u experts on the GPU, where u need not be whole; the others on the units."""
         N, share = costs.hardware.units, np.clip(u - np.arange(len(step)), 0, 1)
-        return make_plan(step, N, resident=share * here, moved=share * ~here, split=self.tensor_parallel,
-                         pieces=N if self.tensor_parallel else 1)
+        return make_plan(
+            step,
+            N,
+            resident=share * here,
+            moved=share * ~here,
+            split=self.tensor_parallel,
+            pieces=N if self.tensor_parallel else 1,
+        )
 
     def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
         pieces = costs.hardware.units if self.tensor_parallel else 1
         terms = costs.balance_terms(n, pieces) | {"K": min(costs.spec.K, len(step))}
         E_g = 0
-        if here.any():                                                      # §III-D, step 3, Eq. 3
+        if here.any():  # §III-D, step 3, Eq. 3
             del terms["T_w"]
             E_g = min(int(here.sum()), math.floor(most_on_gpu(**terms)))
-        elif self.load_balance and len(step):                               # Eqs. 1 and 2
+        elif self.load_balance and len(step):  # Eqs. 1 and 2
             E_g = SHARES[self.rounding](balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
 
     def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
-        """Plans around the u where both sides end at once, by bisection: the units' falls with u, the GPU's rises.
-        The nearest whole u is tried, too, which bisection only comes near."""
+        """Plans around the u where both sides end at once, by bisection: the units' falls with u,
+        the GPU's rises. The nearest whole u is tried, too, which bisection only comes near."""
         most = len(step) if self.load_balance else int(here.sum())
         low, high = 0.0, float(most)
         while high - low > 1e-7 * most:
@@ -235,25 +283,33 @@ class GPUNDP(System):
             plan = self._first(u, step, here, costs)
             near = max(gpu_side(plan, costs), link_seconds(plan, costs))
             low, high = (u, high) if near < far_side(plan, costs) else (low, u)
-        return [self._first(u, step, here, costs) for u in (0, most, low, high, math.floor(low), round(low))]
+        return [
+            self._first(u, step, here, costs)
+            for u in (0, most, low, high, math.floor(low), round(low))
+        ]
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         held = resident & self.looks
         if self.tensor_parallel:
             return np.column_stack([(homes >= 0).sum(1), held.sum(1)])
         at = homes[:, :, None] == np.arange(costs.hardware.units)
-        pairs = (at & ~held[:, :, None]).sum(1) * (homes.shape[1] + 1) + (at & held[:, :, None]).sum(1)
+        pairs = (at & ~held[:, :, None]).sum(1) * (homes.shape[1] + 1) + (
+            at & held[:, :, None]
+        ).sum(1)
         return np.sort(pairs, axis=1)
 
 
 def _busiest_first(step: LayerStep, here: np.ndarray) -> np.ndarray:
-    """The order in which experts leave: those in `here` before others, the hottest of the busiest unit first.
+    """The order in which experts leave: those in `here` before others, the hottest of the busiest
+    unit first.
 
-    Of equally busy units the one with more work that is not `here`, so that the order is independent of unit numbers.
-    """
+    Of equally busy units the one with more work that is not `here`, so that the order is
+    independent of unit numbers."""
     units = range(int(step.home.max(initial=-1)) + 1)
-    load = [[int(step.tokens[mine].sum()), int(step.tokens[mine & ~here].sum())]
-            for mine in (step.home == u for u in units)]
+    load = [
+        [int(step.tokens[mine].sum()), int(step.tokens[mine & ~here].sum())]
+        for mine in (step.home == u for u in units)
+    ]
     order = []
     for stage in (here, ~here):
         left = [list(np.flatnonzero((step.home == u) & stage)) for u in units]
@@ -266,10 +322,19 @@ def _busiest_first(step: LayerStep, here: np.ndarray) -> np.ndarray:
 
 #: name → system; the literal ones as in the paper's figures
 SYSTEMS: dict[str, System] = {
-    "MoE-OnDemand": OnDemand(), "Fiddler": Fiddler(), "MoNDE": MoNDE(),
-    **{"NDP" + "+TP" * tp + "+LB" * lb + "+PRE" * pre + ", improved" * better:
-       GPUNDP(bool(tp), bool(lb), bool(pre), *(("improved", "floor", "mean", "pay") if better else ()))
-       for tp in (1, 0) for lb in (0, 1) for pre in (0, 1) for better in (0, 1) if lb or pre or not better},
+    "MoE-OnDemand": OnDemand(),
+    "Fiddler": Fiddler(),
+    "MoNDE": MoNDE(),
+    **{
+        "NDP" + "+TP" * tp + "+LB" * lb + "+PRE" * pre + ", improved" * better: GPUNDP(
+            bool(tp), bool(lb), bool(pre), *(("improved", "floor", "mean", "pay") if better else ())
+        )
+        for tp in (1, 0)
+        for lb in (0, 1)
+        for pre in (0, 1)
+        for better in (0, 1)
+        if lb or pre or not better
+    },
 }
 #: the seven systems of Figs. 9 to 11
 PAPER = ("MoE-OnDemand", "Fiddler", "MoNDE", "NDP+TP", "NDP+TP+LB", "NDP+TP+PRE", "NDP+TP+LB+PRE")

@@ -1,6 +1,8 @@
-"""GPU-NDP's tensor parallelism executed in torch (§III-B, Fig. 4): columns, columns, rows over N units, partial sums.
+"""GPU-NDP's tensor parallelism executed in torch (§III-B, Fig. 4): columns, columns, rows over N
+units, partial sums.
 
-Gate and up are cut by columns, down by the matching rows, so each unit ends with a partial sum of the whole output.
+Gate and up are cut by columns, down by the matching rows, so each unit ends with a partial sum of
+the whole output.
 
     x [T, H] ids [T, K] weights [T, K]  →  partial sums [N, T, H]  →  [T, H]
 
@@ -19,7 +21,8 @@ from moelab.experts.sharding import on_intermediate
 
 
 class NDPTensorParallel(Executor):
-    """Every expert on all `units`, each a share of its columns; outputs differ from one device's by rounding alone."""
+    """Every expert on all `units`, each a share of its columns; outputs differ from one device's by
+    rounding alone."""
 
     def __init__(self, units: int = 6) -> None:
         super().__init__()
@@ -36,8 +39,14 @@ class NDPTensorParallel(Executor):
         self.count(len(order), len(order), len(order))
         out = x.new_zeros(self.units, *x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         for expert, of in order.hit():
-            tokens, w, whole = order.tokens[of], weights[order.tokens[of], order.choices[of]], experts.weights(expert)
+            tokens, w, whole = (
+                order.tokens[of],
+                weights[order.tokens[of], order.choices[of]],
+                experts.weights(expert),
+            )
             for unit in range(self.units):
-                y = experts.weighted(x[tokens], w, on_intermediate(whole, unit, self.units, experts))
+                y = experts.weighted(
+                    x[tokens], w, on_intermediate(whole, unit, self.units, experts)
+                )
                 out[unit].index_add_(0, tokens, y.to(out.dtype))
         return out

@@ -1,1 +1,2 @@
-"""The offloading engine and what belongs to it: memory, threads, what was measured, and the simulator."""
+"""The offloading engine and what belongs to it: memory, threads, what was measured, and the
+simulator."""

@@ -1,8 +1,9 @@
-"""How much memory the experts may have: reading a budget that a person wrote, or finding one on this machine.
+"""How much memory the experts may have: reading a budget that a person wrote, or finding one on
+this machine.
 
-Source: limit 9 of offloading: pools · bytes an expert + other weights + KV cache + workspace ≤ what is available.
-A control group's limit counts like the machine's, that of a container, a service or a job of SLURM.
-"""
+Source: limit 9 of offloading: pools · bytes an expert + other weights + KV cache + workspace ≤ what
+is available. A control group's limit counts like the machine's, that of a container, a service or a
+job of SLURM."""
 
 from __future__ import annotations
 
@@ -18,22 +19,38 @@ from moelab.offloading.control_group import ROOT, own_groups
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20
-_ALLOWED = ("it must be bytes, a fraction of the experts up to 1, or a text such as '2GB', '800MiB', '50%' "
-            "or 'auto'")
-_SIZE = re.compile(r"((?:\d+(?:_\d+)*(?:\.\d*|,\d{1,2})?|\.\d+)(?:e\+?\d+)?)\s*(%|([kmgt]i?)?b?)", re.ASCII)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_ALLOWED = (
+    "it must be bytes, a fraction of the experts up to 1, or a text such as '2GB', '800MiB', '50%' "
+    "or 'auto'"
+)
+_SIZE = re.compile(
+    r"((?:\d+(?:_\d+)*(?:\.\d*|,\d{1,2})?|\.\d+)(?:e\+?\d+)?)\s*(%|([kmgt]i?)?b?)", re.ASCII
+)
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 #: fewer bytes without a unit, in a text and as a number, are gigabytes to whom wrote them
 _BARE = {True: 10**6, False: 1024}
 
 
-def parse_budget(budget: str | float | int, everything: int, others: int,
-                 free: Callable[[], int] | None = None) -> int:
-    """A budget in bytes, 0 included, for which the caller says what the least is; ValueError for what is none.
+def parse_budget(
+    budget: str | float | int, everything: int, others: int, free: Callable[[], int] | None = None
+) -> int:
+    """A budget in bytes, 0 included, for which the caller says what the least is; ValueError for
+    what is none.
 
-    budget : bytes (a number), a fraction of `everything` (0 ≤ f ≤ 1), "2GB", "1,5 g", "800 MiB", "50%", or "auto":
-        what is available now less the other weights and `RESERVE`.
-    everything, others : bytes that keeping all experts takes, and bytes of the model's other weights.
+    budget : bytes (a number), a fraction of `everything` (0 ≤ f ≤ 1), "2GB", "1,5 g", "800 MiB",
+        "50%", or "auto": what is available now less the other weights and `RESERVE`.
+    everything, others : bytes that keeping all experts takes, and bytes of the model's other
+        weights.
     free : what is available, `available` of this machine if not given.
     """
     given, unit = budget, ""
@@ -45,20 +62,25 @@ def parse_budget(budget: str | float | int, everything: int, others: int,
         raise ValueError(f"the budget is {given!r}; {_ALLOWED}")
     if unit == "%":
         if budget > 100:
-            raise ValueError(f"the budget is {budget:g}% of the experts, and all of them are 100%; {_ALLOWED}")
+            raise ValueError(
+                f"the budget is {budget:g}% of the experts, and all of them are 100%; {_ALLOWED}"
+            )
         return int(budget / 100 * everything)
     if unit:
         return int(budget * _UNITS[match[3] or ""])
     if budget <= 1:
         return int(budget * everything)
     if budget < _BARE[isinstance(given, str)]:
-        raise ValueError(f"the budget is {given!r}, which would be {budget:g} bytes: write '{budget:g}GB', or "
-                         f"'{budget:g}B'")
+        raise ValueError(
+            f"the budget is {given!r}, which would be {budget:g} bytes: write '{budget:g}GB', or "
+            f"'{budget:g}B'"
+        )
     return int(budget)
 
 
 def memory(text: str) -> str:
-    """A budget on a command line: what `parse_budget` cannot read is refused before a model is opened."""
+    """A budget on a command line: what `parse_budget` cannot read is refused before a model is
+    opened."""
     try:
         parse_budget(text, 0, 0, lambda: 0)
     except ValueError as error:
@@ -71,22 +93,32 @@ def available_on(device: Any) -> int:
     if device.type == "cpu":
         return available()
     import torch
+
     return torch.cuda.mem_get_info(device)[0]
 
 
 def available(root: Path = ROOT) -> int:
-    """Bytes that this process may still take: what the machine has available, or less within the limit of a control
-    group that it is in, or of one around that."""
+    """Bytes that this process may still take: what the machine has available, or less within the
+    limit of a control group that it is in, or of one around that."""
     import psutil
+
     free = psutil.virtual_memory().available
     for group in own_groups(root):
         for limit in ("memory.max", "memory.high", "memory.limit_in_bytes"):
             try:
-                bound = int((group / limit).read_text())                    # not "max"
-                usage = group / ("memory.usage_in_bytes" if limit.endswith("_bytes") else "memory.current")
-                cached = re.search(r"^total_inactive_file (\d+)$|^inactive_file (\d+)$",
-                                   (group / "memory.stat").read_text(), re.M)
-                free = min(free, bound - int(usage.read_text()) + int(cached[1] or cached[2] if cached else 0))
+                bound = int((group / limit).read_text())  # not "max"
+                usage = group / (
+                    "memory.usage_in_bytes" if limit.endswith("_bytes") else "memory.current"
+                )
+                cached = re.search(
+                    r"^total_inactive_file (\d+)$|^inactive_file (\d+)$",
+                    (group / "memory.stat").read_text(),
+                    re.M,
+                )
+                free = min(
+                    free,
+                    bound - int(usage.read_text()) + int(cached[1] or cached[2] if cached else 0),
+                )
             except (OSError, ValueError):
-                continue                                                    # no such limit here
+                continue  # no such limit here
     return max(0, free)

@@ -1,9 +1,11 @@
-"""Cache-aware routing: where a router is nearly indifferent, an expert that is in memory is chosen. Lossy.
+"""Cache-aware routing: where a router is nearly indifferent, an expert that is in memory is chosen.
+Lossy.
 
-Source: Skliar et al., "Mixture of Cache-Conditional Experts for Efficient Mobile Device Inference" (arXiv 2412.00099),
-whose cache prior is a share of the logits' usual spread; here the margin is in logits. Logits of experts in memory are
-raised by the margin for the choice alone, so one on disk gives way to one that trails it by less; weights are those of
-the router's own logits. Decode steps only: a prompt needs most experts anyway. Left out: experts that are always kept.
+Source: Skliar et al., "Mixture of Cache-Conditional Experts for Efficient Mobile Device Inference"
+(arXiv 2412.00099), whose cache prior is a share of the logits' usual spread; here the margin is in
+logits. Logits of experts in memory are raised by the margin for the choice alone, so one on disk
+gives way to one that trails it by less; weights are those of the router's own logits. Decode steps
+only: a prompt needs most experts anyway. Left out: experts that are always kept.
 
 Shapes: x [T, H], ids and weights [T, K].
 """
@@ -32,37 +34,59 @@ PROBE = 64
 
 
 class Router:
-    """A layer's router by its rule, whose choice can be influenced: the K best of all linear logits, each weighted by
-    its softmax or sigmoid, divided by their sum or not, times a factor. A correction bias acts on the choice alone.
+    """A layer's router by its rule, whose choice can be influenced: the K best of all linear
+    logits, each weighted by its softmax or sigmoid, divided by their sum or not, times a factor. A
+    correction bias acts on the choice alone.
 
-    Which of these it is, a comparison with the live router on random hidden states shows. ValueError: none of them.
-    """
+    Which of these it is, a comparison with the live router on random hidden states shows.
+    ValueError: none of them."""
 
     def __init__(self, layer: MoELayer, dtype: torch.dtype) -> None:
         module = layer.router
-        self.linear = next((getattr(module, name) for name in ("classifier", "gate", "wg") if hasattr(module, name)),
-                           module)
+        self.linear = next(
+            (
+                getattr(module, name)
+                for name in ("classifier", "gate", "wg")
+                if hasattr(module, name)
+            ),
+            module,
+        )
         holders = [module, layer.block, getattr(module, "moe_statics", None)]
-        self.correction = next((bias.detach().flatten() for holder in holders for name in CORRECTIONS
-                                if (bias := getattr(holder, name, None)) is not None), None)
+        self.correction = next(
+            (
+                bias.detach().flatten()
+                for holder in holders
+                for name in CORRECTIONS
+                if (bias := getattr(holder, name, None)) is not None
+            ),
+            None,
+        )
         weight = self.linear.weight
-        x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
+        x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(
+            weight.device, dtype
+        )
         ids, weights = layer.routing(layer.ask(x))
-        off = {}                                # rule → how far its weights are from the router's, but for a factor
-        for rule in product(dict.fromkeys((weight.dtype, torch.float32)), (torch.softmax, _sigmoid), (False, True)):
+        off = {}  # rule → how far its weights are from the router's, but for a factor
+        for rule in product(
+            dict.fromkeys((weight.dtype, torch.float32)), (torch.softmax, _sigmoid), (False, True)
+        ):
             self.dtype, self.activation, self.normalise = rule
             logits = self.logits(x)
             if torch.equal(self.best(logits, ids.shape[1]).sort(-1).values, ids.sort(-1).values):
                 factor = weights.float() / self.weights(logits, ids)
                 off[rule] = (factor / factor.mean() - 1).abs().max().item()
-        if not off or min(off.values()) > 2 ** -6:
-            raise ValueError(f"{layer.name}: its {type(module).__name__} chooses or weighs experts in another way; "
-                             f"cache-aware routing is for routers that take the K best of all logits")
+        if not off or min(off.values()) > 2**-6:
+            raise ValueError(
+                f"{layer.name}: its {type(module).__name__} chooses or weighs experts in another way; "
+                f"cache-aware routing is for routers that take the K best of all logits"
+            )
         self.dtype, self.activation, self.normalise = min(off, key=off.get)
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, favour: Tensor) -> tuple[Tensor, Tensor]:
-        """What the router, which chose ids with weights [T, K] for x [T, H], had chosen with `favour` [E] added to the
-        logits that are compared: ids and weights [T, K]."""
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, favour: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the router, which chose ids with weights [T, K] for x [T, H], had chosen with
+        `favour` [E] added to the logits that are compared: ids and weights [T, K]."""
         logits = self.logits(x)
         chosen = self.best(logits + favour, ids.shape[1])
         own, other = (self.weights(logits, of) for of in (ids, chosen))
@@ -70,8 +94,11 @@ class Router:
 
     def logits(self, x: Tensor) -> Tensor:
         bias = getattr(self.linear, "bias", None)
-        return F.linear(x.to(self.dtype), self.linear.weight.to(self.dtype),
-                        None if bias is None else bias.to(self.dtype)).float()
+        return F.linear(
+            x.to(self.dtype),
+            self.linear.weight.to(self.dtype),
+            None if bias is None else bias.to(self.dtype),
+        ).float()
 
     def best(self, logits: Tensor, K: int) -> Tensor:
         scores = self.activation(logits, -1)
@@ -88,35 +115,46 @@ def _sigmoid(x: Tensor, _: int) -> Tensor:
 
 
 class CacheAwareRouting(AbstractContextManager):
-    """An offloaded model whose routers prefer experts in memory, until `close()` or the end of the `with`.
+    """An offloaded model whose routers prefer experts in memory, until `close()` or the end of the
+    `with`.
 
-    margin : logits by which an expert on disk must lead one in memory to be chosen before it; 0 changes nothing.
+    margin : logits by which an expert on disk must lead one in memory to be chosen before it; 0
+        changes nothing.
 
-    requests, hits, changed : exact counts over decode steps: choices; those of experts that were in memory; those that
-        the router had not made.
+    requests, hits, changed : exact counts over decode steps: choices; those of experts that were in
+        memory; those that the router had not made.
 
-    Raises ValueError: a model that is not offloaded; a negative margin; the executor "exact", which promises every bit;
-    a router that does not choose by its logits alone.
-    """
+    Raises ValueError: a model that is not offloaded; a negative margin; the executor "exact", which
+    promises every bit; a router that does not choose by its logits alone."""
 
     def __init__(self, model: nn.Module, margin: float) -> None:
         engine = getattr(getattr(model, "moelab", None), "engine", None)
         if engine is None:
-            raise ValueError("cache-aware routing prefers experts that are in memory: open the model with memory=")
+            raise ValueError(
+                "cache-aware routing prefers experts that are in memory: open the model with memory="
+            )
         self.margin, self.engine, layers = require_margin(margin), engine, discover(model)
         if margin and engine.executor is None:
-            raise ValueError('cache-aware routing changes the output, and the executor "exact" promises every bit of '
-                             'it: use executor="fast"')
+            raise ValueError(
+                'cache-aware routing changes the output, and the executor "exact" promises every bit of '
+                'it: use executor="fast"'
+            )
         self.requests = self.hits = self.changed = 0
         self._inputs: dict[int, Tensor] = {}
         with torch.no_grad():
             routers = [Router(layer, model.dtype) if margin else None for layer in layers]
         with Patches() as patches:
             for layer, router in zip(layers, routers):
-                patches.hook(layer.router.register_forward_pre_hook,
-                             lambda _m, args, i=layer.index: self._inputs.__setitem__(i, args[0]))
-                patches.hook(layer.experts.register_forward_pre_hook, partial(self._before, layer, router),
-                             with_kwargs=True, prepend=True)
+                patches.hook(
+                    layer.router.register_forward_pre_hook,
+                    lambda _m, args, i=layer.index: self._inputs.__setitem__(i, args[0]),
+                )
+                patches.hook(
+                    layer.experts.register_forward_pre_hook,
+                    partial(self._before, layer, router),
+                    with_kwargs=True,
+                    prepend=True,
+                )
             self._patches = patches.pop_all()
 
     def close(self) -> None:
@@ -131,21 +169,34 @@ class CacheAwareRouting(AbstractContextManager):
         return self.hits / self.requests if self.requests else math.nan
 
     @torch.no_grad()
-    def _before(self, layer: MoELayer, router: Router | None, _: nn.Module, args: tuple, kwargs: dict[str, Any]
-                ) -> tuple[tuple, dict[str, Any]] | None:
+    def _before(
+        self,
+        layer: MoELayer,
+        router: Router | None,
+        _: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple, dict[str, Any]] | None:
         seen = self._inputs.pop(layer.index, None)
         if not self.engine.decoding or seen is None:
             return None
         s, ids, weights = *args, *kwargs.values()
         residency, E = self.engine.residency, layer.E
-        held = torch.tensor([residency.state((layer.index, e)) is State.FULL for e in range(E)] + [False],
-                            device=ids.device)                      # the last one for "no expert"
+        held = torch.tensor(
+            [residency.state((layer.index, e)) is State.FULL for e in range(E)] + [False],
+            device=ids.device,
+        )  # the last one for "no expert"
         if router is not None:
-            chosen, weighed = router(seen.reshape(len(ids), -1), ids, weights, self.margin * held[:E].float())
-            new = ~found(ids, chosen)                               # [T, K], which the router had not chosen
-            other = new.any(-1, keepdim=True)                       # all else stays as it is, to the bit
+            chosen, weighed = router(
+                seen.reshape(len(ids), -1), ids, weights, self.margin * held[:E].float()
+            )
+            new = ~found(ids, chosen)  # [T, K], which the router had not chosen
+            other = new.any(-1, keepdim=True)  # all else stays as it is, to the bit
             self.changed += int(new.sum())
-            ids, weights = torch.where(other, chosen, ids), torch.where(other, weighed.to(weights.dtype), weights)
+            ids, weights = (
+                torch.where(other, chosen, ids),
+                torch.where(other, weighed.to(weights.dtype), weights),
+            )
         self.requests += int((ids < E).sum())
         self.hits += int(held[ids].sum())
         return (s, ids, weights), {}
@@ -154,5 +205,7 @@ class CacheAwareRouting(AbstractContextManager):
 def require_margin(margin: float) -> float:
     """The margin. ValueError: it is negative or no finite number."""
     if not (isinstance(margin, (int, float)) and 0 <= margin < math.inf):
-        raise ValueError(f"the margin of cache-aware routing is {margin!r}; it is a number of logits, 0 or more")
+        raise ValueError(
+            f"the margin of cache-aware routing is {margin!r}; it is a number of logits, 0 or more"
+        )
     return margin

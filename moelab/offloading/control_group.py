@@ -1,7 +1,8 @@
-"""Equal memory for processes that are compared: a control group that limits one and its page cache alike.
+"""Equal memory for processes that are compared: a control group that limits one and its page cache
+alike.
 
-v1: `memory.limit_in_bytes`, v2: `memory.max`. Needs root and Linux; where it is unavailable, the result says why.
-"""
+v1: `memory.limit_in_bytes`, v2: `memory.max`. Needs root and Linux; where it is unavailable, the
+result says why."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Limit:
-    """A control group: `procs` is the file by which a process joins; None if it could not be made, for a `reason`."""
+    """A control group: `procs` is the file by which a process joins; None if it could not be made,
+    for a `reason`."""
 
     procs: Path | None
     reason: str
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that the group has used, page cache included; None where the system does not tell."""
+        """The most that the group has used, page cache included; None where the system does not
+        tell."""
         for name in ("memory.max_usage_in_bytes", "memory.peak") if self.procs else ():
             if (self.procs.parent / name).exists():
                 return int((self.procs.parent / name).read_text())
@@ -35,7 +38,8 @@ class Limit:
 
 @contextmanager
 def memory_limit(nbytes: int | None, root: Path = ROOT) -> Iterator[Limit]:
-    """A new control group of so many bytes, removed at the end; None limits nothing. root : of all groups."""
+    """A new control group of so many bytes, removed at the end; None limits nothing. root : of all
+    groups."""
     if nbytes is None:
         yield Limit(None, "no limit")
         return
@@ -53,29 +57,42 @@ def memory_limit(nbytes: int | None, root: Path = ROOT) -> Iterator[Limit]:
             (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(nbytes))
             if (folder / "memory.swap.max").exists():
                 (folder / "memory.swap.max").write_text("0")
-            limit = Limit(folder / "cgroup.procs", f"control group v{1 if v1 else 2} of {nbytes / 1e9:.2f} GB")
+            limit = Limit(
+                folder / "cgroup.procs", f"control group v{1 if v1 else 2} of {nbytes / 1e9:.2f} GB"
+            )
         except OSError as error:
-            limit = Limit(None, f"no control group can be made here ({error.strerror or error}): nothing was limited")
+            limit = Limit(
+                None,
+                f"no control group can be made here ({error.strerror or error}): nothing was limited",
+            )
         yield limit
 
 
 def own_groups(root: Path = ROOT) -> list[Path]:
-    """The folders of the control groups that limit this process's memory, its own first, then those around it; in a
-    container the outermost is what is mounted as `root`."""
+    """The folders of the control groups that limit this process's memory, its own first, then those
+    around it; in a container the outermost is what is mounted as `root`."""
     try:
         lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
     except OSError:
-        lines = []                      # no Linux
+        lines = []  # no Linux
     v1 = root / "memory"
     own = [v1 / path.lstrip("/") for _, kinds, path in lines if "memory" in kinds.split(",")] + [
-        mount / path.lstrip("/") for _, kinds, path in lines if not kinds for mount in (root, root / "unified")]
-    found = [group for folder in [*own, v1, root] for group in (folder, *folder.parents)
-             if group.is_relative_to(root) and ".." not in group.parts and group.is_dir()]
+        mount / path.lstrip("/")
+        for _, kinds, path in lines
+        if not kinds
+        for mount in (root, root / "unified")
+    ]
+    found = [
+        group
+        for folder in [*own, v1, root]
+        for group in (folder, *folder.parents)
+        if group.is_relative_to(root) and ".." not in group.parts and group.is_dir()
+    ]
     return list(dict.fromkeys(found)) or [root]
 
 
 def _remove(folder: Path) -> None:
-    for _ in range(50):                 # a process that has just ended still counts for a moment
+    for _ in range(50):  # a process that has just ended still counts for a moment
         try:
             if (folder / "memory.force_empty").exists():
                 (folder / "memory.force_empty").write_text("0")
@@ -88,7 +105,7 @@ def _remove(folder: Path) -> None:
 def drop_cached(folder: Path) -> None:
     """Ask the system to drop its cache of all files below a folder."""
     if hasattr(os, "posix_fadvise"):
-        os.sync()                       # unwritten pages cannot be dropped
+        os.sync()  # unwritten pages cannot be dropped
         for path in folder.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as f:

@@ -1,8 +1,9 @@
-"""What a worker does to a tensor: on the CPU in one or two stages, or on a GPU with ZipMoE's recovery kernel.
+"""What a worker does to a tensor: on the CPU in one or two stages, or on a GPU with ZipMoE's
+recovery kernel.
 
-Source: ZipMoE §3.3 and §4 (E-chunks are decompressed by the CPU, recovery is a kernel of the GPU; SM-chunks are read
-into pinned memory). A decoder belongs to one worker and returns when the tensor is in its place.
-"""
+Source: ZipMoE §3.3 and §4 (E-chunks are decompressed by the CPU, recovery is a kernel of the GPU;
+SM-chunks are read into pinned memory). A decoder belongs to one worker and returns when the tensor
+is in its place."""
 
 from __future__ import annotations
 
@@ -25,9 +26,17 @@ class CpuDecoder:
     def __init__(self) -> None:
         self._scratch = np.empty(0, np.uint8)
 
-    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int,
-                 shard: int | None = None) -> None:
-        """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged chunk."""
+    def __call__(
+        self,
+        kind: str,
+        chunks: dict[str, Chunks],
+        name: str,
+        out: torch.Tensor,
+        slot: int,
+        shard: int | None = None,
+    ) -> None:
+        """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a
+        damaged chunk."""
         if kind == "decompress":
             decompress(chunks["e"], name, out)
         elif kind == "recover":
@@ -39,15 +48,23 @@ class CpuDecoder:
 
 
 class CudaDecoder:
-    """Exponents are decompressed into pinned memory; both planes are copied, and joined on the GPU."""
+    """Exponents are decompressed into pinned memory; both planes are copied, and joined on the
+    GPU."""
 
     two_stages = False
 
     def __init__(self, link: Link) -> None:
         self._link, self._host, self._there = link, None, None
 
-    def __call__(self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int,
-                 shard: None = None) -> None:
+    def __call__(
+        self,
+        kind: str,
+        chunks: dict[str, Chunks],
+        name: str,
+        out: torch.Tensor,
+        slot: int,
+        shard: None = None,
+    ) -> None:
         e, sm, size = chunks["e"], chunks["sm"], out.nbytes
         if self._host is None or self._host.numel() < size:
             self._host = torch.from_numpy(host_memory(size, out.device, self))

@@ -1,10 +1,11 @@
-"""The link to a GPU: experts are copied from pinned memory into slots of its memory while it computes.
+"""The link to a GPU: experts are copied from pinned memory into slots of its memory while it
+computes.
 
-Source: Speculating Experts §5.1 (all experts in pinned memory, copied beside the compute stream); ZipMoE §3.3, §4. A
-copy waits for one thing only: that what was computed with the expert that has left its slot is done. Threads that read
-or decode copy on streams of their own and wait for it. From pinned memory the thread that computes sends experts by
-itself, as that takes less than to wake another, and only the GPU waits.
-"""
+Source: Speculating Experts §5.1 (all experts in pinned memory, copied beside the compute stream);
+ZipMoE §3.3, §4. A copy waits for one thing only: that what was computed with the expert that has
+left its slot is done. Threads that read or decode copy on streams of their own and wait for it.
+From pinned memory the thread that computes sends experts by itself, as that takes less than to wake
+another, and only the GPU waits."""
 
 from __future__ import annotations
 
@@ -31,17 +32,25 @@ class Link:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._mine, self._stream = threading.local(), torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._left: dict[int, Any] = {}         # slot → what the compute stream does last with an expert that leaves it
+        self._mine, self._stream = (
+            threading.local(),
+            torch.cuda.Stream(device) if device.type == "cuda" else None,
+        )
+        self._left: dict[
+            int, Any
+        ] = {}  # slot → what the compute stream does last with an expert that leaves it
         # slot → (number, end) of what was sent there and has not been used
         self._coming: dict[int, tuple[int, Any]] = {}
-        self._sent: list[tuple[Any, Any, Any, int]] = []        # (what, begin, end, bytes) of what may be under way
+        self._sent: list[
+            tuple[Any, Any, Any, int]
+        ] = []  # (what, begin, end, bytes) of what may be under way
         self._number = 0
         self._mark: tuple[Any, float] = ()
 
     @contextmanager
     def into(self, slot: int) -> Iterator[None]:
-        """What a thread tells the GPU within the block, to fill a slot, runs beside what is computed; waits for it."""
+        """What a thread tells the GPU within the block, to fill a slot, runs beside what is
+        computed; waits for it."""
         if not hasattr(self._mine, "stream"):
             self._mine.stream = torch.cuda.Stream(self.device)
         stream, left = self._mine.stream, self._left.get(slot)
@@ -52,12 +61,15 @@ class Link:
         stream.synchronize()
 
     def send(self, copies: Iterable[tuple[Any, torch.Tensor, int, torch.Tensor]]) -> None:
-        """Copy (what, pinned memory, slot, memory in it) one after the other, behind what was sent before; returns at
-        once, see `arrive`."""
+        """Copy (what, pinned memory, slot, memory in it) one after the other, behind what was sent
+        before; returns at once, see `arrive`."""
         with torch.cuda.stream(self._stream):
             waited = None
             for what, source, slot, out in copies:
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin, end = (
+                    torch.cuda.Event(enable_timing=True),
+                    torch.cuda.Event(enable_timing=True),
+                )
                 if (left := self._left.get(slot)) is not None and left is not waited:
                     self._stream.wait_event(left)
                     waited = left
@@ -69,9 +81,10 @@ class Link:
                 self._sent.append((what, begin, end, source.numel()))
 
     def arrive(self, slots: Iterable[int]) -> None:
-        """What this thread tells the GPU from now on is done when what was sent to these slots is there."""
+        """What this thread tells the GPU from now on is done when what was sent to these slots is
+        there."""
         if coming := [self._coming.pop(slot) for slot in slots if slot in self._coming]:
-            last = max(coming, key=itemgetter(0))[1]                    # as all before it are there, then
+            last = max(coming, key=itemgetter(0))[1]  # as all before it are there, then
             torch.cuda.current_stream(self.device).wait_event(last)
 
     def mark(self) -> None:
@@ -80,19 +93,24 @@ class Link:
         self._mark[0].record()
 
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
-        """(what, begin, end, bytes) of what was sent and is there, in order; begin and end by the host's clock."""
+        """(what, begin, end, bytes) of what was sent and is there, in order; begin and end by the
+        host's clock."""
         while self._mark and self._mark[0].query() and self._sent and self._sent[0][2].query():
             what, *events, nbytes = self._sent.pop(0)
-            begin, end = (self._mark[1] + self._mark[0].elapsed_time(event) / 1e3 for event in events)
+            begin, end = (
+                self._mark[1] + self._mark[0].elapsed_time(event) / 1e3 for event in events
+            )
             yield what, begin, end, nbytes
 
     def rest(self) -> None:
-        """Wait until nothing is under way: only then may the memory on either side become another's."""
+        """Wait until nothing is under way: only then may the memory on either side become
+        another's."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def leave(self, slots: Iterable[int]) -> None:
-        """The experts in these slots leave them when what this thread has told the GPU to compute is done."""
+        """The experts in these slots leave them when what this thread has told the GPU to compute
+        is done."""
         done = torch.cuda.current_stream(self.device).record_event()
         self._left |= dict.fromkeys(slots, done)
 
@@ -103,8 +121,9 @@ def link_to(device: torch.device) -> Link | None:
 
 
 def host_memory(n: int, device: torch.device, owner: Any) -> np.ndarray:
-    """`n` bytes of the CPU's memory from a multiple of 4096 on; for a GPU pinned as long as the owner lives. torch's
-    own pinned memory would take up to twice as much, the next power of two. MemoryError if they cannot be had."""
+    """`n` bytes of the CPU's memory from a multiple of 4096 on; for a GPU pinned as long as the
+    owner lives. torch's own pinned memory would take up to twice as much, the next power of two.
+    MemoryError if they cannot be had."""
     memory = aligned_buffer(n)
     if device.type == "cuda" and n:
         status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, n, 0)
@@ -119,27 +138,42 @@ def _unpin(memory: np.ndarray) -> None:
 
 
 class PinnedReader(Reader):
-    """All experts of a store as they are stored, in pinned memory: read and checked once, when this is made.
+    """All experts of a store as they are stored, in pinned memory: read and checked once, when this
+    is made.
 
-    device : the GPU that they will be copied to. options : of `Reader`; a bandwidth is refused, as a link has its own.
-    """
+    device : the GPU that they will be copied to. options : of `Reader`; a bandwidth is refused, as
+    a link has its own."""
 
     def __init__(self, store: ExpertStore, device: torch.device, **options: Any) -> None:
         if options.get("bandwidth") is not None:
-            raise ValueError("bandwidth throttles a disk, and with mode='pinned' nothing is read from one: leave out "
-                             "one of the two")
+            raise ValueError(
+                "bandwidth throttles a disk, and with mode='pinned' nothing is read from one: leave out "
+                "one of the two"
+            )
         super().__init__(store, **options)
-        keys = [(layer, expert) for layer, of in enumerate(store.layers) for expert in range(len(of.experts))]
+        keys = [
+            (layer, expert)
+            for layer, of in enumerate(store.layers)
+            for expert in range(len(of.experts))
+        ]
         ends = np.cumsum([run(store.entries(*key), "both")[1] for key in keys]).tolist()
         memory = host_memory(ends[-1], device, self)
         self._held: dict[tuple[int, int], Chunks] = {}
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            found = pool.map(lambda key, begin, end: self.read(*key, "both", memory[begin:end]), keys, [0, *ends], ends)
-            self._held = dict(zip(keys, progress(found, "reading experts", total=len(keys), unit="experts")))
-        self.verify = False                     # nobody else can write there
+            found = pool.map(
+                lambda key, begin, end: self.read(*key, "both", memory[begin:end]),
+                keys,
+                [0, *ends],
+                ends,
+            )
+            self._held = dict(
+                zip(keys, progress(found, "reading experts", total=len(keys), unit="experts"))
+            )
+        self.verify = False  # nobody else can write there
 
-    def plan(self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
-             ) -> tuple[list[Chunks], list[Piece]]:
+    def plan(
+        self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
+    ) -> tuple[list[Chunks], list[Piece]]:
         """As of `Reader`, where nothing is left to read: the buffers stay as they are."""
         if (whole := self._held.get((layer, expert))) is None:
             return super().plan(layer, expert, parts, piece)
@@ -147,8 +181,17 @@ class PinnedReader(Reader):
         for part in parts:
             offset, length = run(whole.entries, part)
             begin = offset - whole.offset if length else 0
-            found.append(Chunks(layer, expert, part, whole.entries, whole.data[begin:begin + length], offset,
-                                self.store.stored_bytes(layer, expert, part)))
+            found.append(
+                Chunks(
+                    layer,
+                    expert,
+                    part,
+                    whole.entries,
+                    whole.data[begin : begin + length],
+                    offset,
+                    self.store.stored_bytes(layer, expert, part),
+                )
+            )
         return found, [Piece((), chunks) for chunks in found if len(chunks.data)]
 
     def held(self, layer: int, expert: int) -> Chunks:
@@ -156,4 +199,8 @@ class PinnedReader(Reader):
         return self._held[layer, expert]
 
     def fill(self, piece: Piece) -> int:
-        return piece.of.nbytes if (piece.of.layer, piece.of.expert) in self._held else super().fill(piece)
+        return (
+            piece.of.nbytes
+            if (piece.of.layer, piece.of.expert) in self._held
+            else super().fill(piece)
+        )

@@ -1,8 +1,9 @@
-"""Metrics of a timeline, real or simulated, by the same definitions: from `Event`s and forwards to TTFT, TPOT, stall …
+"""Metrics of a timeline, real or simulated, by the same definitions: from `Event`s and forwards to
+TTFT, TPOT, stall …
 
-An event belongs to the last forward that began no later than it did; what came before every forward belongs to none
-and counts in the totals only. Left out: time to convert or open a store, and energy.
-"""
+An event belongs to the last forward that began no later than it did; what came before every forward
+belongs to none and counts in the totals only. Left out: time to convert or open a store, and
+energy."""
 
 from __future__ import annotations
 
@@ -24,38 +25,43 @@ from moelab.specs import Event
 
 
 class Forward(NamedTuple):
-    """One run of the whole model: when, over how many tokens (of all sequences together), prefill or decode."""
+    """One run of the whole model: when, over how many tokens (of all sequences together), prefill
+    or decode."""
 
     start: float
     end: float
     tokens: int
-    phase: str      # prefill | decode
+    phase: str  # prefill | decode
 
 
 @dataclass(frozen=True, repr=False)
 class Metrics:
-    """What a run cost; times in seconds, None for what it does not define (no decode, nothing read …).
+    """What a run cost; times in seconds, None for what it does not define (no decode, nothing read
+    …).
 
     ttft : median duration of a prefill: the time to the first token, without sampling.
-    tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives each sequence of
-        the batch one token.
-    throughput : tokens a second decoded by all sequences, over the wall time of decoding, which runs from the end of
-        the forward before to the end of this one, so sampling counts.
-    between_forwards : wall time inside the run that no forward covers: sampling, streaming, the caller.
+    tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives
+        each sequence of the batch one token.
+    throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
+        runs from the end of the forward before to the end of this one, so sampling counts.
+    between_forwards : wall time inside the run that no forward covers: sampling, streaming, the
+        caller.
     wall : from the first forward's start to the last one's end.
-    prefill_tokens, decode_tokens : tokens that went in.
-    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill over its tokens;
+    prefill_tokens, decode_tokens : tokens that went in. read_bytes, read_bytes_per_prefill_token,
+    read_bytes_per_token : all reads; those of prefill over its tokens;
         those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
-    busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the forwards.
+    busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the
+        forwards.
     read_rate : bytes a second over the time that the disk, or the link, is busy.
-    overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when none does,
-        below 0 when compute waits for more than the disk (decompression).
+    overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when
+        none does, below 0 when compute waits for more than the disk (decompression).
     by_kind : {kind of event: seconds}, over all resources.
-    compute_share : {kind: share of the forwards' time}, of what compute does; "unaccounted" is the rest: gaps
-        between events. The shares sum to 1.
-    hits, misses, evictions, rereads : requests for experts by the state they were found in ({"F": …}), and counts of
-        `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F); any_hit_rate : found at least in part.
+    compute_share : {kind: share of the forwards' time}, of what compute does; "unaccounted" is the
+        rest: gaps between events. The shares sum to 1.
+    hits, misses, evictions, rereads : requests for experts by the state they were found in ({"F":
+        …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F);
+        any_hit_rate : found at least in part.
     prefetched : counts and bytes of the experts read ahead, and what became of them.
     peak_rss_bytes, major_faults : of the process, see `process`; None for a simulation.
     """
@@ -95,27 +101,38 @@ class Metrics:
 
 
 def told(found: Any) -> str:
-    """The four figures that are asked for first, as far as there are any, of `Metrics` or what has them."""
-    parts = [found.ttft is not None and f"TTFT {found.ttft:.3f} s",
-             found.tpot is not None and f"TPOT {1e3 * found.tpot:.1f} ms",
-             found.hit_rate is not None and f"hit rate {found.hit_rate:.0%}",
-             found.hit_rate is not None and f"{(found.read_bytes_per_token or 0) / 1e6:.2f} MB read a token"]
+    """The four figures that are asked for first, as far as there are any, of `Metrics` or what has
+    them."""
+    parts = [
+        found.ttft is not None and f"TTFT {found.ttft:.3f} s",
+        found.tpot is not None and f"TPOT {1e3 * found.tpot:.1f} ms",
+        found.hit_rate is not None and f"hit rate {found.hit_rate:.0%}",
+        found.hit_rate is not None
+        and f"{(found.read_bytes_per_token or 0) / 1e6:.2f} MB read a token",
+    ]
     return ", ".join(filter(None, parts)) or "no forward pass yet"
 
 
-def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counters: CacheCounters | None = None,
-            prefetched: dict[str, int] | None = None, **process: int | None) -> Metrics:
+def metrics(
+    events: Sequence[Event],
+    forwards: Sequence[Forward | tuple],
+    counters: CacheCounters | None = None,
+    prefetched: dict[str, int] | None = None,
+    **process: int | None,
+) -> Metrics:
     """The `Metrics` of a run.
 
     events : in any order; an event's bytes count where its kind is a read.
-    forwards : (start, end, tokens, phase), in order of time; ValueError for other phases than "prefill" and "decode",
-        or forwards that overlap or end before they start.
-    counters, prefetched, process : of the residency, of prefetching, and `process()`, where there are any.
-    """
+    forwards : (start, end, tokens, phase), in order of time; ValueError for other phases than
+        "prefill" and "decode", or forwards that overlap or end before they start.
+    counters, prefetched, process : of the residency, of prefetching, and `process()`, where there
+    are any."""
     forwards = [Forward(*forward) for forward in forwards]
     for forward in forwards:
         if forward.phase not in ("prefill", "decode") or forward.end < forward.start:
-            raise ValueError(f"{forward}: a forward is 'prefill' or 'decode' and ends after it starts")
+            raise ValueError(
+                f"{forward}: a forward is 'prefill' or 'decode' and ends after it starts"
+            )
     if any(after.start < before.end for before, after in pairwise(forwards)):
         raise ValueError("the forwards overlap or are out of order; give them in order of time")
 
@@ -141,7 +158,9 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
     inside = took["prefill"] + took["decode"]
     decode = [forward.end - forward.start for forward in forwards if forward.phase == "decode"]
     prefill = [forward.end - forward.start for forward in forwards if forward.phase == "prefill"]
-    decoding = sum(after.end - before.end for before, after in pairwise(forwards) if after.phase == "decode")
+    decoding = sum(
+        after.end - before.end for before, after in pairwise(forwards) if after.phase == "decode"
+    )
     if forwards and forwards[0].phase == "decode":
         decoding += forwards[0].end - forwards[0].start
     wall = forwards[-1].end - forwards[0].start if forwards else 0.0
@@ -150,42 +169,64 @@ def metrics(events: Sequence[Event], forwards: Sequence[Forward | tuple], counte
     counts = {}
     if counters is not None:
         hits = {str(state.value): n for state, n in counters.hits.items()}
-        counts = {"hits": hits, "misses": counters.misses, "evictions": counters.evictions,
-                  "rereads": counters.rereads, "hit_rate": _ratio(hits["F"], counters.requests),
-                  "any_hit_rate": _ratio(sum(hits.values()), counters.requests)}
+        counts = {
+            "hits": hits,
+            "misses": counters.misses,
+            "evictions": counters.evictions,
+            "rereads": counters.rereads,
+            "hit_rate": _ratio(hits["F"], counters.requests),
+            "any_hit_rate": _ratio(sum(hits.values()), counters.requests),
+        }
     return Metrics(
-        ttft=median(prefill) if prefill else None, tpot=median(decode) if decode else None, tpot_p10=low, tpot_p90=high,
-        throughput=_ratio(tokens["decode"], decoding), between_forwards=wall - inside, wall=wall,
-        prefill_tokens=int(tokens["prefill"]), decode_tokens=int(tokens["decode"]), read_bytes=int(total),
+        ttft=median(prefill) if prefill else None,
+        tpot=median(decode) if decode else None,
+        tpot_p10=low,
+        tpot_p90=high,
+        throughput=_ratio(tokens["decode"], decoding),
+        between_forwards=wall - inside,
+        wall=wall,
+        prefill_tokens=int(tokens["prefill"]),
+        decode_tokens=int(tokens["decode"]),
+        read_bytes=int(total),
         read_bytes_per_prefill_token=_ratio(read["prefill"], tokens["prefill"]),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
-        stall=sum(stall.values()), stall_per_step=_ratio(stall["decode"], len(decode)),
+        stall=sum(stall.values()),
+        stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
         utilisation={name: _ratio(seconds, inside) for name, seconds in sorted(busy.items())},
         read_rate=_ratio(total, reading),
         overlap_efficiency=1 - sum(stall.values()) / reading if reading else None,
         by_kind=dict(sorted(kinds.items())),
         compute_share={name: seconds / inside for name, seconds in sorted(compute.items())}
-        | {"unaccounted": 1 - sum(compute.values()) / inside} if inside else {},
-        prefetched=prefetched, **counts, **process)
+        | {"unaccounted": 1 - sum(compute.values()) / inside}
+        if inside
+        else {},
+        prefetched=prefetched,
+        **counts,
+        **process,
+    )
 
 
 def process() -> dict[str, int | None]:
-    """Peak memory and page faults of this process since it began; None where the system does not tell. Peak memory is
-    VmHWM, file-backed pages included: on Linux, ru_maxrss would include the parent's memory before exec."""
+    """Peak memory and page faults of this process since it began; None where the system does not
+    tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
+    parent's memory before exec."""
     peak = faults = None
     try:
-        peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1])
+        peak = 1024 * int(
+            re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]
+        )
     except (OSError, TypeError):
-        pass                                    # no /proc (macOS, Windows), or one that lacks the line
+        pass  # no /proc (macOS, Windows), or one that lacks the line
     try:
         import resource
+
         usage = resource.getrusage(resource.RUSAGE_SELF)
         faults = usage.ru_majflt
         if peak is None and sys.platform == "darwin":
             peak = usage.ru_maxrss
     except ImportError:
-        pass                                    # Windows
+        pass  # Windows
     return {"peak_rss_bytes": peak, "major_faults": faults}
 
 

@@ -1,16 +1,18 @@
-"""The I/O threads and the decode workers: they execute what the `LoadQueue` hands out, under one lock.
+"""The I/O threads and the decode workers: they execute what the `LoadQueue` hands out, under one
+lock.
 
-Source: ZipMoE §3.3 (one I/O thread, several decompression workers, work-conserving); Speculating Experts Algorithm 1
-(the next layer's experts are loaded while this one's are computed). Each thread takes the first operation that can be
-done, this layer's before the next one's, so an order can make a layer slow, but not wrong and not stuck.
+Source: ZipMoE §3.3 (one I/O thread, several decompression workers, work-conserving); Speculating
+Experts Algorithm 1 (the next layer's experts are loaded while this one's are computed). Each thread
+takes the first operation that can be done, this layer's before the next one's, so an order can make
+a layer slow, but not wrong and not stuck.
 
-Experts are read one after another, in pieces, of which `DEPTH` are under way at a time: so the disk has the next
-request when it has served one, even where the thread that waited for it waits for a core, and an expert can be computed
-while the next one is read. They are done in the order in which they began: so the order in which experts are summed up
-is no matter of chance. A prefetch is read alone, and between two of its pieces what is demanded overtakes it. To the
-timeline, the disk serves the read that ends first before the others: so its events do not overlap, and last as long as
-it is busy.
-"""
+Experts are read one after another, in pieces, of which `DEPTH` are under way at a time: so the disk
+has the next request when it has served one, even where the thread that waited for it waits for a
+core, and an expert can be computed while the next one is read. They are done in the order in which
+they began: so the order in which experts are summed up is no matter of chance. A prefetch is read
+alone, and between two of its pieces what is demanded overtakes it. To the timeline, the disk serves
+the read that ends first before the others: so its events do not overlap, and last as long as it is
+busy."""
 
 from __future__ import annotations
 
@@ -36,9 +38,10 @@ from moelab.store.reader import Chunks, Piece, Reader
 from moelab.store.stages import separable, shards
 
 clock = time.perf_counter
-DEPTH = 3                   # pieces at the same time: while a thread takes its next one, the disk still has two
+DEPTH = 3  # pieces at the same time: while a thread takes its next one, the disk still has two
 _PART = {"e": "E", "sm": "SM", "full": "both"}
-#: what a layer waits for: experts that can be computed, an error, or None: "look again whether to go on"
+#: what a layer waits for: experts that can be computed, an error, or None: "look again whether to
+#: go on"
 Ready = SimpleQueue
 
 
@@ -46,11 +49,18 @@ class Read:
     """A read under way.
 
     pieces : of it, that nobody reads yet.    left : how many have not been read.    busy : threads that are at it.
-    since, new : when it began, or what it has last told the timeline, and bytes since then; together: nbytes, seconds.
-    """
+    since, new : when it began, or what it has last told the timeline, and bytes since then;
+    together: nbytes, seconds."""
 
     def __init__(self, load: Load, kinds: tuple[str, ...]) -> None:
-        self.load, self.kinds, self.chunks, self.pieces, self.left, self.busy = load, kinds, [], deque(), 0, 0
+        self.load, self.kinds, self.chunks, self.pieces, self.left, self.busy = (
+            load,
+            kinds,
+            [],
+            deque(),
+            0,
+            0,
+        )
         self.since, self.new, self.nbytes, self.seconds, self.error = 0.0, 0, 0, 0.0, None
 
     @property
@@ -59,8 +69,9 @@ class Read:
 
 
 class Bell:
-    """Wakes up to `n` threads that wait for something to do, without a lock: whoever rings can be interrupted, or be
-    the garbage collector within one of the threads. A ring is a token in a queue; n of them wake everybody."""
+    """Wakes up to `n` threads that wait for something to do, without a lock: whoever rings can be
+    interrupted, or be the garbage collector within one of the threads. A ring is a token in a
+    queue; n of them wake everybody."""
 
     def __init__(self, n: int) -> None:
         self._n, self._tokens = n, SimpleQueue()
@@ -74,46 +85,84 @@ class Bell:
 class Pipeline:
     """Memory, files and threads around a `LoadQueue`.
 
-    The thread that runs the model may be interrupted at any line, by Ctrl-C. It changes what all threads share in
-    `change` only, waits only on queues, and rings only bells: so no lock stays taken and nobody waits for what it would
-    have done. A change that was left half done ends with this pipeline: the engine `stop`s it and makes another.
+    The thread that runs the model may be interrupted at any line, by Ctrl-C. It changes what all
+    threads share in `change` only, waits only on queues, and rings only bells: so no lock stays
+    taken and nobody waits for what it would have done. A change that was left half done ends with
+    this pipeline: the engine `stop`s it and makes another.
 
-    needed : when the disk has last read what the running layer demands, or else when the layer came.
-    computed : thread → seconds for which it has used a core: to copy what it reads, to check, to decode.
-    before : the pipeline whose memory this one takes over, and `held`, the slots there that are certain to be filled.
-    """
+    needed : when the disk has last read what the running layer demands, or else when the layer
+        came.
+    computed : thread → seconds for which it has used a core: to copy what it reads, to check, to
+        decode.
+    before : the pipeline whose memory this one takes over, and `held`, the slots there that are
+    certain to be filled."""
 
-    def __init__(self, slots: Slots, reader: Reader, workers: int, timeline: Timeline, ahead: int = 0,
-                 counts: PrefetchCounts | None = None, before: Pipeline | None = None,
-                 held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
-        self.slots, self.reader, self.timeline, self.closed, self.needed = slots, reader, timeline, False, clock()
+    def __init__(
+        self,
+        slots: Slots,
+        reader: Reader,
+        workers: int,
+        timeline: Timeline,
+        ahead: int = 0,
+        counts: PrefetchCounts | None = None,
+        before: Pipeline | None = None,
+        held: dict[ExpertKey, dict[str, int]] | None = None,
+    ) -> None:
+        self.slots, self.reader, self.timeline, self.closed, self.needed = (
+            slots,
+            reader,
+            timeline,
+            False,
+            clock(),
+        )
         self.computed: dict[str, float] = {}
-        self.chunks: dict[tuple[str, int], Chunks] = before.chunks if before else {}        # of (kind, slot)
+        self.chunks: dict[tuple[str, int], Chunks] = (
+            before.chunks if before else {}
+        )  # of (kind, slot)
         two_stages = decoder(slots).two_stages
         self.queue = LoadQueue(
-            slots.count, ahead, held=held, counts=counts, tensors=lambda key: reader.store.layers[key.layer].tensors,
-            separable=lambda load, name: two_stages and separable(self.chunks["e", load.slots["e"]], name),
-            in_place=slots.sizes.in_place, workers=workers,
-            shards=lambda load, name: shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1)
+            slots.count,
+            ahead,
+            held=held,
+            counts=counts,
+            tensors=lambda key: reader.store.layers[key.layer].tensors,
+            separable=lambda load, name: (
+                two_stages and separable(self.chunks["e", load.slots["e"]], name)
+            ),
+            in_place=slots.sizes.in_place,
+            workers=workers,
+            shards=lambda load, name: (
+                shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1
+            ),
+        )
         self._lock, self._io, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
-        self._lands = slots.link is not None and slots.sizes.in_place       # what is read is copied to a GPU
+        self._lands = (
+            slots.link is not None and slots.sizes.in_place
+        )  # what is read is copied to a GPU
         self._sends = self._lands and isinstance(reader, PinnedReader)
-        self._served = 0.0                                      # when the disk has last ended a read
-        self._reading: list[Read] = []                          # as they began
-        self._ready: Ready = SimpleQueue()                      # the running layer's
-        self._living: set[int] = set()                          # threads that run, whatever `threading` says
+        self._served = 0.0  # when the disk has last ended a read
+        self._reading: list[Read] = []  # as they began
+        self._ready: Ready = SimpleQueue()  # the running layer's
+        self._living: set[int] = set()  # threads that run, whatever `threading` says
         self._ended: SimpleQueue[None] = SimpleQueue()
-        loops = {f"disk {i}": (self._read_loop, f"disk {i}") for i in range(0 if self._sends else DEPTH)} | {
-            f"worker {i}": (self._work_loop, f"worker {i}") for i in range(0 if slots.sizes.in_place else workers)}
-        self.threads = [threading.Thread(target=self._run, args=loop, name=f"moelab {name}", daemon=True)
-                        for name, loop in loops.items()]
+        loops = {
+            f"disk {i}": (self._read_loop, f"disk {i}") for i in range(0 if self._sends else DEPTH)
+        } | {
+            f"worker {i}": (self._work_loop, f"worker {i}")
+            for i in range(0 if slots.sizes.in_place else workers)
+        }
+        self.threads = [
+            threading.Thread(target=self._run, args=loop, name=f"moelab {name}", daemon=True)
+            for name, loop in loops.items()
+        ]
 
     def open(self) -> None:
         for thread in self.threads:
             thread.start()
 
     def change(self, how: Callable[..., Any], *args: Any) -> Any:
-        """Call `how`, a method of the queue, under the lock, and wake the threads if loads were admitted."""
+        """Call `how`, a method of the queue, under the lock, and wake the threads if loads were
+        admitted."""
         before = self.queue.admitted
         result = self._locked(self._changed, how, *args)
         if self.queue.admitted != before and self._sends:
@@ -124,7 +173,8 @@ class Pipeline:
         return result
 
     def _send(self) -> None:
-        """All that can be read is sent from pinned memory: it may be computed as soon as the GPU has been told so."""
+        """All that can be read is sent from pinned memory: it may be computed as soon as the GPU
+        has been told so."""
         copies = []
         while (found := self.queue.next_read()) is not None:
             load, kinds = found
@@ -136,21 +186,25 @@ class Pipeline:
         """Let the timeline and the queue know how long the GPU took for what was sent."""
         for key, begin, end, nbytes in self.slots.link.landed() if self._sends else ():
             self.timeline.add(Event("link", "read", *key, begin, end, nbytes))
-            self.queue.reads = self.queue.reads._replace(seconds=self.queue.reads.seconds + end - begin)
+            self.queue.reads = self.queue.reads._replace(
+                seconds=self.queue.reads.seconds + end - begin
+            )
 
     def _locked(self, how: Callable[..., Any], *args: Any) -> Any:
-        """In one line: an interruption comes before the lock is taken, or within `how`, but never between the last
-        line of a block and its end."""
-        with self._lock: return how(*args)
+        """In one line: an interruption comes before the lock is taken, or within `how`, but never
+        between the last line of a block and its end."""
+        with self._lock:
+            return how(*args)
 
     def begin(self, *step: Any) -> tuple[Ready, list[Any]]:
-        """`LoadQueue.begin` for (layer, requests, evicted); returns where the layer's experts will arrive, and the
-        requests that are left."""
+        """`LoadQueue.begin` for (layer, requests, evicted); returns where the layer's experts will
+        arrive, and the requests that are left."""
         self._ready = ready = SimpleQueue()
         return ready, self.change(self.queue.begin, *step, ready.put)
 
     def next_ready(self, ready: Ready, check: Callable[[], None]) -> ExpertKey:
-        """Wait for an expert that is loaded; `check` raises what shall end the waiting, and is called on `wake`."""
+        """Wait for an expert that is loaded; `check` raises what shall end the waiting, and is
+        called on `wake`."""
         start, found = clock(), None
         while found is None:
             check()
@@ -163,7 +217,8 @@ class Pipeline:
         return found
 
     def tensors(self, key: tuple[int, int], reuse: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors of an expert (layer, expert) that is loaded; `reuse` as of `Slots.tensors`."""
+        """The tensors of an expert (layer, expert) that is loaded; `reuse` as of
+        `Slots.tensors`."""
         return self.slots.tensors(self.queue.held[key]["full"], *key, reuse)
 
     def wake(self) -> None:
@@ -179,18 +234,18 @@ class Pipeline:
     def stop(self) -> None:
         """End the threads; what they are doing is finished first."""
         self.halt()
-        while self._living:                                     # `join` alone may, interrupted once, no longer wait
+        while self._living:  # `join` alone may, interrupted once, no longer wait
             with suppress(Empty):
-                self._ended.get(timeout=0.05)                   # what an interrupted `stop` has taken does not come
+                self._ended.get(timeout=0.05)  # what an interrupted `stop` has taken does not come
         for thread in self.threads:
-            if thread.ident is not None:                        # else it was not started, or ends at once
+            if thread.ident is not None:  # else it was not started, or ends at once
                 thread.join()
         if self._sends and self.slots is not None:
             self.slots.link.rest()
 
     def end(self) -> None:
-        """Stop, and let go of files and memory; by another thread where the garbage collector, which runs in any, asks
-        one of these to."""
+        """Stop, and let go of files and memory; by another thread where the garbage collector,
+        which runs in any, asks one of these to."""
         self.halt()
         if threading.current_thread() in self.threads:
             threading.Thread(target=self.end, name="moelab close", daemon=True).start()
@@ -199,11 +254,16 @@ class Pipeline:
         self.free()
 
     def forked(self) -> None:
-        """In a child process there are no threads, and their locks may be taken: what runs ends with an error."""
+        """In a child process there are no threads, and their locks may be taken: what runs ends
+        with an error."""
         self._lock, self.threads, self.closed = threading.Lock(), [], True
         self._living.clear()
         self.timeline.forked()
-        self._ready.put(RuntimeError("the process was forked while this model was loading experts: run it again"))
+        self._ready.put(
+            RuntimeError(
+                "the process was forked while this model was loading experts: run it again"
+            )
+        )
 
     def free(self) -> None:
         """Let go of files and memory, after `stop`."""
@@ -213,9 +273,10 @@ class Pipeline:
         self.slots = None
 
     def _run(self, loop: Callable[..., None], *args: str) -> None:
-        """The life of a thread; if it ends too early, because a change was left half done, so does everything else."""
+        """The life of a thread; if it ends too early, because a change was left half done, so does
+        everything else."""
         me = threading.get_ident()
-        self._living.add(me)                                    # before it looks whether to begin at all
+        self._living.add(me)  # before it looks whether to begin at all
         try:
             loop(*args)
         except BaseException as error:
@@ -236,15 +297,15 @@ class Pipeline:
         return None
 
     def _changed(self, how: Callable[..., Any], *args: Any) -> Any:
-        """Call `how`, and let the queue know of the reads that are done, none before one that is demanded and began
-        earlier."""
+        """Call `how`, and let the queue know of the reads that are done, none before one that is
+        demanded and began earlier."""
         result = how(*args)
         for read in list(self._reading):
-            if read.load.phase is Phase.DROPPED:                # nobody wants the rest
+            if read.load.phase is Phase.DROPPED:  # nobody wants the rest
                 read.pieces.clear()
             if read.done:
                 self._reading.remove(read)
-                error, read.error = read.error, None            # a thread that waits still has its last read
+                error, read.error = read.error, None  # a thread that waits still has its last read
                 self.queue.read_done(read.load, read.kinds, read.nbytes, error, read.seconds)
             elif not read.load.ahead:
                 break
@@ -256,8 +317,11 @@ class Pipeline:
             self.computed[me] = time.thread_time()
 
     def _next_piece(self) -> tuple[Read, list[Piece]] | None:
-        """Of what the running layer demands, or else, if nothing else is being read, of a prefetch."""
-        found = next((read for read in self._reading if read.pieces and read.load.keep is not None), None)
+        """Of what the running layer demands, or else, if nothing else is being read, of a
+        prefetch."""
+        found = next(
+            (read for read in self._reading if read.pieces and read.load.keep is not None), None
+        )
         if found is None and (new := self.queue.next_read(bool(self._reading))) is not None:
             self._reading.append(found := self._plan(*new))
         if found is None and not any(read.busy for read in self._reading):
@@ -274,7 +338,9 @@ class Pipeline:
             parts = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             # To a GPU an expert is copied at once, so it is one piece.
             whole = self._lands
-            read.chunks, pieces = self.reader.plan(*load.key, parts, None if whole else load_queue.PIECE)
+            read.chunks, pieces = self.reader.plan(
+                *load.key, parts, None if whole else load_queue.PIECE
+            )
             read.pieces.extend([pieces] if whole else ([piece] for piece in pieces))
             read.left = len(read.pieces)
         except BaseException as error:
@@ -288,21 +354,27 @@ class Pipeline:
             if self._lands:
                 self._check(me, read)
                 self.slots.land(read.load.slots["full"], *read.chunks)
-            if self._locked(self._landed, read, nbytes) and self.slots.sizes.in_place and not self._lands:
+            if (
+                self._locked(self._landed, read, nbytes)
+                and self.slots.sizes.in_place
+                and not self._lands
+            ):
                 self._check(me, read)
-        except BaseException as caught:                 # whatever it is belongs to the caller of the model
+        except BaseException as caught:  # whatever it is belongs to the caller of the model
             error = caught
         self.change(self._released, read, error)
         if read.done:
             self._work.ring()
 
     def _landed(self, read: Read, nbytes: int) -> bool:
-        """A piece has been read: whether it was the last. The timeline is told of a whole read, or of each piece of a
-        prefetch."""
+        """A piece has been read: whether it was the last. The timeline is told of a whole read, or
+        of each piece of a prefetch."""
         read.new, read.left = read.new + nbytes, max(read.left - 1, 0)
         if not read.left or read.load.ahead:
             begun, self._served = max(read.since, self._served), clock()
-            self.timeline.add(Event("disk", read_name(read.kinds), *read.load.key, begun, self._served, read.new))
+            self.timeline.add(
+                Event("disk", read_name(read.kinds), *read.load.key, begun, self._served, read.new)
+            )
             read.nbytes, read.seconds = read.nbytes + read.new, read.seconds + self._served - begun
             read.since, read.new = 0.0, 0
         if read.load.keep is not None:
@@ -310,14 +382,17 @@ class Pipeline:
         return not read.left
 
     def _check(self, me: str, read: Read) -> None:
-        """What was read in place can be computed once its checksums are compared: by the thread that has just read it,
-        as another would have to wake up. The others go on reading, so the disk is not its own meanwhile."""
+        """What was read in place can be computed once its checksums are compared: by the thread
+        that has just read it, as another would have to wake up. The others go on reading, so the
+        disk is not its own meanwhile."""
         if not self.reader.verify:
             return
         start = clock()
         for chunks in read.chunks:
             self.reader.check(chunks)
-        self.timeline.add(Event(me.replace("disk", "worker"), "check", *read.load.key, start, clock()))
+        self.timeline.add(
+            Event(me.replace("disk", "worker"), "check", *read.load.key, start, clock())
+        )
 
     def _released(self, read: Read, error: BaseException | None) -> None:
         """A thread is done with a piece."""
@@ -326,10 +401,13 @@ class Pipeline:
             read.error = error
             read.pieces.clear()
         if read.done and read.error is None and read.load.phase is Phase.LOADING:
-            self.chunks.update(((kind, read.load.slots[kind]), part) for kind, part in zip(read.kinds, read.chunks))
+            self.chunks.update(
+                ((kind, read.load.slots[kind]), part) for kind, part in zip(read.kinds, read.chunks)
+            )
 
     def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
-        """The queue's, and the chunks that it uses: of a dropped load they may soon be another's."""
+        """The queue's, and the chunks that it uses: of a dropped load they may soon be
+        another's."""
         if (found := self.queue.next_decode()) is None:
             return None
         load, _, operation = found

@@ -1,8 +1,8 @@
-"""What an offloaded model did: written by the engine, read by the metrics, replayed by the simulator.
+"""What an offloaded model did: written by the engine, read by the metrics, replayed by the
+simulator.
 
-Events are packed into a table whose rows have 41 bytes, so a thousand tokens of a model with 24 MoE layers take 30 MB
-and not half a gigabyte of Python objects.
-"""
+Events are packed into a table whose rows have 41 bytes, so a thousand tokens of a model with 24 MoE
+layers take 30 MB and not half a gigabyte of Python objects."""
 
 from __future__ import annotations
 
@@ -24,8 +24,17 @@ from moelab.schedule.load_queue import PrefetchCounts
 from moelab.schedule.requests import Delays
 from moelab.specs import Event, MoESpec
 
-_ROW = np.dtype([("resource", "i2"), ("kind", "i2"), ("layer", "i4"), ("expert", "i4"), ("start", "f8"),
-                 ("end", "f8"), ("bytes", "i8")])
+_ROW = np.dtype(
+    [
+        ("resource", "i2"),
+        ("kind", "i2"),
+        ("layer", "i4"),
+        ("expert", "i4"),
+        ("start", "f8"),
+        ("end", "f8"),
+        ("bytes", "i8"),
+    ]
+)
 _BATCH = 1 << 14
 
 
@@ -58,9 +67,8 @@ class EngineSettings:
 class Timeline:
     """Events in the order in which they were reported; iterating gives `Event`s.
 
-    Every thread writes without a lock: one list grows by `append` and is packed by assigning to a slice of it, and
-    neither can be seen or interrupted halfway.
-    """
+    Every thread writes without a lock: one list grows by `append` and is packed by assigning to a
+    slice of it, and neither can be seen or interrupted halfway."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
@@ -72,19 +80,25 @@ class Timeline:
         self._packing = threading.Lock()
 
     def clear(self) -> None:
-        self._all: list[np.ndarray | Event] = []                # tables first, then what is not packed yet
+        self._all: list[np.ndarray | Event] = []  # tables first, then what is not packed yet
 
     def add(self, event: Event) -> None:
         self._all.append(event)
 
     def compact(self) -> None:
-        with self._packing: self._compact()          # one line: see `Pipeline._locked`
+        with self._packing:
+            self._compact()  # one line: see `Pipeline._locked`
 
     def _compact(self) -> None:
         found = self._all
-        end, begin = len(found), sum(1 for _ in takewhile(lambda item: isinstance(item, np.ndarray), found))
+        end, begin = (
+            len(found),
+            sum(1 for _ in takewhile(lambda item: isinstance(item, np.ndarray), found)),
+        )
         if end - begin >= _BATCH:
-            found[begin:end] = [self._pack(found[begin:end])]   # what others have added meanwhile stays behind it
+            found[begin:end] = [
+                self._pack(found[begin:end])
+            ]  # what others have added meanwhile stays behind it
 
     def _pack(self, events: list[Event]) -> np.ndarray:
         number = self._names
@@ -99,7 +113,10 @@ class Timeline:
         found, names = list(self._all), list(self._names)
         for item in found:
             if isinstance(item, np.ndarray):
-                yield from (Event(names[resource], names[kind], *rest) for resource, kind, *rest in item.tolist())
+                yield from (
+                    Event(names[resource], names[kind], *rest)
+                    for resource, kind, *rest in item.tolist()
+                )
             else:
                 yield item
 
@@ -118,25 +135,34 @@ class EngineRun:
         self.reset()
 
     def __repr__(self) -> str:
-        return (f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, {len(self.timeline)} "
-                f"events>")
+        return (
+            f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, {len(self.timeline)} "
+            f"events>"
+        )
 
     @property
     def counters(self) -> CacheCounters:
         return self._residency.counters
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Write the timeline as a file for https://ui.perfetto.dev: see `moelab.offloading.perfetto`."""
+        """Write the timeline as a file for https://ui.perfetto.dev: see
+        `moelab.offloading.perfetto`."""
         return perfetto.save(path, self.timeline, self.forwards, "measured")
 
     def copy(self) -> EngineRun:
         """What has happened so far, which stays as it is while the model goes on."""
         made = copy(self)
-        made._residency, made.fetched, made.timeline = copy(self._residency), copy(self.fetched), Timeline()
+        made._residency, made.fetched, made.timeline = (
+            copy(self._residency),
+            copy(self.fetched),
+            Timeline(),
+        )
         made._residency.counters = deepcopy(self.counters)
         made.timeline._all, made.timeline._names = list(self.timeline._all), self.timeline._names
         made.forwards = list(self.forwards)
-        made.steps, made.predictions = (list(of[:len(made.forwards)]) for of in (self.steps, self.predictions))
+        made.steps, made.predictions = (
+            list(of[: len(made.forwards)]) for of in (self.steps, self.predictions)
+        )
         return made
 
     def since(self, forward: int) -> EngineRun:
@@ -164,7 +190,7 @@ class EngineRun:
 
     def begin_forward(self) -> None:
         """Also removes what an interrupted forward has left."""
-        del self.steps[len(self.forwards):], self.predictions[len(self.forwards):]
+        del self.steps[len(self.forwards) :], self.predictions[len(self.forwards) :]
         self.steps.append([])
         self.predictions.append([])
         self._in_forward = True
@@ -175,7 +201,8 @@ class EngineRun:
         self.timeline.compact()
 
     def layer(self, layer: int, tokens: dict[int, int]) -> None:
-        """A layer runs; ignored outside a forward pass, where a part of the model was called by itself."""
+        """A layer runs; ignored outside a forward pass, where a part of the model was called by
+        itself."""
         if self._in_forward:
             self.steps[-1].append((layer, tokens))
 

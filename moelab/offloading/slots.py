@@ -1,11 +1,13 @@
-"""The engine's memory: three arrays of equal slots, allocated once, for E-chunks, SM-chunks and joined tensors.
+"""The engine's memory: three arrays of equal slots, allocated once, for E-chunks, SM-chunks and
+joined tensors.
 
-Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for any expert of the
-store and begins on a multiple of 4096 bytes; nothing is copied or allocated while a model runs. Under the codecs "raw"
-and "bf12", and in few bits, an expert lies as it is computed, so it is read *in place* and needs no other slot.
+Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for
+any expert of the store and begins on a multiple of 4096 bytes; nothing is copied or allocated while
+a model runs. Under the codecs "raw" and "bf12", and in few bits, an expert lies as it is computed,
+so it is read *in place* and needs no other slot.
 
-`e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in place of 4096.
-"""
+`e`, `sm`: uint8 views of a slot; `full`: one expert's tensors, each at a multiple of 64 bytes, in
+place of 4096."""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
 from moelab.store.reader import Chunks
 
 
-TOUCHED = 64 << 20          # bytes whose pages a thread touches at a time
+TOUCHED = 64 << 20  # bytes whose pages a thread touches at a time
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a slot of each kind: the largest expert's tensors, E-chunks and SM-chunks, aligned; nothing of the last
-    two if experts are read in place."""
+    """Bytes of a slot of each kind: the largest expert's tensors, E-chunks and SM-chunks, aligned;
+    nothing of the last two if experts are read in place."""
 
     full: int
     e: int
@@ -44,9 +46,11 @@ class Sizes:
         experts = [entries for layer in store.layers for entries in layer.experts]
         if in_place if in_place is not None else lies_as_in_memory(store):
             return cls(max(run(entries, "both")[1] for entries in experts), 0, 0, True)
-        return cls(full=max(_offsets(entries)[1] for entries in experts),
-                   e=max(run(entries, "E")[1] for entries in experts),
-                   sm=max(run(entries, "SM")[1] for entries in experts))
+        return cls(
+            full=max(_offsets(entries)[1] for entries in experts),
+            e=max(run(entries, "E")[1] for entries in experts),
+            sm=max(run(entries, "SM")[1] for entries in experts),
+        )
 
     @property
     def in_flight(self) -> int:
@@ -56,133 +60,204 @@ class Sizes:
 
 def lies_as_in_memory(store: ExpertStore) -> bool:
     """Whether every tensor of every expert is one chunk that can be computed from."""
-    return all(len(entry.planes) == 1 and (entry.planes[0][0] in IN_PLACE or fewbit.is_format(entry.planes[0][0]))
-               and len(entry.planes[0][1]) == 1
-               for layer in store.layers for entries in layer.experts for entry in entries.values())
+    return all(
+        len(entry.planes) == 1
+        and (entry.planes[0][0] in IN_PLACE or fewbit.is_format(entry.planes[0][0]))
+        and len(entry.planes[0][1]) == 1
+        for layer in store.layers
+        for entries in layer.experts
+        for entry in entries.values()
+    )
 
 
 def has_few_bits(store: ExpertStore) -> bool:
     """Whether some expert's tensor is a blob of `moelab.store.fewbit`."""
-    return any(fewbit.is_format(entry.planes[0][0])
-               for layer in store.layers for entries in layer.experts for entry in entries.values())
+    return any(
+        fewbit.is_format(entry.planes[0][0])
+        for layer in store.layers
+        for entries in layer.experts
+        for entry in entries.values()
+    )
 
 
 def has_packed(store: ExpertStore) -> bool:
     """Whether some expert's tensor is stored otherwise than eager computes with it."""
-    return any(entry.planes[0][0] != "raw"
-               for layer in store.layers for entries in layer.experts for entry in entries.values())
+    return any(
+        entry.planes[0][0] != "raw"
+        for layer in store.layers
+        for entries in layer.experts
+        for entry in entries.values()
+    )
 
 
 def every_one_is_multiplied(store: ExpertStore) -> bool:
     """Whether kernels multiply each of these blobs as it lies."""
-    return all(fewbit.kernel(codec, entry.shape, entry.dtype) for layer in store.layers for entries in layer.experts
-               for entry in entries.values() for codec, _ in entry.planes if fewbit.is_format(codec))
+    return all(
+        fewbit.kernel(codec, entry.shape, entry.dtype)
+        for layer in store.layers
+        for entries in layer.experts
+        for entry in entries.values()
+        for codec, _ in entry.planes
+        if fewbit.is_format(codec)
+    )
 
 
 class Slots:
     """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows."""
 
-    def __init__(self, store: ExpertStore, count: dict[str, int], sizes: Sizes | None = None,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        count: dict[str, int],
+        sizes: Sizes | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
         self.link = link_to(self.device)
         on_host = ("e", "sm", "full") if self.link is None else ("e", "sm")
-        self._chunks = {kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
-                        for kind in on_host}
-        self._landing: dict[int, np.ndarray] = {}               # slot of a GPU → what is read for it, and spare ones
+        self._chunks = {
+            kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
+            for kind in on_host
+        }
+        self._landing: dict[
+            int, np.ndarray
+        ] = {}  # slot of a GPU → what is read for it, and spare ones
         self._spare: list[np.ndarray] = []
         if "full" in self._chunks:
             self._full = torch.from_numpy(self._chunks["full"])
         else:
-            self._full = torch.empty(count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device)
+            self._full = torch.empty(
+                count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device
+            )
         self._store, self._views, self._scratch, kinds = store, {}, {}, {}
         self._packed = self.sizes.in_place and has_packed(store)
-        self._matrices: dict[int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]] = {}
+        self._matrices: dict[
+            int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]
+        ] = {}
         # layer → a number that layers share whose experts have tensors of the same shapes
-        self._shapes = [kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers]
+        self._shapes = [
+            kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers
+        ]
 
     @property
     def nbytes(self) -> int:
         return self._full.nbytes + sum(self._chunks[kind].nbytes for kind in ("e", "sm"))
 
     def bytes(self, kind: str, slot: int) -> np.ndarray:
-        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU, which `land` copies it to."""
+        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU, which `land`
+        copies it to."""
         size = getattr(self.sizes, kind)
         if kind not in self._chunks:
             if slot not in self._landing:
                 try:
                     self._landing[slot] = self._spare.pop()
-                except IndexError:                              # more are read at a time than ever before
+                except IndexError:  # more are read at a time than ever before
                     self._landing[slot] = host_memory(size, self.device, self)
             return self._landing[slot]
-        return self._chunks[kind][slot * size:(slot + 1) * size]
+        return self._chunks[kind][slot * size : (slot + 1) * size]
 
     def land(self, slot: int, chunks: Chunks) -> None:
-        """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's memory."""
+        """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
+        memory."""
         with self.link.into(slot):
             begin = slot * self.sizes.full
-            self._full[begin:begin + len(chunks.data)].copy_(torch.from_numpy(chunks.data), non_blocking=True)
+            self._full[begin : begin + len(chunks.data)].copy_(
+                torch.from_numpy(chunks.data), non_blocking=True
+            )
         if (memory := self._landing.pop(slot, None)) is not None:
             self._spare.append(memory)
 
     def send(self, copies: list[tuple[Any, int, Chunks]]) -> None:
         """As `land` from pinned memory, of (what, slot, chunks), but only the GPU waits."""
         size = self.sizes.full
-        self.link.send((what, torch.from_numpy(chunks.data), slot,
-                        self._full[slot * size:slot * size + len(chunks.data)]) for what, slot, chunks in copies)
+        self.link.send(
+            (
+                what,
+                torch.from_numpy(chunks.data),
+                slot,
+                self._full[slot * size : slot * size + len(chunks.data)],
+            )
+            for what, slot, chunks in copies
+        )
 
     def touch(self) -> None:
-        """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find there are none."""
+        """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find
+        there are none."""
         with ThreadPoolExecutor() as pool:
             for memory in self._chunks.values():
-                list(pool.map(lambda begin: memory[begin:begin + TOUCHED:ALIGN].fill(0),
-                              range(0, len(memory), TOUCHED)))
+                list(
+                    pool.map(
+                        lambda begin: memory[begin : begin + TOUCHED : ALIGN].fill(0),
+                        range(0, len(memory), TOUCHED),
+                    )
+                )
 
-    def tensors(self, slot: int, layer: int, expert: int = 0, reuse: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors of an expert in a slot of joined tensors; packed ones are unpacked into new memory or, with
-        `reuse`, into that of the call before."""
+    def tensors(
+        self, slot: int, layer: int, expert: int = 0, reuse: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of an expert in a slot of joined tensors; packed ones are unpacked into new
+        memory or, with `reuse`, into that of the call before."""
         if self.link is not None:
             self.link.arrive([slot])
         entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
-        memory = self._full[slot * self.sizes.full:(slot + 1) * self.sizes.full]
+        memory = self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
         if not self.sizes.in_place:
             offsets, _ = _offsets(entries)
-            found = {name: _view(entry, memory[offsets[name]:]) for name, entry in entries.items()}
+            found = {name: _view(entry, memory[offsets[name] :]) for name, entry in entries.items()}
         else:
-            found = {name: _view(entry, memory[offset:]) if codec == "raw"
-                     else self._unpacked(name, entry, codec, memory[offset:end], reuse)
-                     for name, (codec, offset, end, entry) in _in_place(entries).items()}
+            found = {
+                name: _view(entry, memory[offset:])
+                if codec == "raw"
+                else self._unpacked(name, entry, codec, memory[offset:end], reuse)
+                for name, (codec, offset, end, entry) in _in_place(entries).items()
+            }
         if not self._packed:
             self._views[key] = found
         return found
 
-    def _unpacked(self, name: str, entry: TensorEntry, codec: str, blob: torch.Tensor, reuse: bool) -> torch.Tensor:
+    def _unpacked(
+        self, name: str, entry: TensorEntry, codec: str, blob: torch.Tensor, reuse: bool
+    ) -> torch.Tensor:
         out = self._scratch.get((name, entry.shape)) if reuse else None
         if out is None:
             out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
         if reuse:
             self._scratch[name, entry.shape] = out
         if blob.is_cuda:
-            from moelab.store import bf12_triton                # the one codec that is read there in place
+            from moelab.store import bf12_triton  # the one codec that is read there in place
+
             return bf12_triton.unpack(blob, out)
         decompress_tensor(PackedTensor(entry.nbytes, (Plane(codec, (blob.numpy(),)),)), out)
         return out
 
-    def matrices(self, slots: list[int], layer: int, experts: list[int]) -> dict[str, tuple[str, np.ndarray]] | None:
-        """How kernels find the tensors of experts of this layer in slots of joined tensors: name → (codec or format,
-        int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None if some are packed otherwise than
-        others, or as kernels do not read them."""
+    def matrices(
+        self, slots: list[int], layer: int, experts: list[int]
+    ) -> dict[str, tuple[str, np.ndarray]] | None:
+        """How kernels find the tensors of experts of this layer in slots of joined tensors: name →
+        (codec or format, int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None
+        if some are packed otherwise than others, or as kernels do not read them."""
         if self.link is not None:
             self.link.arrive(slots)
         if layer not in self._matrices:
-            of = [_matrices(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
-            rows = np.array([[one[name][1] for one in of] for name in of[0]])               # [names, experts, 4]
-            moves = np.zeros_like(rows)                     # slots by which the columns move: addresses of memory
-            moves[..., 0], moves[..., 1] = 1, [[one[name][0] != "raw" for one in of] for name in of[0]]
+            of = [
+                _matrices(entries, self.sizes.in_place)
+                for entries in self._store.layers[layer].experts
+            ]
+            rows = np.array([[one[name][1] for one in of] for name in of[0]])  # [names, experts, 4]
+            moves = np.zeros_like(rows)  # slots by which the columns move: addresses of memory
+            moves[..., 0], moves[..., 1] = (
+                1,
+                [[one[name][0] != "raw" for one in of] for name in of[0]],
+            )
             codecs = [tuple(one[name][0] for name in of[0]) for one in of]
-            self._matrices[layer] = list(of[0]), codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
+            self._matrices[layer] = (
+                list(of[0]),
+                codecs,
+                rows + moves * self._full.data_ptr(),
+                moves * self.sizes.full,
+            )
         names, codecs, rows, moves = self._matrices[layer]
         (found, *others) = {codecs[expert] for expert in experts}
         if others or "" in found:
@@ -193,9 +268,13 @@ class Slots:
 
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
-    """How many slots of each kind hold `copies` of what the pools keep, and `in_flight` experts more."""
-    return {"full": copies * pools.F + in_flight, "e": copies * (pools.C + pools.E) + in_flight,
-            "sm": copies * (pools.C + pools.S) + in_flight}
+    """How many slots of each kind hold `copies` of what the pools keep, and `in_flight` experts
+    more."""
+    return {
+        "full": copies * pools.F + in_flight,
+        "e": copies * (pools.C + pools.E) + in_flight,
+        "sm": copies * (pools.C + pools.S) + in_flight,
+    }
 
 
 def _offsets(entries: dict[str, TensorEntry]) -> tuple[dict[str, int], int]:
@@ -217,31 +296,47 @@ def _in_place(entries: dict[str, TensorEntry]) -> dict[str, tuple[str, int, int,
 
 
 def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tuple[str, list[int]]]:
-    """name → (codec or format, "" for one that kernels do not read; its row of `Slots.matrices`, from the beginning of
-    the slot on)."""
+    """name → (codec or format, "" for one that kernels do not read; its row of `Slots.matrices`,
+    from the beginning of the slot on)."""
     if not in_place:
         return {name: ("raw", [offset, 0, 0, 0]) for name, offset in _offsets(entries)[0].items()}
     found = {}
     for name, (codec, offset, end, entry) in _in_place(entries).items():
         row = [offset, 0, 0, 0]
         if codec == "bf12":
-            row, codec = bf12.row(offset, end - offset, entry.n), codec if bf12.fits(entry.shape) else ""
+            row, codec = (
+                bf12.row(offset, end - offset, entry.n),
+                codec if bf12.fits(entry.shape) else "",
+            )
         elif fewbit.is_format(codec):
             codec = fewbit.kernel(codec, entry.shape, entry.dtype)
             row = fewbit.row(codec, offset, entry.shape) if codec else row
-            codec = codec if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape) else ""
+            codec = (
+                codec
+                if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape)
+                else ""
+            )
         found[name] = codec, row
     return found
 
 
 def _view(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
-    return memory[:entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
+    return memory[: entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
 
 
-def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope: str, workers: int,
-           staging: int | None, ahead: int = 0) -> tuple[Pools, int]:
-    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many bytes: so much
-    staging that `ahead` experts may be prefetched into it, and one demanded."""
+def divide(
+    budget: int,
+    sizes: Sizes,
+    L: int,
+    E: int,
+    plan: Pools | None,
+    scope: str,
+    workers: int,
+    staging: int | None,
+    ahead: int = 0,
+) -> tuple[Pools, int]:
+    """The pools (per layer if that is the scope) and the staging that fit into a budget of so many
+    bytes: so much staging that `ahead` experts may be prefetched into it, and one demanded."""
     if staging is None:
         staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
     staging = max(staging, ahead + 1)
@@ -250,6 +345,8 @@ def divide(budget: int, sizes: Sizes, L: int, E: int, plan: Pools | None, scope:
         return Pools(F=min(E * L, room // sizes.full) // copies), staging
     needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)
     if needed > room:
-        raise ValueError(f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "
-                         f"{room / 1e6:,.1f} MB are left beside {staging} in-flight loads")
+        raise ValueError(
+            f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "
+            f"{room / 1e6:,.1f} MB are left beside {staging} in-flight loads"
+        )
     return plan, staging

@@ -1,9 +1,9 @@
-"""How many threads compute: one of torch's for a while, where others need the cores, and each of those by itself.
+"""How many threads compute: one of torch's for a while, where others need the cores, and each of
+those by itself.
 
-A thread of an OpenMP team that has nothing to do spins for milliseconds before it sleeps. Where computing is left to
-one thread so that experts can be loaded beside it, the rest of the team would spin on the cores that it was to leave,
-and so would a team of the decoding thread's own.
-"""
+A thread of an OpenMP team that has nothing to do spins for milliseconds before it sleeps. Where
+computing is left to one thread so that experts can be loaded beside it, the rest of the team would
+spin on the cores that it was to leave, and so would a team of the decoding thread's own."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from moelab.offloading.slots import has_packed
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import StoreExperts
 
-#: addresses of functions of torch's OpenMP: to end a team's idle threads (5.0), to say how large the teams of the
-#: calling thread are; 0 where there is none
+#: addresses of functions of torch's OpenMP: to end a team's idle threads (5.0), to say how large
+#: the teams of the calling thread are; 0 where there is none
 PAUSE, SET = c_library("omp_pause_resource_all"), c_library("omp_set_num_threads")
-SOFT = 1                                        # omp_pause_soft: what the program has set stays as it is
-NICE = 5                                        # of threads that step back
+SOFT = 1  # omp_pause_soft: what the program has set stays as it is
+NICE = 5  # of threads that step back
 
 
 def narrow(n: int) -> None:
-    """Let torch compute with `n` threads. Beside one, none is left to spin: the next team begins with new threads,
-    which takes tens of microseconds; but ten milliseconds where the caller has slept for two before (Linux 6.18): they
-    begin on its core, where it spins until they do. Callers keep the number that it had before: Ctrl-C may come at any
-    line."""
+    """Let torch compute with `n` threads. Beside one, none is left to spin: the next team begins
+    with new threads, which takes tens of microseconds; but ten milliseconds where the caller has
+    slept for two before (Linux 6.18): they begin on its core, where it spins until they do. Callers
+    keep the number that it had before: Ctrl-C may come at any line."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     if n == 1 < before and PAUSE:
@@ -41,17 +41,18 @@ def narrow(n: int) -> None:
 
 
 def alone() -> None:
-    """Let the calling thread, which is one of several, compute without a team; how many threads torch has stays."""
-    torch.get_num_threads()                     # which gives a new thread torch's number, once
+    """Let the calling thread, which is one of several, compute without a team; how many threads
+    torch has stays."""
+    torch.get_num_threads()  # which gives a new thread torch's number, once
     if SET:
         ctypes.CFUNCTYPE(None, ctypes.c_int)(SET)(1)
 
 
 def step_back() -> None:
-    """Let the calling thread decode beside a computing one: by itself, and with a lower priority, as an OpenMP team
-    that lost a core to it would make all its threads wait."""
+    """Let the calling thread decode beside a computing one: by itself, and with a lower priority,
+    as an OpenMP team that lost a core to it would make all its threads wait."""
     alone()
-    with suppress(AttributeError, OSError):     # only on Linux has a thread a priority of its own
+    with suppress(AttributeError, OSError):  # only on Linux has a thread a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
@@ -67,10 +68,10 @@ def threads(n: int) -> Iterator[None]:
 
 
 def one_thread_pays(store: ExpertStore, model: Any, in_place: bool) -> bool:
-    """Whether a token's experts are computed by one thread while others are loaded as fast: beside decoding, which
-    needs a core; and by one of two where experts are read in place, as those that read now and then take a core from
-    the team, all of which waits. Not if they are unpacked at each use, which takes one thread twice as long; with more
-    threads it is not measured."""
+    """Whether a token's experts are computed by one thread while others are loaded as fast: beside
+    decoding, which needs a core; and by one of two where experts are read in place, as those that
+    read now and then take a core from the team, all of which waits. Not if they are unpacked at
+    each use, which takes one thread twice as long; with more threads it is not measured."""
     many = torch.get_num_threads()
     if many == 1 or model.device.type != "cpu" or in_place and (many > 2 or has_packed(store)):
         return False
@@ -78,8 +79,8 @@ def one_thread_pays(store: ExpertStore, model: Any, in_place: bool) -> bool:
 
 
 def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
-    """Whether one thread computes a token's expert to the same bits as all threads do: no library promises it, so it is
-    tried on 8 tokens."""
+    """Whether one thread computes a token's expert to the same bits as all threads do: no library
+    promises it, so it is tried on 8 tokens."""
     experts, results = discover(model)[0].experts, []
     x = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)).to(model.dtype)
     with StoreExperts(store, model.dtype) as source, torch.inference_mode():

@@ -1,8 +1,10 @@
-"""Collectives that count their bytes, each made of one primitive, all-to-all-v; and the TP × EP grid of ranks.
+"""Collectives that count their bytes, each made of one primitive, all-to-all-v; and the TP × EP
+grid of ranks.
 
-So there is one place that counts bytes, parts may be unequal (gloo's and NCCL's own all-gather want them equal), and
-sums are made in rank order, the same on every backend. Counted is the payload that leaves a rank for others: (W−1)·T
-rows in all for an all-gather or a reduce-scatter of T rows, as by the ring algorithms.
+So there is one place that counts bytes, parts may be unequal (gloo's and NCCL's own all-gather want
+them equal), and sums are made in rank order, the same on every backend. Counted is the payload that
+leaves a rank for others: (W−1)·T rows in all for an all-gather or a reduce-scatter of T rows, as by
+the ring algorithms.
 
     rows [n, H]     W ranks     sizes: rows of each rank, W numbers
 """
@@ -40,11 +42,16 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False) -> None:
         self.group = group
-        self.rank, self.size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)      # by label
+        self.rank, self.size = (
+            (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+        )
+        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)  # by label
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str) -> Tensor:
-        """`send[r]` of the rows, in order, go to rank r; returns what arrives, `receive[r]` rows of rank r in order.
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ) -> Tensor:
+        """`send[r]` of the rows, in order, go to rank r; returns what arrives, `receive[r]` rows of
+        rank r in order.
 
         PeerLost : another rank died or did not answer in time.
         """
@@ -56,13 +63,19 @@ class Exchange:
         self.traffic[label].add(away, away * rows.shape[1:].numel() * rows.element_size())
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         try:
-            dist.all_to_all_single(arrived, rows.contiguous(), list(receive), list(send), group=self.group)
+            dist.all_to_all_single(
+                arrived, rows.contiguous(), list(receive), list(send), group=self.group
+            )
             if arrived.is_cuda:
-                torch.cuda.synchronize(arrived.device)      # an error shows here and not somewhere later
+                torch.cuda.synchronize(
+                    arrived.device
+                )  # an error shows here and not somewhere later
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0][:200]
-            raise PeerLost(f"rank {self.rank} got no answer from another rank: it was killed, ran out of memory, "
-                           f"stopped with an error of its own, or took too long ({reason})") from error
+            raise PeerLost(
+                f"rank {self.rank} got no answer from another rank: it was killed, ran out of memory, "
+                f"stopped with an error of its own, or took too long ({reason})"
+            ) from error
         return arrived
 
     def counts(self, send: Tensor) -> Tensor:
@@ -76,36 +89,46 @@ class Exchange:
         """The rows of all ranks, in rank order."""
         if self.size == 1:
             return rows
-        return self.all_to_all(rows.repeat(self.size, *[1] * (rows.dim() - 1)), [len(rows)] * self.size, sizes, label)
+        return self.all_to_all(
+            rows.repeat(self.size, *[1] * (rows.dim() - 1)), [len(rows)] * self.size, sizes, label
+        )
 
     def broadcast(self, rows: Tensor, label: str) -> Tensor:
-        """Rank 0's rows on every rank; the others give rows of the same shape, which are not used."""
+        """Rank 0's rows on every rank; the others give rows of the same shape, which are not
+        used."""
         here = len(rows) if self.rank == 0 else 0
         repeated = rows.repeat(self.size if here else 0, *[1] * (rows.dim() - 1))
-        return self.all_to_all(repeated, [here] * self.size, [len(rows)] + [0] * (self.size - 1), label)
+        return self.all_to_all(
+            repeated, [here] * self.size, [len(rows)] + [0] * (self.size - 1), label
+        )
 
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], label: str) -> Tensor:
-        """The sum over ranks of this rank's part of the rows, added in rank order in at least fp32."""
+        """The sum over ranks of this rank's part of the rows, added in rank order in at least
+        fp32."""
         if self.size == 1:
             return rows
         parts = self.all_to_all(rows, sizes, [sizes[self.rank]] * self.size, label)
-        total = parts.view(self.size, -1, *rows.shape[1:]).to(torch.promote_types(rows.dtype, torch.float32))
+        total = parts.view(self.size, -1, *rows.shape[1:]).to(
+            torch.promote_types(rows.dtype, torch.float32)
+        )
         return total.sum(0).to(rows.dtype)
 
 
 class Grid:
-    """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a part of its experts."""
+    """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a
+    part of its experts."""
 
     def __init__(self, tp: int = 1) -> None:
         self.world = Exchange()
         W = self.world.size
         if tp < 1 or W % tp:
             raise ValueError(f"tp is {tp}, which does not divide the {W} ranks of this run")
-        if tp in (1, W):                        # no groups to make
+        if tp in (1, W):  # no groups to make
             alone = Exchange(alone=True)
             self.ep, self.tp = (self.world, alone) if tp == 1 else (alone, self.world)
         else:
             from torch.distributed.device_mesh import init_device_mesh
+
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
             mesh = init_device_mesh(device, (W // tp, tp), mesh_dim_names=("ep", "tp"))
             self.ep, self.tp = Exchange(mesh.get_group("ep")), Exchange(mesh.get_group("tp"))
@@ -120,19 +143,25 @@ class Grid:
 
 
 def pack(*parts: Tensor) -> Tensor:
-    """Rows of several tensors [n, width] of any dtype side by side as bytes: one exchange instead of several."""
+    """Rows of several tensors [n, width] of any dtype side by side as bytes: one exchange instead
+    of several."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of packed rows, with the widths and dtypes of `like`."""
     widths = [part.shape[1] * part.element_size() for part in like]
-    pieces = [piece.clone(memory_format=torch.contiguous_format) for piece in rows.split(widths, dim=1)]
+    pieces = [
+        piece.clone(memory_format=torch.contiguous_format) for piece in rows.split(widths, dim=1)
+    ]
     return [piece.view(part.dtype) for piece, part in zip(pieces, like)]
 
 
-def gather_rows(function: Callable[[Tensor], Sequence[Tensor]], x: Tensor, world: Exchange) -> list[Tensor]:
-    """What `function` gives for the rows of x [T, …], which every rank has: each asks it about its share of them."""
+def gather_rows(
+    function: Callable[[Tensor], Sequence[Tensor]], x: Tensor, world: Exchange
+) -> list[Tensor]:
+    """What `function` gives for the rows of x [T, …], which every rank has: each asks it about its
+    share of them."""
     sizes = share(len(x), world.size)
     parts = function(x.split(sizes)[world.rank])
     return unpack(world.all_gather(pack(*parts), sizes, "routing"), parts)

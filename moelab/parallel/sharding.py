@@ -1,4 +1,5 @@
-"""Which experts each rank holds, and a source that holds those, or a part of each (tensor parallelism), and no more.
+"""Which experts each rank holds, and a source that holds those, or a part of each (tensor
+parallelism), and no more.
 
 Source: AWS Neuron's MoE guide, "Parallelism Strategies for Routed Experts".
 """
@@ -21,7 +22,7 @@ from moelab.progress import progress
 class Placement:
     """Which experts each rank holds; an expert may be on several ranks, or twice on one."""
 
-    devices: tuple[tuple[int, ...], ...]        # the experts of each rank
+    devices: tuple[tuple[int, ...], ...]  # the experts of each rank
     E: int
 
     def __post_init__(self) -> None:
@@ -40,20 +41,27 @@ class Placement:
     @cached_property
     def replicas(self) -> Tensor:
         """int64 [E]: on how many places each expert is."""
-        return torch.bincount(torch.tensor([e for experts in self.devices for e in experts]), minlength=self.E)
+        return torch.bincount(
+            torch.tensor([e for experts in self.devices for e in experts]), minlength=self.E
+        )
 
     @cached_property
     def table(self) -> Tensor:
-        """int64 [E + 1, R]: the ranks of each expert's replicas, repeated up to R; W ("nowhere") for the id E."""
+        """int64 [E + 1, R]: the ranks of each expert's replicas, repeated up to R; W ("nowhere")
+        for the id E."""
         where: list[list[int]] = [[] for _ in range(self.E)]
         for rank, experts in enumerate(self.devices):
             for e in experts:
                 where[e].append(rank)
         R = max(map(len, where))
-        return torch.tensor([[ranks[i % len(ranks)] for i in range(R)] for ranks in where] + [[len(self.devices)] * R])
+        return torch.tensor(
+            [[ranks[i % len(ranks)] for i in range(R)] for ranks in where]
+            + [[len(self.devices)] * R]
+        )
 
     def assign(self, ids: Tensor, start: int = 0) -> Tensor:
-        """The rank of each choice [T, K], W for the id E; an expert's replicas take turns, beginning with `start`."""
+        """The rank of each choice [T, K], W for the id E; an expert's replicas take turns,
+        beginning with `start`."""
         table = self.table.to(ids.device)
         if table.shape[1] == 1:
             return table[ids, 0]
@@ -62,32 +70,46 @@ class Placement:
 
 
 def turns(ids: Tensor, E: int) -> Tensor:
-    """How many choices of the same expert (0 … E) come before each choice [T, K], by token and then choice."""
+    """How many choices of the same expert (0 … E) come before each choice [T, K], by token and then
+    choice."""
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=E + 1)
     turn = torch.empty_like(flat)
-    turn[order] = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[flat[order]]
+    turn[order] = (
+        torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[flat[order]]
+    )
     return turn.view_as(ids)
 
 
 class ShardedExperts:
-    """A source for the seam that holds this rank's experts, or its part of each, loaded one at a time.
+    """A source for the seam that holds this rank's experts, or its part of each, loaded one at a
+    time.
 
-    layers : the experts module of each layer, for the layout. source : (layer, expert) → that expert's whole tensors.
+    layers : the experts module of each layer, for the layout. source : (layer, expert) → that
+        expert's whole tensors.
     placements : one for all layers, or one a layer; of it, `device`'s experts are held.
     """
 
-    def __init__(self, layers: Sequence[Any], source: Callable[[int, int], Weights],
-                 placements: Placement | Sequence[Placement], device: int = 0, part: int = 0, parts: int = 1,
-                 cut: Callable[..., Weights] = on_intermediate) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        source: Callable[[int, int], Weights],
+        placements: Placement | Sequence[Placement],
+        device: int = 0,
+        part: int = 0,
+        parts: int = 1,
+        cut: Callable[..., Weights] = on_intermediate,
+    ) -> None:
         self._held: dict[tuple[int, int], Weights] = {}
         for layer, experts in progress(list(enumerate(layers)), "loading experts", unit="layer"):
             placement = placements if isinstance(placements, Placement) else placements[layer]
             for e in sorted(set(placement.devices[device])):
                 weights = source(layer, e)
                 weights = weights if parts == 1 else cut(weights, part, parts, experts)
-                self._held[layer, e] = {name: tensor.detach().clone() for name, tensor in weights.items()}
+                self._held[layer, e] = {
+                    name: tensor.detach().clone() for name, tensor in weights.items()
+                }
 
     def held(self, layer: int) -> list[int]:
         """The experts of a layer that are here, in order."""

@@ -1,9 +1,10 @@
-"""A schedule in simulated time: disk, workers and compute each take the first operation that is ready.
+"""A schedule in simulated time: disk, workers and compute each take the first operation that is
+ready.
 
-`makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A, B: one serial disk, L workers,
-one serial accelerator, recovery for free), so that its bound can be checked. `SimulatedMachine` plays experts as the
-engine does, with the same `LoadQueue`, and gives the same `Event` records; `execute` is one layer of it.
-"""
+`makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A, B: one
+serial disk, L workers, one serial accelerator, recovery for free), so that its bound can be
+checked. `SimulatedMachine` plays experts as the engine does, with the same `LoadQueue`, and gives
+the same `Event` records; `execute` is one layer of it."""
 
 from __future__ import annotations
 
@@ -20,16 +21,29 @@ from moelab.schedule.load_queue import HOLDS, KINDS, Load, LoadQueue, Phase, pie
 from moelab.schedule.requests import Delays, Operation, operations
 from moelab.specs import Event, ExpertKey, State
 
-RESOURCES = {"read E": "disk", "read SM": "disk", "decompress": "workers", "recover": "stream", "expert": "compute"}
+RESOURCES = {
+    "read E": "disk",
+    "read SM": "disk",
+    "decompress": "workers",
+    "recover": "stream",
+    "expert": "compute",
+}
 
 
 def timetable(blocks: Sequence[Block], workers: int) -> dict[Operation, tuple[float, float]]:
-    """Start and end in seconds of every operation of the tasks, chunk by chunk. Disk: block by block the E-chunks, then
-    the SM-chunks, in the order of the tasks. Workers: the first ready chunk in that order. Recovery takes no time."""
+    """Start and end in seconds of every operation of the tasks, chunk by chunk. Disk: block by
+    block the E-chunks, then the SM-chunks, in the order of the tasks. Workers: the first ready
+    chunk in that order. Recovery takes no time."""
     seconds, rank, waits_for = {}, {}, {}
     for number, block in enumerate(blocks):
         for position, task in enumerate(block):
-            costs = {"read E": task.v, "read SM": task.u, "decompress": task.c, "recover": 0.0, "expert": task.p}
+            costs = {
+                "read E": task.v,
+                "read SM": task.u,
+                "decompress": task.c,
+                "recover": 0.0,
+                "expert": task.p,
+            }
             for operation, before in operations(task).items():
                 waits_for.setdefault(operation, set()).update(before)
                 seconds[operation] = costs[operation.kind]
@@ -61,7 +75,7 @@ def timetable(blocks: Sequence[Block], workers: int) -> dict[Operation, tuple[fl
         if not running:
             return times
         now = running[0][0]
-        while running and running[0][0] == now:         # all that end together, before anything starts
+        while running and running[0][0] == now:  # all that end together, before anything starts
             operation = heappop(running)[1]
             free[RESOURCES[operation.kind]] += 1
             for later in then.get(operation, ()):
@@ -74,17 +88,28 @@ def makespan(blocks: Sequence[Block], workers: int) -> float:
     return max((end for _, end in timetable(blocks, workers).values()), default=0.0)
 
 
-def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int, start: float = 0.0, layer: int = 0
-            ) -> tuple[list[Event], float]:
-    """One layer's step in simulated time, with slots for all its experts, as the engine executes it.
+def execute(
+    requests: Iterable[Any],
+    order: Order,
+    delays: Delays,
+    workers: int,
+    start: float = 0.0,
+    layer: int = 0,
+) -> tuple[list[Event], float]:
+    """One layer's step in simulated time, with slots for all its experts, as the engine executes
+    it.
 
-    requests : objects with `.key`, `.tokens`, `.state` and `.keep`.
-    Returns the events in order of their start, and the time at which the last expert is computed. ValueError without
-    workers, or for an order that was made for other requests.
-    """
+    requests : objects with `.key`, `.tokens`, `.state` and `.keep`. Returns the events in order of
+    their start, and the time at which the last expert is computed. ValueError without workers, or
+    for an order that was made for other requests."""
     requests = list(requests)
-    machine = SimulatedMachine(delays, workers, dict.fromkeys(KINDS, 2 * len(requests)),
-                               ((request.key, request.state) for request in requests), start=start)
+    machine = SimulatedMachine(
+        delays,
+        workers,
+        dict.fromkeys(KINDS, 2 * len(requests)),
+        ((request.key, request.state) for request in requests),
+        start=start,
+    )
     machine.queue.demand(machine.begin(layer, requests), order)
     machine.run()
     return machine.timeline(), machine.now
@@ -92,8 +117,8 @@ def execute(requests: Iterable[Any], order: Order, delays: Delays, workers: int,
 
 @dataclass
 class _Work:
-    """What a resource is at: its number among the events, its end if nothing changes, what then, and how many times as
-    long it takes now as it would alone."""
+    """What a resource is at: its number among the events, its end if nothing changes, what then,
+    and how many times as long it takes now as it would alone."""
 
     what: str
     event: int
@@ -103,70 +128,112 @@ class _Work:
 
 
 class SimulatedMachine:
-    """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in the engine.
+    """Disk, decode workers and compute with a clock; what they do next, a `LoadQueue` says, as in
+    the engine.
 
-    Workers take tensors, or shards of the last ones, as the engine's do; here all are of equal size. Compute runs the
-    experts that are FULL in ascending order, or in one go where `Delays.together` says so, then the others as they are
-    loaded. Time passes in `run` and `spend` only,
-    and what is under way goes on from layer to layer. Whoever works beside others is slowed down as `Delays.beside`
-    says, as long as they do; an expert that compute waits for comes `Delays.handover` later.
+    Workers take tensors, or shards of the last ones, as the engine's do; here all are of equal
+    size. Compute runs the experts that are FULL in ascending order, or in one go where
+    `Delays.together` says so, then the others as they are loaded. Time passes in `run` and `spend`
+    only, and what is under way goes on from layer to layer. Whoever works beside others is slowed
+    down as `Delays.beside` says, as long as they do; an expert that compute waits for comes
+    `Delays.handover` later.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
     prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
     """
 
-    def __init__(self, delays: Delays, workers: int, slots: Mapping[str, int],
-                 resident: Iterable[tuple[ExpertKey, State]] = (), ahead: int = 0, start: float = 0.0) -> None:
+    def __init__(
+        self,
+        delays: Delays,
+        workers: int,
+        slots: Mapping[str, int],
+        resident: Iterable[tuple[ExpertKey, State]] = (),
+        ahead: int = 0,
+        start: float = 0.0,
+    ) -> None:
         if workers < 1:
             raise ValueError(f"there are {workers} workers; decompression needs at least 1")
         number = {kind: count() for kind in KINDS}
-        held = {key: {kind: next(number[kind]) for kind in HOLDS[state]} for key, state in resident
-                if state is not State.MISSED}
+        held = {
+            key: {kind: next(number[kind]) for kind in HOLDS[state]}
+            for key, state in resident
+            if state is not State.MISSED
+        }
         tensors = range(delays.N if delays.decode_at_once else 1)
         self.delays, self.workers = delays, workers
-        self.queue = LoadQueue(slots, ahead, held=held, tensors=lambda key: tensors, workers=workers,
-                               shards=lambda load, tensor: delays.K)
+        self.queue = LoadQueue(
+            slots,
+            ahead,
+            held=held,
+            tensors=lambda key: tensors,
+            workers=workers,
+            shards=lambda load, tensor: delays.K,
+        )
         self.now = self.needed = start
-        self._seconds = {kind: seconds / len(tensors) for kind, seconds in (
-            ("decompress", delays.decompress), ("recover", delays.recover), ("decode", delays.decode_at_once))}
+        self._seconds = {
+            kind: seconds / len(tensors)
+            for kind, seconds in (
+                ("decompress", delays.decompress),
+                ("recover", delays.recover),
+                ("decode", delays.decode_at_once),
+            )
+        }
         self._events: list[Event] = []
-        self._running: dict[int, _Work] = {}                    # −1 disk, workers, compute
-        self._idle, self._disk_free, self._compute_free, self._computed_until = list(range(workers)), True, True, start
-        self._layer, self._left, self._one_thread = -1, 0, False        # _left: for compute to do
-        self._halted: tuple[Load, Callable[[], None]] | None = None     # a prefetch between two pieces; goes on
+        self._running: dict[int, _Work] = {}  # −1 disk, workers, compute
+        self._idle, self._disk_free, self._compute_free, self._computed_until = (
+            list(range(workers)),
+            True,
+            True,
+            start,
+        )
+        self._layer, self._left, self._one_thread = -1, 0, False  # _left: for compute to do
+        self._halted: tuple[Load, Callable[[], None]] | None = (
+            None  # a prefetch between two pieces; goes on
+        )
         self._requests: dict[ExpertKey, Any] = {}
-        self._ready: deque[list[ExpertKey]] = deque()           # computed in one go
+        self._ready: deque[list[ExpertKey]] = deque()  # computed in one go
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
         return sorted(self._events, key=lambda event: event.start)
 
     def spend(self, layer: int, until: float) -> None:
-        """Compute does something else than experts; disk and workers go on with what is prefetched."""
+        """Compute does something else than experts; disk and workers go on with what is
+        prefetched."""
         if until > self.now:
             self._left = 1
             self._compute("other", layer, -1, self.now, until)
             self.run()
 
-    def begin(self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()) -> list[Any]:
-        """`LoadQueue.begin` for all requests of a layer's step; returns those left for the queue's `demand`."""
+    def begin(
+        self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()
+    ) -> list[Any]:
+        """`LoadQueue.begin` for all requests of a layer's step; returns those left for the queue's
+        `demand`."""
         requests = sorted(requests, key=lambda request: request.key.expert)
         self._layer, self._left, self.needed = layer, len(requests), self.now
         self._requests = {request.key: request for request in requests}
         there = [request.key for request in requests if request.state is State.FULL]
         self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
-        return self.queue.begin(layer, [request for request in requests if request.state is not State.FULL], evicted,
-                                lambda key: self._ready.append([key]))
+        return self.queue.begin(
+            layer,
+            [request for request in requests if request.state is not State.FULL],
+            evicted,
+            lambda key: self._ready.append([key]),
+        )
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
-        self._one_thread = (self.delays.one_thread is not None and self.queue.keeps_up  # decided once a layer
-                            and all(request.tokens == 1 for request in self._requests.values()))
+        self._one_thread = (
+            self.delays.one_thread is not None
+            and self.queue.keeps_up  # decided once a layer
+            and all(request.tokens == 1 for request in self._requests.values())
+        )
         while self._left:
             self._start()
             self._slow_down()
             self.now = min(work.until for work in self._running.values())
-            for number in sorted(self._running):                # all that end together, before anything starts
+            for number in sorted(self._running):  # all that end together, before anything starts
                 if self._running[number].until == self.now:
                     self._running.pop(number).then()
 
@@ -176,7 +243,8 @@ class SimulatedMachine:
         for work in running if beside else ():
             others = sorted(other.what for other in running if other is not work)
             slowed = beside.get(f"{work.what} beside {' and '.join(others)}") or prod(
-                beside.get(f"{work.what} beside {other}", 1.0) for other in others)
+                beside.get(f"{work.what} beside {other}", 1.0) for other in others
+            )
             if slowed != work.slowed:
                 work.until = self.now + (work.until - self.now) * slowed / work.slowed
                 work.slowed = slowed
@@ -184,7 +252,9 @@ class SimulatedMachine:
 
     def finish(self) -> None:
         """End what disk and workers are at, and begin nothing more."""
-        for number in sorted(self._running, key=lambda number: (self._running[number].until, number)):
+        for number in sorted(
+            self._running, key=lambda number: (self._running[number].until, number)
+        ):
             self._running.pop(number).then()
         if self._halted is not None and self._halted[0].phase is Phase.DROPPED:
             self._go_on()
@@ -192,9 +262,13 @@ class SimulatedMachine:
     def _start(self) -> None:
         """Let everybody who is free take what can be done."""
         while self._disk_free:
-            wanted = self._halted is not None and self._halted[0].keep is not None      # adopted: nothing overtakes it
+            wanted = (
+                self._halted is not None and self._halted[0].keep is not None
+            )  # adopted: nothing overtakes it
             if not wanted and (found := self.queue.next_read(self._halted is not None)) is not None:
-                self._read(*found, *self.delays.read(found[0].key, "e" in found[1], "sm" in found[1]))
+                self._read(
+                    *found, *self.delays.read(found[0].key, "e" in found[1], "sm" in found[1])
+                )
             elif self._halted is not None:
                 self._go_on()
             else:
@@ -205,11 +279,16 @@ class SimulatedMachine:
             keys, begin = self._ready.popleft(), self.now
             if self.now > self._computed_until:
                 begin += self.delays.handover
-                self._events.append(Event("compute", "wait", self._layer, -1, self._computed_until, begin))
+                self._events.append(
+                    Event("compute", "wait", self._layer, -1, self._computed_until, begin)
+                )
             if self._requests[keys[0]].state is not State.FULL:
                 self.queue.waits.took(begin - self._computed_until)
-            seconds = self.delays.one_thread if self._one_thread \
+            seconds = (
+                self.delays.one_thread
+                if self._one_thread
                 else self.delays.at_once([self._requests[key] for key in keys])
+            )
             only = keys[0].expert if len(keys) == 1 else -1
             self._compute("expert", keys[0].layer, only, begin, begin + seconds, keys)
 
@@ -217,7 +296,9 @@ class SimulatedMachine:
         (_, go_on), self._halted = self._halted, None
         go_on()
 
-    def _read(self, load: Load, kinds: tuple[str, ...], seconds: float, nbytes: int, done: int = 0) -> None:
+    def _read(
+        self, load: Load, kinds: tuple[str, ...], seconds: float, nbytes: int, done: int = 0
+    ) -> None:
         """Read all bytes that are not `done`, or a piece of a prefetched expert's."""
         if load.phase is Phase.DROPPED:
             return self.queue.read_done(load, kinds, done)
@@ -232,6 +313,7 @@ class SimulatedMachine:
                 self._halted = load, lambda: self._read(load, kinds, seconds, nbytes, done + now)
             else:
                 self.queue.read_done(load, kinds, nbytes, None, seconds)
+
         took = seconds * (now / nbytes if nbytes else 1)
         self._begin("disk", -1, read_name(kinds), *load.key, self.now + took, end, now)
 
@@ -241,22 +323,53 @@ class SimulatedMachine:
         def end() -> None:
             heappush(self._idle, worker)
             self.queue.decode_done(load, tensor, operation)
-        self._begin(f"worker {worker}", worker, operation, *load.key, self.now + self._seconds[operation] / part,
-                    end)
 
-    def _compute(self, kind: str, layer: int, expert: int, start: float, until: float, keys: Sequence[ExpertKey] = ()
-                 ) -> None:
+        self._begin(
+            f"worker {worker}",
+            worker,
+            operation,
+            *load.key,
+            self.now + self._seconds[operation] / part,
+            end,
+        )
+
+    def _compute(
+        self,
+        kind: str,
+        layer: int,
+        expert: int,
+        start: float,
+        until: float,
+        keys: Sequence[ExpertKey] = (),
+    ) -> None:
         self._compute_free = False
 
         def end() -> None:
             self._computed_until, self._compute_free = self.now, True
             self._left -= max(len(keys), 1)
-            if leaving := [self._requests[key] for key in keys if self._requests[key].keep is not State.FULL]:
+            if leaving := [
+                self._requests[key] for key in keys if self._requests[key].keep is not State.FULL
+            ]:
                 self.queue.computed(leaving)
+
         self._begin("compute", self.workers, kind, layer, expert, until, end, start=start)
 
-    def _begin(self, resource: str, number: int, kind: str, layer: int, expert: int, until: float,
-               end: Callable[[], None], nbytes: int = 0, start: float | None = None) -> None:
+    def _begin(
+        self,
+        resource: str,
+        number: int,
+        kind: str,
+        layer: int,
+        expert: int,
+        until: float,
+        end: Callable[[], None],
+        nbytes: int = 0,
+        start: float | None = None,
+    ) -> None:
         what = {-1: "read", self.workers: kind}.get(number, "decode")
         self._running[number] = _Work(what, len(self._events), until, end)
-        self._events.append(Event(resource, kind, layer, expert, self.now if start is None else start, until, nbytes))
+        self._events.append(
+            Event(
+                resource, kind, layer, expert, self.now if start is None else start, until, nbytes
+            )
+        )

@@ -1,15 +1,18 @@
-"""The neural expert estimator: from the quasi-hidden state of a layer to the router logits of the next one.
+"""The neural expert estimator: from the quasi-hidden state of a layer to the router logits of the
+next one.
 
-Source: Speculating Experts §6.1, §6.2, appendix A (Fig. 11). One small network serves all layers and takes the place of
-the next router's linear layer; what follows that (softmax, groups, renormalisation) is the architecture's own.
+Source: Speculating Experts §6.1, §6.2, appendix A (Fig. 11). One small network serves all layers
+and takes the place of the next router's linear layer; what follows that (softmax, groups,
+renormalisation) is the architecture's own.
 
     x = A q + p_l        x = x + C silu(B x)        θ = W_head LayerNorm(x)
 
-Ours, and the default, is the residual kind: θ is added to the next router's own logits on q, and W_head starts at zero.
-Untrained it is that router, bit for bit, so that training begins where the paper's kind arrives after many tokens.
+Ours, and the default, is the residual kind: θ is added to the next router's own logits on q, and
+W_head starts at zero. Untrained it is that router, bit for bit, so that training begins where the
+paper's kind arrives after many tokens.
 
-Shapes: q [T, H], x [T, w], B [n·w, w], θ [T, E]. The paper gives parameter counts but neither w nor n; `sized` finds w.
-"""
+Shapes: q [T, H], x [T, w], B [n·w, w], θ [T, E]. The paper gives parameter counts but neither w nor
+n; `sized` finds w."""
 
 from __future__ import annotations
 
@@ -35,19 +38,36 @@ class Estimator(nn.Module):
 
     Predicts the router logits of layer l + ahead from the quasi-hidden state at layer l.
 
-    width, expansion : w, the latent width, and n, how many times wider the residual block is inside.
+    width, expansion : w, the latent width, and n, how many times wider the residual block is
+        inside.
     model_id : identity of the model it was trained for; "" for none yet.
     """
 
-    #: whether what it gives is to be added to the next router's own logits on q (`predictors.estimated`)
+    #: whether what it gives is to be added to the next router's own logits on q
+    #: (`predictors.estimated`)
     residual = False
 
-    def __init__(self, H: int, E: int, L: int, width: int, expansion: int = 4, ahead: int = 1,
-                 model_id: str = "") -> None:
+    def __init__(
+        self,
+        H: int,
+        E: int,
+        L: int,
+        width: int,
+        expansion: int = 4,
+        ahead: int = 1,
+        model_id: str = "",
+    ) -> None:
         super().__init__()
         if not 1 <= ahead < L:
             raise ValueError(f"ahead is {ahead}; with {L} MoE layers it must be from 1 to {L - 1}")
-        self.config = {"H": H, "E": E, "L": L, "width": width, "expansion": expansion, "ahead": ahead}
+        self.config = {
+            "H": H,
+            "E": E,
+            "L": L,
+            "width": width,
+            "expansion": expansion,
+            "ahead": ahead,
+        }
         self.ahead, self.model_id = ahead, model_id
         self.A = nn.Linear(H, width)
         self.layer = nn.Embedding(L - ahead, width)
@@ -57,7 +77,8 @@ class Estimator(nn.Module):
         self.head = nn.Linear(width, E)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
-        """Router logits of layer + ahead, or what is added to them, float32 [T, E]; `layer` is one for all, or [T]."""
+        """Router logits of layer + ahead, or what is added to them, float32 [T, E]; `layer` is one
+        for all, or [T]."""
         x = self.A(q.float()) + self.layer.weight[layer]
         x = x + self.C(F.silu(self.B(x)))
         return self.head(self.norm(x))
@@ -68,11 +89,16 @@ class Estimator(nn.Module):
 
         §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
         """
-        a, b = 8, H + E + L - ahead + 8             # 8·w² + (H + E + L − ahead + 8)·w + E parameters: solved for w
+        a, b = (
+            8,
+            H + E + L - ahead + 8,
+        )  # 8·w² + (H + E + L − ahead + 8)·w + E parameters: solved for w
         width = 8 * round((math.sqrt(b * b + 4 * a * max(parameters - E, 0)) - b) / (2 * a) / 8)
         if width < 8:
-            raise ValueError(f"{parameters:,} parameters are too few for H={H}, E={E}; the smallest estimator has "
-                             f"{a * 64 + b * 8 + E:,}")
+            raise ValueError(
+                f"{parameters:,} parameters are too few for H={H}, E={E}; the smallest estimator has "
+                f"{a * 64 + b * 8 + E:,}"
+            )
         return cls(H, E, L, width, ahead=ahead)
 
     @property
@@ -81,28 +107,47 @@ class Estimator(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         kind = next(name for name, known in ESTIMATORS.items() if known is type(self))
-        about = {"format": FORMAT, "kind": kind, "model_id": self.model_id, "config": json.dumps(self.config)}
+        about = {
+            "format": FORMAT,
+            "kind": kind,
+            "model_id": self.model_id,
+            "config": json.dumps(self.config),
+        }
         return save_tensors(path, self.state_dict(), about)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
-        """Read an estimator of `model`, of the kind that was saved, onto its device; ValueError if it is not readable,
-        another model's, or of a kind that is not registered."""
-        estimator = load_tensors(path, FORMAT, "estimator", "moelab.speculate.train(…).estimator.save(path)",
-                                 {"kind": str, "config": dict[str, Size], "model_id": str}, _loaded)
-        check_model(model, estimator.model_id, f"{path} was trained for",
-                    "moelab.speculate.train trains one for this model")
+        """Read an estimator of `model`, of the kind that was saved, onto its device; ValueError if
+        it is not readable, another model's, or of a kind that is not registered."""
+        estimator = load_tensors(
+            path,
+            FORMAT,
+            "estimator",
+            "moelab.speculate.train(…).estimator.save(path)",
+            {"kind": str, "config": dict[str, Size], "model_id": str},
+            _loaded,
+        )
+        check_model(
+            model,
+            estimator.model_id,
+            f"{path} was trained for",
+            "moelab.speculate.train trains one for this model",
+        )
         check_geometry(model, (estimator.config["L"], estimator.config["E"]), path)
         return estimator.to(getattr(model, "device", "cpu")).eval()
 
 
-def _loaded(tensors: dict[str, Tensor], kind: str, config: dict[str, int], model_id: str) -> Estimator:
-    with torch.device("meta"):                  # no memory for what the file only claims to have
+def _loaded(
+    tensors: dict[str, Tensor], kind: str, config: dict[str, int], model_id: str
+) -> Estimator:
+    with torch.device("meta"):  # no memory for what the file only claims to have
         estimator = find("estimator", kind)(**config, model_id=model_id)
     for name, parameter in estimator.state_dict().items():
         checked(tensors, name, ("float32",), parameter.shape)
     # of its own: what safetensors gives lies in the file
-    estimator.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
+    estimator.load_state_dict(
+        {name: tensor.clone() for name, tensor in tensors.items()}, assign=True
+    )
     return estimator
 
 

@@ -1,9 +1,11 @@
-"""Running a model on predictions: announced for prefetching (hint), or executed (speculative, router-free).
+"""Running a model on predictions: announced for prefetching (hint), or executed (speculative,
+router-free).
 
-Source: Speculating Experts §4, §5.1 (Algorithm 1), §6.4. At each MoE layer, before its experts run, the predictor says
-what a later layer will choose; an executor with a method `prefetch(layer, ids)` is told and can load while it computes.
-In hint mode the true experts run, so no bit of the output changes; in speculative mode the later layer executes what
-was predicted for it; router-free, its router does not run (a residual estimator asks it, but a layer early).
+Source: Speculating Experts §4, §5.1 (Algorithm 1), §6.4. At each MoE layer, before its experts run,
+the predictor says what a later layer will choose; an executor with a method `prefetch(layer, ids)`
+is told and can load while it computes. In hint mode the true experts run, so no bit of the output
+changes; in speculative mode the later layer executes what was predicted for it; router-free, its
+router does not run (a residual estimator asks it, but a layer early).
 
 Shapes: s and r [T, H], ids and weights [T, K].
 """
@@ -34,30 +36,40 @@ class Speculation(AbstractContextManager):
     """A model that runs on predictions, until `close()` or the end of the `with`.
 
     model : any model that moelab can plug; whatever runs its experts stays in place.
-    predictor : `registry.make("predictor", name, model, …)` or your own; it belongs to one `Speculation`.
+    predictor : `registry.make("predictor", name, model, …)` or your own; it belongs to one
+        `Speculation`.
     mode : "hint", "speculative" or "router-free".
     prefill : whether predictions are executed in prefill too; they are announced in both phases.
 
-    In hint mode an executor with `opens` and a method `wants(layer)` says before each pass, and before each layer,
-    whether a prediction is worth its time. In a pass where none is, nothing lies on the layers, unless the predictor
-    learns from what routers choose; then it is told of that alone.
+    In hint mode an executor with `opens` and a method `wants(layer)` says before each pass, and
+    before each layer, whether a prediction is worth its time. In a pass where none is, nothing lies
+    on the layers, unless the predictor learns from what routers choose; then it is told of that
+    alone.
 
-    requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers chose where there was a
-        prediction, and how many of them were predicted. Padding does not count; nor do routers that did not run.
+    requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers
+        chose where there was a prediction, and how many of them were predicted. Padding does not
+        count; nor do routers that did not run.
 
-    Raises ValueError: an unknown mode; router-free without an estimator; a model whose residuals cannot be had.
-    """
+    Raises ValueError: an unknown mode; router-free without an estimator; a model whose residuals
+    cannot be had."""
 
-    def __init__(self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False
+    ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
         if mode == "router-free" and not isinstance(predictor, EstimatorPredictor):
-            raise ValueError(f"router-free needs the predictor 'estimator', which replaces routers; "
-                             f"{type(predictor).__name__} asks them")
+            raise ValueError(
+                f"router-free needs the predictor 'estimator', which replaces routers; "
+                f"{type(predictor).__name__} asks them"
+            )
         self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
         self.layers = discover(model)
-        self._entries = [stream.entry for stream in streams(model)] if predictor.reads_residual else \
-            [None for _ in self.layers]
+        self._entries = (
+            [stream.entry for stream in streams(model)]
+            if predictor.reads_residual
+            else [None for _ in self.layers]
+        )
         self._learns = type(predictor).observe is not Predictor.observe
         self._listening, self._hooks = False, Patches()
         self.reset()
@@ -67,8 +79,11 @@ class Speculation(AbstractContextManager):
             patches.enter_context(plugged(model))
             for stack, layers in recording.stacks(model):
                 first = layers[0].index == 0
-                patches.hook(stack.register_forward_pre_hook, lambda _m, args, kwargs, first=first: self._begin(
-                    first, args, kwargs), with_kwargs=True)
+                patches.hook(
+                    stack.register_forward_pre_hook,
+                    lambda _m, args, kwargs, first=first: self._begin(first, args, kwargs),
+                    with_kwargs=True,
+                )
                 patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
             patches.callback(lambda: self._hooks.close())
             self._listen(True)
@@ -78,7 +93,7 @@ class Speculation(AbstractContextManager):
         """Put on the layers what predicting needs, or take it off again."""
         if wanted is self._listening:
             return
-        self._listening = None                          # as long as it is neither: an interruption comes at any line
+        self._listening = None  # as long as it is neither: an interruption comes at any line
         self._hooks.close()
         with Patches() as patches:
             for layer, entry in zip(self.layers, self._entries):
@@ -91,29 +106,38 @@ class Speculation(AbstractContextManager):
 
     def _attach(self, layer: MoELayer, entry: nn.Module | None, patches: Patches) -> None:
         if entry is not None:
+
             def told(r: Tensor) -> None:
                 self._residuals[layer.index] = r
 
             def of_entry(_m: nn.Module, args: tuple) -> None:
                 told(args[0])
-            of_entry.told = told                        # for who computes it without calling the module
+
+            of_entry.told = told  # for who computes it without calling the module
             patches.hook(entry.register_forward_pre_hook, of_entry)
-        patches.hook(layer.router.register_forward_pre_hook,
-                     lambda _m, args: self._inputs.__setitem__(layer.index, args[0]))
+        patches.hook(
+            layer.router.register_forward_pre_hook,
+            lambda _m, args: self._inputs.__setitem__(layer.index, args[0]),
+        )
         # First of all hooks on the experts, so that a recording's sees what is executed.
-        patches.hook(layer.experts.register_forward_pre_hook,
-                     lambda _m, args, kwargs: (self._before(layer, *args, *kwargs.values()), {}), with_kwargs=True,
-                     prepend=True)
+        patches.hook(
+            layer.experts.register_forward_pre_hook,
+            lambda _m, args, kwargs: (self._before(layer, *args, *kwargs.values()), {}),
+            with_kwargs=True,
+            prepend=True,
+        )
         if self.mode == "router-free":
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
 
     def reset(self) -> None:
-        self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long,
-                                   device=getattr(self.model, "device", "cpu"))
+        self._counts = torch.zeros(
+            2, 2, len(self.layers), dtype=torch.long, device=getattr(self.model, "device", "cpu")
+        )
         self.requests, self.hits = self._counts
 
     def recall(self, phase: int | None = None) -> Tensor:
-        """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without predictions."""
+        """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
+        predictions."""
         pick = slice(None) if phase is None else slice(phase, phase + 1)
         return self.hits[pick].sum(0).double() / self.requests[pick].sum(0)
 
@@ -123,11 +147,18 @@ class Speculation(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
     def _begin(self, first: bool, args: tuple, kwargs: dict[str, Any]) -> None:
         self._end()
-        inputs = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-        S, cache, mask = inputs.shape[1], kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        inputs = next(
+            x
+            for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+            if x is not None
+        )
+        S, cache, mask = (
+            inputs.shape[1],
+            kwargs.get("past_key_values"),
+            kwargs.get("attention_mask"),
+        )
         cached = int(cache.get_seq_length()) if cache is not None else 0
         if first and not cached:
             self.predictor.begin()
@@ -139,8 +170,8 @@ class Speculation(AbstractContextManager):
 
     def _end(self) -> None:
         self._running, self._phase = False, PREFILL
-        self._real: Tensor | None = None                        # which of the T tokens are no padding; None: all
-        self._residuals: dict[int, Tensor] = {}                 # r and the router's input of each layer
+        self._real: Tensor | None = None  # which of the T tokens are no padding; None: all
+        self._residuals: dict[int, Tensor] = {}  # r and the router's input of each layer
         self._inputs: dict[int, Tensor] = {}
         self._predicted: dict[int, Prediction] = {}
 
@@ -149,17 +180,23 @@ class Speculation(AbstractContextManager):
         return self._running and self.mode != "hint" and (self.prefill or self._phase == DECODE)
 
     @torch.no_grad()
-    def _before(self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _before(
+        self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts of a layer are to run with (Algorithm 1)."""
-        if not self._running or layer.index not in self._inputs:            # a part of the model was called by itself
+        if (
+            not self._running or layer.index not in self._inputs
+        ):  # a part of the model was called by itself
             return s, ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)
-        if mine is None or not (self._executes and self.mode == "router-free"):         # the true router has run
+        if mine is None or not (
+            self._executes and self.mode == "router-free"
+        ):  # the true router has run
             true = self._observe(index, ids, weights)
             if mine is not None:
                 self._count(index, mine[0], true)
         if mine is not None and self._executes:
-            ids, weights = mine                                 # lines 6–7
+            ids, weights = mine  # lines 6–7
         seen = self._inputs.pop(index)
         r = self._residuals.pop(index) if self.predictor.reads_residual else seen
         if (target := self.predictor.targets.get(index)) is None:
@@ -168,16 +205,17 @@ class Speculation(AbstractContextManager):
         if self.mode == "hint" and hasattr(executor, "wants") and not executor.wants(target.index):
             return s, ids, weights
         seen, r = (x.reshape(len(ids), -1) for x in (seen, r))
-        prediction = self.predictor.predict(index, seen, r, ids, weights)                               # line 8
+        prediction = self.predictor.predict(index, seen, r, ids, weights)  # line 8
         if prediction is not None:
             check(prediction, len(ids), self.predictor)
             self._predicted[target.index] = prediction
             if (prefetch := getattr(executor, "prefetch", None)) is not None:
-                prefetch(target.index, prediction[0])                                                   # line 9
+                prefetch(target.index, prediction[0])  # line 9
         return s, ids, weights
 
     def _observe(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
-        """Tell the predictor what a router chose, ids and weights [T, K]; returns the ids, E for padding."""
+        """Tell the predictor what a router chose, ids and weights [T, K]; returns the ids, E for
+        padding."""
         if self._running and self._real is not None:
             ids = ids.masked_fill(~self._real[:, None], self.predictor.spec.E)
         if self._running:
@@ -185,16 +223,22 @@ class Speculation(AbstractContextManager):
         return ids
 
     def _count(self, layer: int, predicted: Tensor, true: Tensor) -> None:
-        if len(true) == 1 and self._counts.device.type == "cpu":        # a decode step: sets are faster than tensors
+        if (
+            len(true) == 1 and self._counts.device.type == "cpu"
+        ):  # a decode step: sets are faster than tensors
             chosen = set(true[0].tolist()) - {self.predictor.spec.E}
             self._counts.numpy()[:, self._phase, layer] += (
-                len(chosen), len(chosen.intersection(predicted[0].tolist())))
+                len(chosen),
+                len(chosen.intersection(predicted[0].tolist())),
+            )
             return
         there = true != self.predictor.spec.E
         self.requests[self._phase, layer] += there.sum()
         self.hits[self._phase, layer] += (found(predicted, true) & there).sum()
 
-    def _routed(self, layer: MoELayer, below: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _routed(
+        self, layer: MoELayer, below: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """The forward of a router in router-free mode, around the one `below`."""
         if not self._executes or layer.index not in self._predicted:
             return below(x, *args, **kwargs)
@@ -208,16 +252,33 @@ class Speculation(AbstractContextManager):
 def check(prediction: Any, T: int, predictor: Predictor) -> None:
     """ValueError, naming the predictor, unless this is a prediction for T tokens."""
     E, told = predictor.spec.E, f"a {type(prediction).__name__}"
-    if isinstance(prediction, tuple) and len(prediction) == 2 and all(isinstance(t, Tensor) for t in prediction):
-        (ids, weights), told = prediction, " and ".join(f"{t.dtype} {list(t.shape)}" for t in prediction)
+    if (
+        isinstance(prediction, tuple)
+        and len(prediction) == 2
+        and all(isinstance(t, Tensor) for t in prediction)
+    ):
+        (ids, weights), told = (
+            prediction,
+            " and ".join(f"{t.dtype} {list(t.shape)}" for t in prediction),
+        )
         whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-        if whole and ids.dim() == 2 and ids.shape == weights.shape and len(ids) == T and ids.numel():
-            low, high = (min(flat := ids.tolist()[0]), max(flat)) if T == 1 else map(int, ids.aminmax())
+        if (
+            whole
+            and ids.dim() == 2
+            and ids.shape == weights.shape
+            and len(ids) == T
+            and ids.numel()
+        ):
+            low, high = (
+                (min(flat := ids.tolist()[0]), max(flat)) if T == 1 else map(int, ids.aminmax())
+            )
             if 0 <= low <= high <= E:
                 return
             told = f"ids from {low} to {high}"
-    raise ValueError(f"the predictor {named(predictor)} predicted {told}; expected are (ids, weights), [{T}, K] "
-                     f"each, the ids whole numbers from 0 to {E - 1}, or {E} for no expert")
+    raise ValueError(
+        f"the predictor {named(predictor)} predicted {told}; expected are (ids, weights), [{T}, K] "
+        f"each, the ids whole numbers from 0 to {E - 1}, or {E} for no expert"
+    )
 
 
 def found(predicted: Tensor, true: Tensor) -> Tensor:

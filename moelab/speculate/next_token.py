@@ -1,13 +1,15 @@
-"""Which experts the next tokens will choose at a layer: a ridge regression from its router input, for caches (ours).
+"""Which experts the next tokens will choose at a layer: a ridge regression from its router input,
+for caches (ours).
 
-The router input s_t of a layer says what this token is about, and so, in part, what the next one will be; what the
-layer chose lately, u_t, says which experts this text uses at all. `moelab.cache.next_token` evicts by the expectation
+The router input s_t of a layer says what this token is about, and so, in part, what the next one
+will be; what the layer chose lately, u_t, says which experts this text uses at all.
+`moelab.cache.next_token` evicts by the expectation
 
     ŷ_t = W_l [s_t, u_t, 1]  of  y_t = (1 − γ) Σ_i γ^i [chosen by token t + 1 + i]
     u_t = [chosen by t] + 2^(−1/h) u_{t−1}
 
-W is fitted to a recorded calibration text, with the strength of the ridge that predicts its last fifth best. Left out:
-tokens of a batch apart from each other; their expectations are averaged.
+W is fitted to a recorded calibration text, with the strength of the ridge that predicts its last
+fifth best. Left out: tokens of a batch apart from each other; their expectations are averaged.
 
 Shapes: s [T, H], u [E], W [L, H + E + 1, E].
 """
@@ -52,7 +54,8 @@ class NextToken:
         object.__setattr__(self, "_tables", self.W.numpy())
 
     def expected(self, layer: int, s: np.ndarray, u: np.ndarray) -> np.ndarray:
-        """ŷ [E] of a layer, from the router inputs s [T, H] of the tokens that go on and recent uses u [E]."""
+        """ŷ [E] of a layer, from the router inputs s [T, H] of the tokens that go on and recent
+        uses u [E]."""
         H, W = s.shape[-1], self._tables[layer]
         return s.mean(0) @ W[:H] + u @ W[H:-1] + W[-1]
 
@@ -63,17 +66,32 @@ class NextToken:
 
     def save(self, path: str | Path) -> Path:
         about = {"half_life": self.half_life, "discount": self.discount}
-        return save_tensors(path, {"W": self.W}, {
-            "format": FORMAT, "model_id": self.model_id, "about": json.dumps(about)})
+        return save_tensors(
+            path,
+            {"W": self.W},
+            {"format": FORMAT, "model_id": self.model_id, "about": json.dumps(about)},
+        )
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> NextToken:
         """Read what was fitted for `model`. ValueError if it is not readable or another model's."""
         fits = "moelab.speculate.next_token.fit(trace)"
-        found = load_tensors(path, FORMAT, "next-token regression", f"{fits}.save(path)",
-                             {"about": _About, "model_id": str}, lambda tensors, about, model_id: cls(
-                                 checked(tensors, "W", ("float32",), (None, None, None)), **about, model_id=model_id))
-        check_model(model, found.model_id, f"{path} was fitted to", f"{fits} fits one to a trace of this one")
+        found = load_tensors(
+            path,
+            FORMAT,
+            "next-token regression",
+            f"{fits}.save(path)",
+            {"about": _About, "model_id": str},
+            lambda tensors, about, model_id: cls(
+                checked(tensors, "W", ("float32",), (None, None, None)), **about, model_id=model_id
+            ),
+        )
+        check_model(
+            model,
+            found.model_id,
+            f"{path} was fitted to",
+            f"{fits} fits one to a trace of this one",
+        )
         check_geometry(model, found.shape, path)
         return found
 
@@ -81,14 +99,19 @@ class NextToken:
 def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> NextToken:
     """Fit W to a trace that was recorded with `hidden=True`.
 
-    discount : γ; 0 asks for the next token's experts alone, more for those of the tokens after it, too.
+    discount : γ; 0 asks for the next token's experts alone, more for those of the tokens after it,
+        too.
 
     Raises ValueError: a trace without router inputs, or of fewer than five prompts.
     """
     if trace.router_inputs is None:
-        raise ValueError("this trace has no router inputs; moelab.record(model, prompts, hidden=True) records them")
+        raise ValueError(
+            "this trace has no router inputs; moelab.record(model, prompts, hidden=True) records them"
+        )
     if trace.sequences < 5:
-        raise ValueError(f"the trace has {trace.sequences} prompts; five are the least, as one is held out")
+        raise ValueError(
+            f"the trace has {trace.sequences} prompts; five are the least, as one is held out"
+        )
     spec, layers = trace.spec, []
     order = torch.argsort(trace.sequence.long(), stable=True)
     sequence = trace.sequence[order].long()
@@ -118,18 +141,23 @@ def lately(chosen: Tensor, half_life: float) -> Tensor:
 
 
 def coming(chosen: Tensor, sequence: Tensor, discount: float) -> tuple[Tensor, Tensor]:
-    """(y of every token [T, E], whether it is the last of its sequence [T], after which nothing is known)."""
+    """(y of every token [T, E], whether it is the last of its sequence [T], after which nothing is
+    known)."""
     y, last = torch.zeros_like(chosen), torch.ones(len(chosen), dtype=torch.bool)
     last[:-1] = sequence[1:] != sequence[:-1]
     for t in range(len(chosen) - 2, -1, -1):
         if not last[t]:
             # what comes after the end of a sequence is taken to go on like its last token
-            y[t] = (1 - discount) * chosen[t + 1] + discount * (chosen[t + 1] if last[t + 1] else y[t + 1])
+            y[t] = (1 - discount) * chosen[t + 1] + discount * (
+                chosen[t + 1] if last[t + 1] else y[t + 1]
+            )
     return y, last
 
 
 def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
-    """W [F, E] of y ≈ x W by all rows, with the strength that predicts the rows `held_out` [T] best from the rest."""
+    """W [F, E] of y ≈ x W by all rows, with the strength that predicts the rows `held_out` [T] best
+    from the rest."""
+
     def products(rows: Tensor) -> tuple[Tensor, Tensor]:
         some = x[rows].double()
         return some.T @ some, some.T @ y[rows].double()
@@ -140,5 +168,7 @@ def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
         return torch.linalg.solve(gram, target).float()
 
     part, rest = products(~held_out), products(held_out)
-    errors = {s: float((x[held_out] @ solved(part, s) - y[held_out]).square().sum()) for s in RIDGES}
+    errors = {
+        s: float((x[held_out] @ solved(part, s) - y[held_out]).square().sum()) for s in RIDGES
+    }
     return solved((part[0].add_(rest[0]), part[1] + rest[1]), min(errors, key=errors.get))

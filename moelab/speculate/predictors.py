@@ -1,13 +1,13 @@
 """Predictors: which experts a later layer will choose, asked before this layer's experts have run.
 
-Source: Speculating Experts §3.3 (router, quasi), §4 (executing predictions, hence the weights), §6.1, §6.3 (estimator,
-hybrid), §8 (several layers ahead); GPU-NDP §III-D (frequency).
+Source: Speculating Experts §3.3 (router, quasi), §4 (executing predictions, hence the weights),
+§6.1, §6.3 (estimator, hybrid), §8 (several layers ahead); GPU-NDP §III-D (frequency).
 
     s, r [T, H]    ids, weights [T, K]    →    ids, weights [T, K] of layer + ahead
 
-Ids and weights come out of the architecture's own router code, whatever the logits came from, so a prediction can be
-executed. A router that drops tokens for lack of capacity (Switch) is asked as if there were always room.
-"""
+Ids and weights come out of the architecture's own router code, whatever the logits came from, so a
+prediction can be executed. A router that drops tokens for lack of capacity (Switch) is asked as if
+there were always room."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from moelab.trace import RoutingTrace
 
 #: (ids [T, K], weights [T, K])
 Prediction = tuple[Tensor, Tensor]
-#: (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted; with a true attribute `residual`, what
-#: is added to those of its router on q
+#: (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted; with a true
+#: attribute `residual`, what is added to those of its router on q
 Estimate = Callable[[Tensor, int], Tensor]
 #: what predictors are made of, as keyword arguments, and where it comes from
 INGREDIENTS = {
@@ -39,12 +39,17 @@ INGREDIENTS = {
     "estimator": "a trained moelab.speculate.Estimator (--estimator FILE)",
     "choice": "moelab.speculate.scoring.choose(trace, model, vectors, estimator)",
     "trace": "moelab.record(model, prompts), or for static calibration= (--calibration FILE of `moelab calibrate`)",
-    "seed": "an integer"}
+    "seed": "an integer",
+}
 
 
 def takes(name: str) -> list[str]:
     """Which of the `INGREDIENTS` a predictor takes, by its name in the registry."""
-    return [part for part in inspect.signature(find("predictor", name)).parameters if part in INGREDIENTS]
+    return [
+        part
+        for part in inspect.signature(find("predictor", name)).parameters
+        if part in INGREDIENTS
+    ]
 
 
 def lacking(name: str) -> list[str]:
@@ -52,7 +57,9 @@ def lacking(name: str) -> list[str]:
     return [part for part in takes(name) if part not in ("vectors", "seed")]
 
 
-# ------------------------------------------------------------------------------------------------- asking a router
+# -------------------------------------------------------------------------------------------------
+# asking a router
+
 
 class _GivenLogits(TorchFunctionMode):
     """While active, a router's linear layer yields the given logits [T, E] in place of its own."""
@@ -61,7 +68,9 @@ class _GivenLogits(TorchFunctionMode):
         super().__init__()
         self.logits, self.calls = logits, 0
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is not F.linear:
             return func(*args, **(kwargs or {}))
         self.calls += 1
@@ -74,8 +83,8 @@ def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Predictio
 
     logits : [T, E] that take the place of the router's own; its own code makes weights of them.
 
-    Raises ValueError: logits for a router whose code computes its own in another way than by one linear layer.
-    """
+    Raises ValueError: logits for a router whose code computes its own in another way than by one
+    linear layer."""
     return layer.routing(ask(layer, x, logits))
 
 
@@ -86,8 +95,10 @@ def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
     with _GivenLogits(logits) as given:
         output = layer.ask(x, own=True)
     if given.calls != 1:
-        raise ValueError(f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so an "
-                         f"estimator's logits cannot take the place of its own; use a predictor that asks the router")
+        raise ValueError(
+            f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so an "
+            f"estimator's logits cannot take the place of its own; use a predictor that asks the router"
+        )
     return output
 
 
@@ -96,7 +107,8 @@ LOGITS = {"Llama4Router": 1, "SwitchTransformersTop1Router": 2}
 
 
 def teacher(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Tensor:
-    """The logits, float32 [T, E], by which the true router chooses for router inputs x [T, H]; logits as of `route`."""
+    """The logits, float32 [T, E], by which the true router chooses for router inputs x [T, H];
+    logits as of `route`."""
     output = ask(layer, x, logits)[LOGITS.get(type(layer.router).__name__, 0)]
     return output.reshape(len(x), -1).float()
 
@@ -108,16 +120,23 @@ def estimated(estimator: Estimate, layer: int, target: MoELayer, q: Tensor) -> T
 
 
 def check_given(layer: MoELayer, H: int) -> None:
-    """ValueError for a router that does not choose by given logits as by its own: one that scales or caps them."""
+    """ValueError for a router that does not choose by given logits as by its own: one that scales
+    or caps them."""
     parameter = next(layer.router.parameters())
-    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0)).to(parameter.device, parameter.dtype)
+    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0)).to(
+        parameter.device, parameter.dtype
+    )
     logits = teacher(layer, x)
     if not torch.allclose(teacher(layer, x, logits), logits, rtol=2e-2):
-        raise ValueError(f"{layer.name}: {type(layer.router).__name__} changes its logits after its linear layer, so "
-                         f"an estimator's cannot take their place; use a predictor that asks the router")
+        raise ValueError(
+            f"{layer.name}: {type(layer.router).__name__} changes its logits after its linear layer, so "
+            f"an estimator's cannot take their place; use a predictor that asks the router"
+        )
 
 
-# ------------------------------------------------------------------------------------------------------ predictors
+# ------------------------------------------------------------------------------------------------------
+# predictors
+
 
 class Predictor(ABC):
     """Predicts, at MoE layer l, the experts and weights of layer l + ahead."""
@@ -127,33 +146,44 @@ class Predictor(ABC):
 
     def __init__(self, model: nn.Module, *, ahead: int = 1) -> None:
         if ahead < 1:
-            raise ValueError(f"ahead is {ahead}; a prediction is for a later layer, so it must be at least 1")
+            raise ValueError(
+                f"ahead is {ahead}; a prediction is for a later layer, so it must be at least 1"
+            )
         self.ahead, self.spec = ahead, spec_of(model)
         self.device = getattr(model, "device", torch.device("cpu"))
         #: predicting layer → predicted layer; none across the border between encoder and decoder
         self.targets: dict[int, MoELayer] = {
-            here.index: there for _, layers in recording.stacks(model) for here, there in zip(layers, layers[ahead:])}
+            here.index: there
+            for _, layers in recording.stacks(model)
+            for here, there in zip(layers, layers[ahead:])
+        }
 
     def begin(self) -> None:
         """A new prompt, or a new batch of prompts, starts."""
 
     def observe(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        """What the true router of `layer` chose for the T = B·S tokens of a pass, [T, K] each; E where nothing ran."""
+        """What the true router of `layer` chose for the T = B·S tokens of a pass, [T, K] each; E
+        where nothing ran."""
 
     @abstractmethod
-    def predict(self, layer: int, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor) -> Prediction | None:
+    def predict(
+        self, layer: int, s: Tensor, r: Tensor, ids: Tensor, weights: Tensor
+    ) -> Prediction | None:
         """(ids [T, K], weights [T, K]) of `targets[layer]`; None where there is nothing to say.
 
-        layer : one of `targets`. s : its router input [T, H]. ids, weights : what it executes, [T, K].
-        r : residual before its norm [T, H]; undefined for a predictor that does not say `reads_residual`.
-        """
+        layer : one of `targets`. s : its router input [T, H]. ids, weights : what it executes, [T,
+            K].
+        r : residual before its norm [T, H]; undefined for a predictor that does not say
+        `reads_residual`."""
 
     def _needs(self, **ingredients: Any) -> None:
         for name, value in ingredients.items():
             if value is None:
                 made = type(self).__name__
-                raise ValueError(f"the predictor {made} needs {name}={INGREDIENTS[name]}: "
-                                 f"prefetch=lambda model: {made}(model, {name}=…)")
+                raise ValueError(
+                    f"the predictor {made} needs {name}={INGREDIENTS[name]}: "
+                    f"prefetch=lambda model: {made}(model, {name}=…)"
+                )
 
 
 class NextRouter(Predictor):
@@ -172,14 +202,16 @@ class Quasi(Predictor):
 
     reads_residual = True
 
-    def __init__(self, model: nn.Module, *, vectors: DefaultVectors | None = None, ahead: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, *, vectors: DefaultVectors | None = None, ahead: int = 1
+    ) -> None:
         super().__init__(model, ahead=ahead)
         self._needs(vectors=vectors)
         vectors.check(model)
         self.vectors, self.streams = vectors.to(self.device), streams(model)
 
     def quasi(self, layer: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        path = self.streams[layer:self.targets[layer].index + 1]
+        path = self.streams[layer : self.targets[layer].index + 1]
         return quasi_hidden(path, r, self.vectors.layer_default(layer, ids, weights))
 
     def predict(self, layer, s, r, ids, weights):
@@ -187,22 +219,38 @@ class Quasi(Predictor):
 
 
 class Hybrid(Quasi):
-    """Per layer the estimator or the next router on q, whichever was better on validation (§6.3, Hybrid-PF).
+    """Per layer the estimator or the next router on q, whichever was better on validation (§6.3,
+    Hybrid-PF).
 
     choice : bool for each of the L layers; `moelab.speculate.scoring.choose` finds it.
     """
 
-    def __init__(self, model: nn.Module, *, vectors: DefaultVectors | None = None, estimator: Estimate | None = None,
-                 choice: Sequence[bool] | None = None, ahead: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vectors: DefaultVectors | None = None,
+        estimator: Estimate | None = None,
+        choice: Sequence[bool] | None = None,
+        ahead: int = 1,
+    ) -> None:
         super().__init__(model, vectors=vectors, ahead=ahead)
         self._needs(estimator=estimator, choice=choice)
         if len(choice) != self.spec.L:
-            raise ValueError(f"choice has {len(choice)} entries; it needs one for each of the {self.spec.L} MoE layers")
+            raise ValueError(
+                f"choice has {len(choice)} entries; it needs one for each of the {self.spec.L} MoE layers"
+            )
         if (trained := getattr(estimator, "ahead", ahead)) != ahead:
-            raise ValueError(f"this estimator was trained to look {trained} layer(s) ahead, not {ahead}")
+            raise ValueError(
+                f"this estimator was trained to look {trained} layer(s) ahead, not {ahead}"
+            )
         if model_id := getattr(estimator, "model_id", ""):
-            check_model(model, model_id, "this estimator was trained for",
-                        "moelab.speculate.train trains one for this model")
+            check_model(
+                model,
+                model_id,
+                "this estimator was trained for",
+                "moelab.speculate.train trains one for this model",
+            )
         self.estimator, self.choice = estimator, tuple(bool(c) for c in choice)
         for layer, target in self.targets.items():
             if self.choice[layer]:
@@ -210,23 +258,38 @@ class Hybrid(Quasi):
 
     def predict(self, layer, s, r, ids, weights):
         q, target = self.quasi(layer, r, ids, weights), self.targets[layer]
-        return route(target, q, estimated(self.estimator, layer, target, q) if self.choice[layer] else None)
+        return route(
+            target, q, estimated(self.estimator, layer, target, q) if self.choice[layer] else None
+        )
 
 
 class EstimatorPredictor(Hybrid):
     """A trained estimator of the next router's logits on q, at every layer (§6.1, §6.3, Est-PF)."""
 
-    def __init__(self, model: nn.Module, *, vectors: DefaultVectors | None = None, estimator: Estimate | None = None,
-                 ahead: int = 1) -> None:
-        super().__init__(model, vectors=vectors, estimator=estimator, choice=[True] * spec_of(model).L, ahead=ahead)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        vectors: DefaultVectors | None = None,
+        estimator: Estimate | None = None,
+        ahead: int = 1,
+    ) -> None:
+        super().__init__(
+            model,
+            vectors=vectors,
+            estimator=estimator,
+            choice=[True] * spec_of(model).L,
+            ahead=ahead,
+        )
 
 
 class Frequency(Predictor):
-    """The experts that this prompt's own prefill chose most often, with their mean weights (GPU-NDP §III-D)."""
+    """The experts that this prompt's own prefill chose most often, with their mean weights (GPU-NDP
+    §III-D)."""
 
     def begin(self) -> None:
-        self.prefill: dict[int, Prediction] = {}            # layer → ids and weights [B·S, K]
-        self.popular: dict[int, Prediction] = {}            # layer → ids and weights [B, K]
+        self.prefill: dict[int, Prediction] = {}  # layer → ids and weights [B·S, K]
+        self.popular: dict[int, Prediction] = {}  # layer → ids and weights [B, K]
 
     def observe(self, layer, ids, weights):
         self.prefill.setdefault(layer, (ids, weights))
@@ -238,24 +301,38 @@ class Frequency(Predictor):
             seen = self.prefill.get(target)
             if seen is None or len(seen[0]) % len(ids):
                 return None
-            self.popular[target] = known = popular(*(t.reshape(len(ids), -1) for t in seen), self.spec.E, self.spec.K)
+            self.popular[target] = known = popular(
+                *(t.reshape(len(ids), -1) for t in seen), self.spec.E, self.spec.K
+            )
         return known
 
 
 class Static(Predictor):
-    """The layer's most popular experts of a recorded trace, the same for every token, with their mean weights; of a
-    calibration, which counts no weights, with equal ones."""
+    """The layer's most popular experts of a recorded trace, the same for every token, with their
+    mean weights; of a calibration, which counts no weights, with equal ones."""
 
     def __init__(self, model: nn.Module, *, trace: Any = None, ahead: int = 1) -> None:
         super().__init__(model, ahead=ahead)
         self._needs(trace=trace)
         if not isinstance(trace, RoutingTrace):
-            chosen = trace.require(identity(model), self.spec).counts().topk(self.spec.K).indices.to(self.device)
-            self.popular = [t[:, None] for t in (chosen, torch.full_like(chosen, 1 / self.spec.K, dtype=torch.float32))]
+            chosen = (
+                trace.require(identity(model), self.spec)
+                .counts()
+                .topk(self.spec.K)
+                .indices.to(self.device)
+            )
+            self.popular = [
+                t[:, None]
+                for t in (chosen, torch.full_like(chosen, 1 / self.spec.K, dtype=torch.float32))
+            ]
             return
         of_model(trace, model)
-        ids, weights = (t.movedim(1, 0).flatten(1).to(self.device) for t in (trace.ids.long(), trace.weights))
-        self.popular = [t[:, None] for t in popular(ids, weights, self.spec.E, self.spec.K)]     # [L, 1, K] each
+        ids, weights = (
+            t.movedim(1, 0).flatten(1).to(self.device) for t in (trace.ids.long(), trace.weights)
+        )
+        self.popular = [
+            t[:, None] for t in popular(ids, weights, self.spec.E, self.spec.K)
+        ]  # [L, 1, K] each
 
     def predict(self, layer, s, r, ids, weights):
         return tuple(t[self.targets[layer].index].expand(len(ids), -1) for t in self.popular)
@@ -265,7 +342,7 @@ class Previous(Predictor):
     """What the token before chose at that layer, with its weights; nothing during prefill."""
 
     def begin(self) -> None:
-        self.last: dict[int, Prediction] = {}               # layer → ids and weights [B·S, K]
+        self.last: dict[int, Prediction] = {}  # layer → ids and weights [B·S, K]
 
     def observe(self, layer, ids, weights):
         self.last[layer] = ids, weights
@@ -278,34 +355,45 @@ class Previous(Predictor):
 
 
 class Oracle(Predictor):
-    """The truth, from a trace of the very same prompts run one by one in the same order, over and over: a control."""
+    """The truth, from a trace of the very same prompts run one by one in the same order, over and
+    over: a control."""
 
-    def __init__(self, model: nn.Module, *, trace: RoutingTrace | None = None, ahead: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, *, trace: RoutingTrace | None = None, ahead: int = 1
+    ) -> None:
         super().__init__(model, ahead=ahead)
         self._needs(trace=trace)
         self.trace = of_model(trace, model)
-        self.prompts = [torch.nonzero(trace.sequence == i).flatten() for i in range(trace.sequences)]     # rows of each
+        self.prompts = [
+            torch.nonzero(trace.sequence == i).flatten() for i in range(trace.sequences)
+        ]  # rows of each
         self.stacks = [{layer.index for layer in layers} for _, layers in recording.stacks(model)]
         self.prompt = self.next = 0
 
     def begin(self) -> None:
-        if self.next:                           # the current prompt has been run
+        if self.next:  # the current prompt has been run
             self.prompt = (self.prompt + 1) % len(self.prompts)
-        self.first = self.next = 0              # rows of this prompt: the current forward pass and what comes after it
+        self.first = self.next = (
+            0  # rows of this prompt: the current forward pass and what comes after it
+        )
         self.seen: set[int] = set()
 
     def observe(self, layer, ids, weights):
         stack = next(stack for stack in self.stacks if layer in stack)
-        if not self.seen or layer in self.seen or not self.seen <= stack:               # a new forward pass
+        if not self.seen or layer in self.seen or not self.seen <= stack:  # a new forward pass
             self.first, self.next, self.seen = self.next, self.next + len(ids), set()
         self.seen.add(layer)
         if not torch.equal(self._rows(layer)[0], ids):
-            raise ValueError(f"prompt {self.prompt}, layer {layer}: the model does not choose what the oracle's trace "
-                             f"says; it needs a trace of the same prompts, run one by one in the same order")
+            raise ValueError(
+                f"prompt {self.prompt}, layer {layer}: the model does not choose what the oracle's trace "
+                f"says; it needs a trace of the same prompts, run one by one in the same order"
+            )
 
     def _rows(self, layer: int) -> Prediction:
-        rows = self.prompts[self.prompt][self.first:self.next]
-        return self.trace.ids[rows, layer].long().to(self.device), self.trace.weights[rows, layer].to(self.device)
+        rows = self.prompts[self.prompt][self.first : self.next]
+        return self.trace.ids[rows, layer].long().to(self.device), self.trace.weights[
+            rows, layer
+        ].to(self.device)
 
     def predict(self, layer, s, r, ids, weights):
         return self._rows(self.targets[layer].index)
@@ -324,13 +412,18 @@ class Random(Predictor):
 
 
 def of_model(trace: RoutingTrace, model: nn.Module) -> RoutingTrace:
-    check_model(model, trace.model_id, f"this trace ({trace.spec.name}) was recorded from",
-                "moelab.record(model, prompts) records one of this model")
+    check_model(
+        model,
+        trace.model_id,
+        f"this trace ({trace.spec.name}) was recorded from",
+        "moelab.record(model, prompts) records one of this model",
+    )
     return trace
 
 
 def popular(ids: Tensor, weights: Tensor, E: int, K: int) -> Prediction:
-    """The K most frequent experts of each row and their mean weights, [B, K]; ids and weights [B, n], E is none."""
+    """The K most frequent experts of each row and their mean weights, [B, K]; ids and weights [B,
+    n], E is none."""
     B = len(ids)
     zeros = torch.zeros(B, E + 1, device=ids.device)
     counts = zeros.scatter_add(1, ids, torch.ones_like(ids, dtype=torch.float32))
@@ -341,8 +434,15 @@ def popular(ids: Tensor, weights: Tensor, E: int, K: int) -> Prediction:
 
 #: name → predictor, a class or an `Entry`; another one is a class and a line here
 PREDICTORS: dict[str, type[Predictor] | Entry] = {
-    "router": NextRouter, "quasi": Quasi, "estimator": EstimatorPredictor, "hybrid": Hybrid, "frequency": Frequency,
-    "static": Static, "previous": Previous,
-    "oracle": Entry(Oracle, "the truth from a trace of the same prompts: a control, 100 %", teaching=True),
+    "router": NextRouter,
+    "quasi": Quasi,
+    "estimator": EstimatorPredictor,
+    "hybrid": Hybrid,
+    "frequency": Frequency,
+    "static": Static,
+    "previous": Previous,
+    "oracle": Entry(
+        Oracle, "the truth from a trace of the same prompts: a control, 100 %", teaching=True
+    ),
     "random": Entry(Random, "K different experts at random: a control, K/E", teaching=True),
 }

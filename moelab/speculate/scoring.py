@@ -1,9 +1,10 @@
-"""How well signals and predictors predict routing, from a trace that was recorded with `hidden=True`.
+"""How well signals and predictors predict routing, from a trace that was recorded with
+`hidden=True`.
 
-Source: Speculating Experts §3.3: cosine similarity to the true router input (Fig. 3), recall@K (Fig. 4) and rank
-alignment (Fig. 5). Entry l of a result, [L − ahead], is about what layer l says of layer l + ahead; what executing a
-prediction does to later layers is not seen here (`moelab.speculate.execution`).
-"""
+Source: Speculating Experts §3.3: cosine similarity to the true router input (Fig. 3), recall@K
+(Fig. 4) and rank alignment (Fig. 5). Entry l of a result, [L − ahead], is about what layer l says
+of layer l + ahead; what executing a prediction does to later layers is not seen here
+(`moelab.speculate.execution`)."""
 
 from __future__ import annotations
 
@@ -27,8 +28,10 @@ from moelab.trace import DECODE, RoutingTrace
 class Score:
     """What a predictor got right, by prompt (P of them) and predicting layer.
 
-    requests, hits : int64 [P, L − ahead], experts chosen where there was a prediction; those that were predicted.
-    aligned : int64 [L − ahead, K], tokens whose expert of each rank, by weight, was predicted at that very rank.
+    requests, hits : int64 [P, L − ahead], experts chosen where there was a prediction; those that
+        were predicted.
+    aligned : int64 [L − ahead, K], tokens whose expert of each rank, by weight, was predicted at
+        that very rank.
     tokens : int64 [L − ahead, K], tokens that had an expert of that rank.
     """
 
@@ -44,10 +47,15 @@ class Score:
 
     @property
     def standard_error(self) -> Tensor:
-        """Of `recall`, float64 [L − ahead]: prompts are the independent samples (ratio estimator)."""
+        """Of `recall`, float64 [L − ahead]: prompts are the independent samples (ratio
+        estimator)."""
         P, n = len(self.hits), self.requests.sum(0)
-        rest = self.hits - self.recall * self.requests                                  # [P, L − ahead]
-        return (rest.square().sum(0) * P / (P - 1)).sqrt() / n if P > 1 else torch.full_like(self.recall, torch.nan)
+        rest = self.hits - self.recall * self.requests  # [P, L − ahead]
+        return (
+            (rest.square().sum(0) * P / (P - 1)).sqrt() / n
+            if P > 1
+            else torch.full_like(self.recall, torch.nan)
+        )
 
     @property
     def margin(self) -> Tensor:
@@ -62,11 +70,14 @@ class Score:
 
 @torch.no_grad()
 def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -> Score:
-    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in both."""
+    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in
+    both."""
     n, E, K = trace.spec.L - predictor.ahead, trace.spec.E, trace.spec.K
     requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long)
     aligned, tokens = torch.zeros(2, n, K, dtype=torch.long)
-    for prompt, passes in walk(trace, token_by_token=type(predictor).observe is not Predictor.observe):
+    for prompt, passes in walk(
+        trace, token_by_token=type(predictor).observe is not Predictor.observe
+    ):
         predictor.begin()
         for one in passes:
             for layer in one.layers:
@@ -81,17 +92,22 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
                 there = true != E
                 requests[prompt, layer] += int(there.sum())
                 hits[prompt, layer] += int((found(prediction[0], true) & there).sum())
-                by_rank, there = ranked(true, true_weights, E), there.sort(-1, descending=True).values
+                by_rank, there = (
+                    ranked(true, true_weights, E),
+                    there.sort(-1, descending=True).values,
+                )
                 aligned[layer] += ((ranked(*prediction, E) == by_rank) & there).sum(0).cpu()
                 tokens[layer] += there.sum(0).cpu()
     return Score(requests, hits, aligned, tokens)
 
 
 @torch.no_grad()
-def similarity(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, phase: int | None = None
-               ) -> dict[str, Tensor]:
-    """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + 1, float64 [L − 1] each
-    (§3.3, Fig. 3); NaN for layers without a target, such as an encoder's last. phase : as for `score`."""
+def similarity(
+    trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, phase: int | None = None
+) -> dict[str, Tensor]:
+    """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + 1, float64
+    [L − 1] each (§3.3, Fig. 3); NaN for layers without a target, such as an encoder's last. phase :
+    as for `score`."""
     quasi = Quasi(model, vectors=vectors)
     total = {name: torch.zeros(trace.spec.L - 1, dtype=torch.double) for name in ("s", "q")}
     count = torch.zeros(trace.spec.L - 1, dtype=torch.long)
@@ -107,32 +123,42 @@ def similarity(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, p
                 true = one.at(target.index, quasi.device)[0].float()
                 q = quasi.quasi(layer, r, ids, weights)
                 for name, signal in (("s", s), ("q", q)):
-                    total[name][layer] += F.cosine_similarity(signal.float(), true, dim=-1).sum().double().cpu()
+                    total[name][layer] += (
+                        F.cosine_similarity(signal.float(), true, dim=-1).sum().double().cpu()
+                    )
                 count[layer] += len(s)
     return {name: value / count for name, value in total.items()}
 
 
-def choose(trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, estimator: Estimate) -> tuple[bool, ...]:
+def choose(
+    trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, estimator: Estimate
+) -> tuple[bool, ...]:
     """For each of the L layers, whether the estimator has the better recall@K on a validation trace  (§6.3).
 
-    Both look as far ahead as the estimator was trained to (`ahead`, 1 if it does not say). A layer that predicts
-    nothing, such as the last, is the router's.
-    """
+    Both look as far ahead as the estimator was trained to (`ahead`, 1 if it does not say). A layer
+    that predicts nothing, such as the last, is the router's."""
     ahead = getattr(estimator, "ahead", 1)
-    by_estimator, by_router = (score(trace, make("predictor", name, model, vectors=vectors, ahead=ahead, **more)).recall
-                               for name, more in (("estimator", {"estimator": estimator}), ("quasi", {})))
+    by_estimator, by_router = (
+        score(trace, make("predictor", name, model, vectors=vectors, ahead=ahead, **more)).recall
+        for name, more in (("estimator", {"estimator": estimator}), ("quasi", {}))
+    )
     return (*(by_estimator > by_router).tolist(), *[False] * ahead)
 
 
 def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:
     """ids [T, K] in order of falling weight, those without an expert (E) last."""
-    order = weights.float().masked_fill(ids == E, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    order = (
+        weights.float()
+        .masked_fill(ids == E, -torch.inf)
+        .argsort(dim=-1, descending=True, stable=True)
+    )
     return ids.gather(-1, order)
 
 
 @dataclass(frozen=True)
 class TracedPass:
-    """One forward pass of one prompt: the rows [T] of a trace that it computed, and the layers that they passed."""
+    """One forward pass of one prompt: the rows [T] of a trace that it computed, and the layers that
+    they passed."""
 
     trace: RoutingTrace
     rows: Tensor
@@ -146,18 +172,33 @@ class TracedPass:
         return s, r, ids.long(), weights
 
 
-def walk(trace: RoutingTrace, token_by_token: bool = False) -> Iterator[tuple[int, list[TracedPass]]]:
-    """(prompt, its forward passes in order): encoder's prefill, decoder's, then decode steps, one by one or at once."""
+def walk(
+    trace: RoutingTrace, token_by_token: bool = False
+) -> Iterator[tuple[int, list[TracedPass]]]:
+    """(prompt, its forward passes in order): encoder's prefill, decoder's, then decode steps, one
+    by one or at once."""
     if trace.router_inputs is None or trace.residuals is None:
-        raise ValueError("this trace has no hidden states, so signals cannot be computed from it; "
-                         "moelab.record(model, prompts, hidden=True) records them")
+        raise ValueError(
+            "this trace has no hidden states, so signals cannot be computed from it; "
+            "moelab.record(model, prompts, hidden=True) records them"
+        )
     for prompt in progress(range(trace.sequences), "scoring", unit="prompt"):
         rows = torch.nonzero(trace.sequence == prompt).flatten()
-        phase, passed = trace.phase[rows], trace.router_inputs[rows].ne(0).any(-1)      # [T], [T, L]: a stack's layers
+        phase, passed = (
+            trace.phase[rows],
+            trace.router_inputs[rows].ne(0).any(-1),
+        )  # [T], [T, L]: a stack's layers
         new = torch.ones(len(rows), dtype=torch.bool)
         new[1:] = (phase[1:] != phase[:-1]) | (passed[1:] != passed[:-1]).any(-1)
         if token_by_token:
             new |= phase == DECODE
         starts = [*torch.nonzero(new).flatten().tolist(), len(rows)]
-        yield prompt, [TracedPass(trace, rows[a:b], int(phase[a]), torch.nonzero(passed[a]).flatten().tolist())
-                       for a, b in zip(starts, starts[1:])]
+        yield (
+            prompt,
+            [
+                TracedPass(
+                    trace, rows[a:b], int(phase[a]), torch.nonzero(passed[a]).flatten().tolist()
+                )
+                for a, b in zip(starts, starts[1:])
+            ],
+        )

@@ -1,13 +1,15 @@
-"""Default vectors and quasi-hidden states: the next router's input, predicted before this layer's experts have run.
+"""Default vectors and quasi-hidden states: the next router's input, predicted before this layer's
+experts have run.
 
-Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual stream is replaced by its average.
+Source: Speculating Experts §3.1 and §3.2. What an expert adds to the residual stream is replaced by
+its average.
 
     d_l = Σ_k g_{l,k} d_{l,e_k} + shared_l        q_l = norm_{l+1}(d_l + r_l)
 
-Where a model scales or norms what the block adds (`moelab.models.stream`), d_l estimates what is added before that and
-is put through it. What attention of layer l + 1, or a dense layer in between, adds to the stream is missing from q.
-Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r and q [T, H].
-"""
+Where a model scales or norms what the block adds (`moelab.models.stream`), d_l estimates what is
+added before that and is put through it. What attention of layer l + 1, or a dense layer in between,
+adds to the stream is missing from q. Shapes: d [L, E, H], shared [L, H], ids and weights [T, K], r
+and q [T, H]."""
 
 from __future__ import annotations
 
@@ -39,12 +41,13 @@ FORMAT = "moelab.default_vectors/2"
 class DefaultVectors:
     """What experts add on average.
 
-    d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight, but by the factor κ
-        that the model may have for all (`moelab.models.stream`). One never chosen has the mean of its layer's experts.
+    d : float32 [L, E, H], mean output of each expert, not yet multiplied by its routing weight, but
+        by the factor κ that the model may have for all (`moelab.models.stream`). One never chosen
+        has the mean of its layer's experts.
     shared : float32 [L, H], mean of what is added beside the routed experts.
     counts : int64 [L, E], tokens behind each mean.
-    weighted : whether `d` includes the routing weight, as it must where that scales the expert's input.
-    """
+    weighted : whether `d` includes the routing weight, as it must where that scales the expert's
+    input."""
 
     d: Tensor
     shared: Tensor
@@ -58,25 +61,44 @@ class DefaultVectors:
 
     def layer_default(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
         """d_l of tokens whose experts are `ids` [T, K] with `weights` [T, K]: float32 [T, H]  (§3.1)."""
-        weights = torch.ones_like(weights, dtype=torch.float32) if self.weighted else weights.float()
-        return F.embedding_bag(ids, self._tables[layer], mode="sum", per_sample_weights=weights) + self.shared[layer]
+        weights = (
+            torch.ones_like(weights, dtype=torch.float32) if self.weighted else weights.float()
+        )
+        return (
+            F.embedding_bag(ids, self._tables[layer], mode="sum", per_sample_weights=weights)
+            + self.shared[layer]
+        )
 
     def to(self, device: torch.device | str) -> DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
 
     def check(self, model: nn.Module, where: str = "") -> None:
-        check_model(model, self.model_id, f"{where} these default vectors were measured on".lstrip(),
-                    "moelab.speculate.default_vectors(model, prompts) measures its own")
+        check_model(
+            model,
+            self.model_id,
+            f"{where} these default vectors were measured on".lstrip(),
+            "moelab.speculate.default_vectors(model, prompts) measures its own",
+        )
 
     def save(self, path: str | Path) -> Path:
-        return save_tensors(path, {"d": self.d, "shared": self.shared, "counts": self.counts}, {
-            "format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)})
+        return save_tensors(
+            path,
+            {"d": self.d, "shared": self.shared, "counts": self.counts},
+            {"format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)},
+        )
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
-        """Read the default vectors of `model`; ValueError if they are not readable or another model's."""
-        vectors = load_tensors(path, FORMAT, "default vectors", "default_vectors(…).save(path)",
-                               {"weighted": bool, "model_id": str}, cls._loaded)
+        """Read the default vectors of `model`; ValueError if they are not readable or another
+        model's."""
+        vectors = load_tensors(
+            path,
+            FORMAT,
+            "default vectors",
+            "default_vectors(…).save(path)",
+            {"weighted": bool, "model_id": str},
+            cls._loaded,
+        )
         vectors.check(model, f"{path}:")
         check_geometry(model, vectors.counts.shape, path)
         return vectors
@@ -84,20 +106,29 @@ class DefaultVectors:
     @classmethod
     def _loaded(cls, tensors: dict[str, Tensor], weighted: bool, model_id: str) -> DefaultVectors:
         d = checked(tensors, "d", ("float32",), (None, None, None))
-        return cls(d, checked(tensors, "shared", ("float32",), d.shape[::2]),
-                   checked(tensors, "counts", ("int64",), d.shape[:2], 0), weighted, model_id)
+        return cls(
+            d,
+            checked(tensors, "shared", ("float32",), d.shape[::2]),
+            checked(tensors, "counts", ("int64",), d.shape[:2], 0),
+            weighted,
+            model_id,
+        )
 
 
 def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
     if not same_source(mine := identity(model), model_id):
-        raise ValueError(f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}")
+        raise ValueError(
+            f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}"
+        )
 
 
 def check_geometry(model: nn.Module, shape: Sequence[int], path: str | Path) -> None:
     """ValueError unless a file's (L, E) are the model's."""
     if tuple(shape) != (wanted := (spec_of(model).L, spec_of(model).E)):
-        raise ValueError(f"{path} is damaged: it is of {tuple(shape)} layers and experts, the model of {wanted}; make "
-                         "it again")
+        raise ValueError(
+            f"{path} is damaged: it is of {tuple(shape)} layers and experts, the model of {wanted}; make "
+            "it again"
+        )
 
 
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
@@ -117,13 +148,15 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
 def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0) -> DefaultVectors:
     """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
 
-    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no padding is averaged.
+    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no
+        padding is averaged.
     max_new_tokens : tokens generated greedily after each prompt, which count too.
 
-    Experts are computed one by one, as with the executor "exact", whichever the model was opened with.
+    Experts are computed one by one, as with the executor "exact", whichever the model was opened
+    with.
 
-    Raises ValueError: no prompts, an empty one, no tokenizer for texts, an architecture whose residual stream is of an
-        unknown kind.
+    Raises ValueError: no prompts, an empty one, no tokenizer for texts, an architecture whose
+        residual stream is of an unknown kind.
     """
     spec, ids = spec_of(model), recording.token_ids(prompts, getattr(model, "tokenizer", None))
     with Patches() as patches:
@@ -143,24 +176,34 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
 
 
 class _Sums:
-    """Sums and counts of experts' outputs, and of what else a layer adds to the stream, seen by hooks."""
+    """Sums and counts of experts' outputs, and of what else a layer adds to the stream, seen by
+    hooks."""
 
     def __init__(self, spec: MoESpec, streams: list[Stream], weighted: bool) -> None:
         self.streams, self.weighted = streams, weighted
         self.sums = torch.zeros(spec.L, spec.E, spec.H, dtype=torch.float64)
-        self.counts, self.shared = torch.zeros(spec.L, spec.E, dtype=torch.long), torch.zeros_like(self.sums[:, 0])
+        self.counts, self.shared = (
+            torch.zeros(spec.L, spec.E, dtype=torch.long),
+            torch.zeros_like(self.sums[:, 0]),
+        )
         self.tokens = torch.zeros_like(self.counts[:, 0])
         self.routed: dict[int, Tensor] = {}
 
     def attach(self, patches: Patches) -> None:
         for stream in self.streams:
             for method in (self.contribution, self.accumulate):
-                put(patches, stream.layer.experts, method.__name__, partial(method, stream.layer.experts))
+                put(
+                    patches,
+                    stream.layer.experts,
+                    method.__name__,
+                    partial(method, stream.layer.experts),
+                )
             for hook in stream.listen(partial(self._after, stream.layer.index)):
                 patches.callback(hook.remove)
 
-    def contribution(self, experts: SeamExperts, x: Tensor, tokens: Tensor, w: Tensor, weights: dict[str, Tensor]
-                     ) -> Tensor:
+    def contribution(
+        self, experts: SeamExperts, x: Tensor, tokens: Tensor, w: Tensor, weights: dict[str, Tensor]
+    ) -> Tensor:
         """An expert's, which knows what it was before it was weighted."""
         if self.weighted:
             y = out = type(experts).contribution(experts, x, tokens, w, weights)
@@ -170,12 +213,14 @@ class _Sums:
         out.unweighted = y
         return out
 
-    def accumulate(self, experts: SeamExperts, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
+    def accumulate(
+        self, experts: SeamExperts, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]
+    ) -> Tensor:
         for expert, _, out in contributions:
             self.sums[experts.layer, expert] += out.unweighted.cpu().sum(0, dtype=torch.float64)
             self.counts[experts.layer, expert] += len(out)
         out = type(experts).accumulate(experts, x, contributions)
-        self.routed[experts.layer] = out.clone()        # a block may add its shared experts in place
+        self.routed[experts.layer] = out.clone()  # a block may add its shared experts in place
         return out
 
     def _after(self, layer: int, v: Tensor) -> None:
@@ -186,8 +231,13 @@ class _Sums:
 
     def vectors(self, model_id: str) -> DefaultVectors:
         n = self.counts[..., None]
-        sums = self.sums * torch.tensor([stream.scale for stream in self.streams], dtype=torch.float64)[:, None, None]
-        layer_mean = sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)                    # [L, 1, H]
+        sums = (
+            self.sums
+            * torch.tensor([stream.scale for stream in self.streams], dtype=torch.float64)[
+                :, None, None
+            ]
+        )
+        layer_mean = sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)  # [L, 1, H]
         d = torch.where(n > 0, sums / n.clamp(min=1), layer_mean)
         shared = self.shared / self.tokens[:, None].clamp(min=1)
         return DefaultVectors(d.float(), shared.float(), self.counts, self.weighted, model_id)

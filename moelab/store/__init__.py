@@ -1,1 +1,2 @@
-"""The lossless expert store: bf16 weights in byte planes, compressed to the entropy bound, decoded at memory speed."""
+"""The lossless expert store: bf16 weights in byte planes, compressed to the entropy bound, decoded
+at memory speed."""

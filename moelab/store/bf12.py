@@ -1,17 +1,17 @@
 """bf12: bf16 weights in twelve bits, lossless, multiplied as they lie.
 
-The high byte of a bf16 weight, its sign and most of its exponent, takes few values in a trained tensor: the 16 most
-frequent ones cover more than 99.9 %. So the low bytes stay, the high bytes become 4 bits each by a table of 16, and the
-few others, *escapes*, are listed. The length of a code is fixed, so a weight is found at once, and a processor looks 64
-of them up in one instruction (`moelab.kernels.vectors`): nothing is decoded before it is multiplied. ZipServ (ASPLOS
+The high byte of a bf16 weight, its sign and most of its exponent, takes few values in a trained
+tensor: the 16 most frequent ones cover more than 99.9 %. So the low bytes stay, the high bytes
+become 4 bits each by a table of 16, and the few others, *escapes*, are listed. The length of a code
+is fixed, so a weight is found at once, and a processor looks 64 of them up in one instruction
+(`moelab.kernels.vectors`): nothing is decoded before it is multiplied. ZipServ (ASPLOS
 2026) gives exponents 3 bits in bitmaps, for tensor cores.
 
     blob of N weights, N a multiple of 64: 48 zeros, table [16] | low bytes [N] | codes [N/2] |
                                            indices of m escapes uint32 [m], their weights [m]
 
-Of each 64 weights, the byte i of the codes has those of the weights i (low nibble) and i + 32. An escape's low byte and
-code are 0.
-"""
+Of each 64 weights, the byte i of the codes has those of the weights i (low nibble) and i + 32. An
+escape's low byte and code are 0."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from moelab.kernels.vectors import BF12, BLOCK, halves, span_of, table_of
 from moelab.store.bits import as_bytes
 from moelab.store.headers import Shape
 
-HEAD = 64                           # bytes before the low bytes, which so begin on a cache line
-_PIECE = 1 << 16                    # weights that a thread unpacks at a time
-_NEVER = (0x7F, 0xFF)               # high bytes of infinities and NaN, by which escapes' codes must not multiply
+HEAD = 64  # bytes before the low bytes, which so begin on a cache line
+_PIECE = 1 << 16  # weights that a thread unpacks at a time
+_NEVER = (0x7F, 0xFF)  # high bytes of infinities and NaN, by which escapes' codes must not multiply
 
 
 def packs(shape: Shape) -> bool:
@@ -44,7 +44,8 @@ def fits(shape: Shape) -> bool:
 
 
 def escapes(length: int, nbytes: int) -> int:
-    """How many escapes a blob of `length` bytes has, of weights of `nbytes`. ValueError for an impossible length."""
+    """How many escapes a blob of `length` bytes has, of weights of `nbytes`. ValueError for an
+    impossible length."""
     blocks, tail = divmod(nbytes, 2 * BLOCK)
     count, rest = divmod(length - HEAD - blocks * BLOCK * 3 // 2 - tail, 6)
     if rest or not 0 <= count <= blocks * BLOCK:
@@ -53,7 +54,8 @@ def escapes(length: int, nbytes: int) -> int:
 
 
 def pack(data: Any) -> bytes:
-    """The blob of a bytes-like object; what is beyond its whole blocks of weights follows unchanged."""
+    """The blob of a bytes-like object; what is beyond its whole blocks of weights follows
+    unchanged."""
     source = as_bytes(data)
     words, tail = _whole(source)
     counts = _high_bytes(words)
@@ -61,8 +63,10 @@ def pack(data: Any) -> bytes:
     table = np.argsort(-counts, kind="stable")[:16].astype(np.uint8)
     codes = np.full(256, 255, np.uint8)
     codes[table] = np.arange(16)
-    blob = np.zeros(HEAD + len(words) // 2 * 3 + 6 * int(len(words) - counts[table].sum()) + len(tail), np.uint8)
-    blob[HEAD - 16:HEAD] = table
+    blob = np.zeros(
+        HEAD + len(words) // 2 * 3 + 6 * int(len(words) - counts[table].sum()) + len(tail), np.uint8
+    )
+    blob[HEAD - 16 : HEAD] = table
     *parts, rest = _parts(blob, len(source))
     _pack(words, codes, *parts)
     rest[:] = tail
@@ -70,7 +74,8 @@ def pack(data: Any) -> bytes:
 
 
 def pack_tensor(weights: Any) -> bytes | None:
-    """The blob of a bf16 tensor (or uint16 array, its bits); None where it does not fit or saves less than 2 %."""
+    """The blob of a bf16 tensor (or uint16 array, its bits); None where it does not fit or saves
+    less than 2 %."""
     if weights.dtype not in (torch.bfloat16, np.uint16) or not packs(weights.shape):
         return None
     blob = pack(weights)
@@ -78,20 +83,26 @@ def pack_tensor(weights: Any) -> bytes | None:
 
 
 def row(address: int, length: int, n: int) -> list[int]:
-    """Of `moelab.kernels.products.multiply`'s matrices: a blob of n weights in memory, without a bias."""
+    """Of `moelab.kernels.products.multiply`'s matrices: a blob of n weights in memory, without a
+    bias."""
     return [address + HEAD, address + HEAD + n, 0, escapes(length, 2 * n)]
 
 
 def unpack(blob: Any, out: Any) -> None:
-    """Write the weights of a blob into a writable buffer of exactly their size; ValueError if it is damaged."""
+    """Write the weights of a blob into a writable buffer of exactly their size; ValueError if it is
+    damaged."""
     source, target = as_bytes(blob), as_bytes(out, writable=True)
     low, codes, indices, values, rest = _parts(source, len(target))
     words, tail = _whole(target)
     if len(indices) and not (np.all(indices[1:] > indices[:-1]) and indices[-1] < len(words)):
         raise ValueError("the escapes of a bf12 blob are not in order")
     pieces = -(-len(words) // _PIECE)
-    in_threads(TEAM, c_function(_join_pieces), min(pieces, torch.get_num_threads()),
-               np.array([0, low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data]))
+    in_threads(
+        TEAM,
+        c_function(_join_pieces),
+        min(pieces, torch.get_num_threads()),
+        np.array([0, low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data]),
+    )
     words[indices] = values
     tail[:] = rest
 
@@ -127,7 +138,11 @@ def _join(w, other, table, n, out):
         at = out + i * 2
         for low, high in halves(BF12, w + span_of(BF12, i), other + span_of(BF12, i, 1), table):
             count = low.type.count
-            at.store(low.shuffled([number + count * byte for number in range(count) for byte in (0, 1)], high))
+            at.store(
+                low.shuffled(
+                    [number + count * byte for number in range(count) for byte in (0, 1)], high
+                )
+            )
             at = at + 2 * count
 
 

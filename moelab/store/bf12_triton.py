@@ -1,7 +1,8 @@
-"""bf12 on a GPU, in Triton: a blob in its memory becomes bf16 there, so the link carries twelve bits a weight.
+"""bf12 on a GPU, in Triton: a blob in its memory becomes bf16 there, so the link carries twelve
+bits a weight.
 
-The table of 16 high bytes is four registers. The tests run the kernels in Triton's interpreter, on the CPU.
-"""
+The table of 16 high bytes is four registers. The tests run the kernels in Triton's interpreter, on
+the CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from moelab.kernels.vectors import BLOCK
 from moelab.store.bf12 import HEAD, escapes
 from moelab.store.bits_triton import tl, triton
 
-ROWS, LANES = 64, BLOCK // 2        # blocks of 64 weights that a program unpacks; weights in half a block
-ESCAPES = 256                       # that a program writes
+ROWS, LANES = 64, BLOCK // 2  # blocks of 64 weights that a program unpacks; weights in half a block
+ESCAPES = 256  # that a program writes
 
 
 @triton.jit
@@ -25,7 +26,9 @@ def quarters(table):
 @triton.jit
 def high_bytes(codes, a, b, c, d):
     """The high bytes that codes, the lowest four bits of uint32, stand for."""
-    quarter = tl.where((codes & 8) != 0, tl.where((codes & 4) != 0, d, c), tl.where((codes & 4) != 0, b, a))
+    quarter = tl.where(
+        (codes & 8) != 0, tl.where((codes & 4) != 0, d, c), tl.where((codes & 4) != 0, b, a)
+    )
     return (quarter >> ((codes & 3) * 8)) & 0xFF
 
 
@@ -51,15 +54,20 @@ def _escapes_kernel(indices, words, n, count, BLOCK: tl.constexpr):
 
 
 def unpack(blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The weights of a blob, uint8 [length], in `out`, which is returned: contiguous, of two bytes, on the same GPU.
-    ValueError if the sizes do not fit; whether the blob is damaged, its checksum says."""
+    """The weights of a blob, uint8 [length], in `out`, which is returned: contiguous, of two bytes,
+    on the same GPU. ValueError if the sizes do not fit; whether the blob is damaged, its checksum
+    says."""
     n = out.numel()
     if n % BLOCK or out.element_size() != 2 or blob.device != out.device or not out.is_contiguous():
-        raise ValueError(f"weights must be whole blocks of {BLOCK} of two bytes, contiguous, on {blob.device}; these "
-                         f"are {out.dtype} {list(out.shape)} on {out.device}")
+        raise ValueError(
+            f"weights must be whole blocks of {BLOCK} of two bytes, contiguous, on {blob.device}; these "
+            f"are {out.dtype} {list(out.shape)} on {out.device}"
+        )
     words, count = out.view(-1).view(torch.uint16), escapes(blob.numel(), 2 * n)
     _unpack_kernel[(triton.cdiv(n // BLOCK, ROWS),)](blob, words, n, HEAD, ROWS, LANES, num_warps=4)
     if count:
-        indices = blob[HEAD + n // 2 * 3:][:4 * count].view(torch.int32)        # below 2³¹, as weights of a matrix are
+        indices = blob[HEAD + n // 2 * 3 :][: 4 * count].view(
+            torch.int32
+        )  # below 2³¹, as weights of a matrix are
         _escapes_kernel[(triton.cdiv(count, ESCAPES),)](indices, words, n, count, BLOCK=ESCAPES)
     return out

@@ -1,10 +1,11 @@
 """Splitting bf16 weights into exponent bytes and sign-mantissa bytes, and joining them again.
 
-Source: ZipMoE §2.2 (only the exponents of trained weights are compressible) and §3.1 (the recovery kernel). Every
-weight is rotated left by one bit, which puts the 8 exponent bits of bf16 into the upper byte and
-`mantissa << 1 | sign` into the lower one. Joining is one OR and one rotation of 16-bit words, which vector units do
-faster than memcpy moves the same bytes; the paper's layout (sign above the mantissa) needs two masks more. The same
-rotation serves every float type: fp16 gets 5 exponent and 3 mantissa bits into its upper byte, fp32 8 exponent bits.
+Source: ZipMoE §2.2 (only the exponents of trained weights are compressible) and §3.1 (the recovery
+kernel). Every weight is rotated left by one bit, which puts the 8 exponent bits of bf16 into the
+upper byte and `mantissa << 1 | sign` into the lower one. Joining is one OR and one rotation of
+16-bit words, which vector units do faster than memcpy moves the same bytes; the paper's layout
+(sign above the mantissa) needs two masks more. The same rotation serves every float type: fp16 gets
+5 exponent and 3 mantissa bits into its upper byte, fp32 8 exponent bits.
 
 Shapes: N weights as uint16 [N] ↔ exponents uint8 [N] and sign-mantissa uint8 [N].
 """
@@ -23,7 +24,8 @@ LAYOUT = "rotated"
 
 
 def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(exponents, sign-mantissa), uint8 [N] each, of weights uint16 [N]; `exponents` is written into if it is given."""
+    """(exponents, sign-mantissa), uint8 [N] each, of weights uint16 [N]; `exponents` is written
+    into if it is given."""
     exponents = np.empty(len(words), np.uint8) if exponents is None else exponents
     sign_mantissa = np.empty(len(words), np.uint8)
     _check_sizes(len(words), exponents, sign_mantissa)
@@ -34,14 +36,19 @@ def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.nd
 def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
     """Join exponents and sign-mantissa bytes in `out`, which is returned: ZipMoE's recovery.
 
-    exponents, sign_mantissa, out : arrays uint8 [N] twice and uint16 [N]; or tensors on one device, `out` of any shape
-        and two-byte dtype. ValueError if their sizes differ.
+    exponents, sign_mantissa, out : arrays uint8 [N] twice and uint16 [N]; or tensors on one device,
+        `out` of any shape and two-byte dtype. ValueError if their sizes differ.
     """
     if isinstance(out, torch.Tensor) and out.is_cuda:
         from moelab.store import bits_triton
+
         return bits_triton.join(exponents, sign_mantissa, out)
     if isinstance(out, torch.Tensor):
-        join(as_bytes(exponents), as_bytes(sign_mantissa), as_bytes(out, writable=True).view(np.uint16))
+        join(
+            as_bytes(exponents),
+            as_bytes(sign_mantissa),
+            as_bytes(out, writable=True).view(np.uint16),
+        )
         return out
     _check_sizes(len(out), exponents, sign_mantissa)
     join_words(exponents, sign_mantissa, out)
@@ -49,29 +56,40 @@ def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
 
 
 def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
-    """A uint8 [n] view, without a copy, of a contiguous array, CPU tensor or any other bytes-like object.
+    """A uint8 [n] view, without a copy, of a contiguous array, CPU tensor or any other bytes-like
+    object.
 
-    Raises TypeError if it is none of these, ValueError if it is not contiguous or, with `writable`, is read-only.
-    """
+    Raises TypeError if it is none of these, ValueError if it is not contiguous or, with `writable`,
+    is read-only."""
     if isinstance(buffer, torch.Tensor) and not buffer.numel():
-        buffer = np.empty(0, np.uint8)      # torch cannot view nothing as bytes if its stride is 0
+        buffer = np.empty(0, np.uint8)  # torch cannot view nothing as bytes if its stride is 0
     elif isinstance(buffer, torch.Tensor):
-        buffer = buffer.detach().reshape(-1).view(torch.uint8).numpy() if buffer.is_contiguous() else None
+        buffer = (
+            buffer.detach().reshape(-1).view(torch.uint8).numpy()
+            if buffer.is_contiguous()
+            else None
+        )
     elif isinstance(buffer, np.ndarray):
         buffer = buffer.reshape(-1).view(np.uint8) if buffer.flags.c_contiguous else None
     else:
         buffer = np.frombuffer(buffer, np.uint8)
     if buffer is None:
-        raise ValueError("the array is not contiguous; pass a contiguous slice or call .contiguous() first")
+        raise ValueError(
+            "the array is not contiguous; pass a contiguous slice or call .contiguous() first"
+        )
     if writable and not buffer.flags.writeable:
-        raise ValueError("the output buffer is read-only; pass a bytearray, an array or a tensor that can be written")
+        raise ValueError(
+            "the output buffer is read-only; pass a bytearray, an array or a tensor that can be written"
+        )
     return buffer
 
 
 def _check_sizes(n: int, exponents: np.ndarray, sign_mantissa: np.ndarray) -> None:
     if not len(exponents) == len(sign_mantissa) == n:
-        raise ValueError(f"{n} weights need {n} exponent bytes and {n} sign-mantissa bytes; the buffers have "
-                         f"{len(exponents)} and {len(sign_mantissa)}")
+        raise ValueError(
+            f"{n} weights need {n} exponent bytes and {n} sign-mantissa bytes; the buffers have "
+            f"{len(exponents)} and {len(sign_mantissa)}"
+        )
 
 
 @kernel

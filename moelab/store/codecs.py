@@ -1,11 +1,13 @@
 """The lossless codecs, and how a tensor is split into byte planes and shards for them.
 
-Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (exponents in shards, "E-chunks", the rest in one
-"SM-chunk"). A float of w bytes is rotated left by one bit (`moelab.store.bits`) and split into w planes, one for each
-byte, the top one first: exponents and sign-mantissa for bf16. A plane is compressed, in shards that different threads
-can decode, if that saves at least 2 %, and raw otherwise; so the zero bytes of weights that were widened from a
-narrower type are found, too. Under the codecs "raw" and "bf12" a tensor is one plane; what "bf12" does not fit is raw.
-A plane may also be a blob of `moelab.store.fewbit`: rounded weights, or those that a checkpoint has in few bits itself.
+Source: ZipMoE §2.2 (LZ4HC and ZSTD on the exponents), §3.1 (exponents in shards, "E-chunks", the
+rest in one "SM-chunk"). A float of w bytes is rotated left by one bit (`moelab.store.bits`) and
+split into w planes, one for each byte, the top one first: exponents and sign-mantissa for bf16. A
+plane is compressed, in shards that different threads can decode, if that saves at least 2 %, and
+raw otherwise; so the zero bytes of weights that were widened from a narrower type are found, too.
+Under the codecs "raw" and "bf12" a tensor is one plane; what "bf12" does not fit is raw. A plane
+may also be a blob of `moelab.store.fewbit`: rounded weights, or those that a checkpoint has in few
+bits itself.
 
 Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or more shards.
 """
@@ -25,12 +27,16 @@ from moelab.store import bf12, bits, fewbit, huffman
 from moelab.store.bits import as_bytes
 
 
-#: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs show.
+#: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
+#: show.
 MIN_SHARD = 3 * (180 << 10)
 #: a plane is compressed if that leaves at most this fraction of it
 WORTH = 0.98
 _kept = threading.local()
-_SAMPLE, _BLOCK = 1 << 15, 1 << 11      # bytes of a plane that are sampled, and the length of a run of them
+_SAMPLE, _BLOCK = (
+    1 << 15,
+    1 << 11,
+)  # bytes of a plane that are sampled, and the length of a run of them
 
 
 class Codec(NamedTuple):
@@ -52,16 +58,22 @@ def _raw_decompress(blob: Any, out: Any) -> None:
 
 def _lz4_compress(data: Any) -> bytes:
     import lz4.block
-    return lz4.block.compress(as_bytes(data), mode="high_compression", compression=9, store_size=False)
+
+    return lz4.block.compress(
+        as_bytes(data), mode="high_compression", compression=9, store_size=False
+    )
 
 
 def _lz4_decompress(blob: Any, out: Any) -> None:
     import lz4.block
+
     target = as_bytes(out, writable=True)
     try:
         data = lz4.block.decompress(as_bytes(blob), uncompressed_size=len(target))
     except lz4.block.LZ4BlockError as error:
-        raise ValueError(f"the LZ4 blob cannot be decoded into {len(target)} bytes: {error}") from None
+        raise ValueError(
+            f"the LZ4 blob cannot be decoded into {len(target)} bytes: {error}"
+        ) from None
     if len(data) != len(target):
         raise ValueError(f"the LZ4 blob holds {len(data)} bytes; {len(target)} were expected")
     target[:] = np.frombuffer(data, np.uint8)
@@ -69,24 +81,37 @@ def _lz4_decompress(blob: Any, out: Any) -> None:
 
 @lru_cache
 def _zstd_options(level: int) -> dict[str, Any]:
-    """Options of a zstd compressor; level 0 is Huffman coding without matches, by parameters that find none."""
+    """Options of a zstd compressor; level 0 is Huffman coding without matches, by parameters that
+    find none."""
     import zstandard
+
     if level:
         return {"level": level}
-    return {"compression_params": zstandard.ZstdCompressionParameters(
-        window_log=17, chain_log=6, hash_log=6, search_log=1, min_match=7, target_length=0,
-        strategy=zstandard.STRATEGY_FAST)}
+    return {
+        "compression_params": zstandard.ZstdCompressionParameters(
+            window_log=17,
+            chain_log=6,
+            hash_log=6,
+            search_log=1,
+            min_match=7,
+            target_length=0,
+            strategy=zstandard.STRATEGY_FAST,
+        )
+    }
 
 
 def _zstd_compress(level: int) -> Callable[[Any], bytes]:
     def compress(data: Any) -> bytes:
         import zstandard
+
         return zstandard.ZstdCompressor(**_zstd_options(level)).compress(as_bytes(data))
+
     return compress
 
 
 def _zstd_decompress(blob: Any, out: Any) -> None:
     import zstandard
+
     source, target = as_bytes(blob), as_bytes(out, writable=True)
     try:
         size = zstandard.get_frame_parameters(source).content_size
@@ -106,7 +131,8 @@ def _zstd_decompress(blob: Any, out: Any) -> None:
 
 
 def _room(name: str, n: int) -> np.ndarray:
-    """`n` bytes of this thread's own, kept from call to call: touching new memory costs as much as coding it."""
+    """`n` bytes of this thread's own, kept from call to call: touching new memory costs as much as
+    coding it."""
     if len(getattr(_kept, name, ())) < max(n, 1):
         setattr(_kept, name, np.empty(max(n, 1), np.uint8))
     return getattr(_kept, name)[:n]
@@ -115,17 +141,26 @@ def _room(name: str, n: int) -> np.ndarray:
 def _huffman_compress(data: Any) -> bytes:
     source = as_bytes(data)
     out = _room("blob", huffman.bound(len(source)))
-    return out[:huffman.compress_into(source, out)].tobytes()
+    return out[: huffman.compress_into(source, out)].tobytes()
 
 
 #: name → `Codec` in an entry of `moelab.registry`
 CODECS: dict[str, Entry] = {
-    "raw": Entry(Codec(lambda data: as_bytes(data).tobytes(), _raw_decompress), "uncompressed, read in place"),
+    "raw": Entry(
+        Codec(lambda data: as_bytes(data).tobytes(), _raw_decompress), "uncompressed, read in place"
+    ),
     "lz4hc": Entry(Codec(_lz4_compress, _lz4_decompress), "ZipMoE's LZ4HC, level 9"),
     "zstd": Entry(Codec(_zstd_compress(1), _zstd_decompress), "ZipMoE's ZSTD, level 1"),
-    "zstd-huffman": Entry(Codec(_zstd_compress(0), _zstd_decompress), "Huffman coding in standard zstd frames"),
-    "bf12": Entry(Codec(bf12.pack, bf12.unpack), "bf16 in twelve bits, read in place and multiplied as it lies"),
-    "huffman": Entry(Codec(_huffman_compress, huffman.decompress_into), "table Huffman of our own, the fastest"),
+    "zstd-huffman": Entry(
+        Codec(_zstd_compress(0), _zstd_decompress), "Huffman coding in standard zstd frames"
+    ),
+    "bf12": Entry(
+        Codec(bf12.pack, bf12.unpack),
+        "bf16 in twelve bits, read in place and multiplied as it lies",
+    ),
+    "huffman": Entry(
+        Codec(_huffman_compress, huffman.decompress_into), "table Huffman of our own, the fastest"
+    ),
 }
 DEFAULT = "huffman"
 #: of a tensor's exponents, if they are large enough
@@ -142,7 +177,9 @@ def find_codec(name: str) -> Codec:
     return CODECS[name].home
 
 
-# --------------------------------------------------------------------------------------------- planes and shards
+# ---------------------------------------------------------------------------------------------
+# planes and shards
+
 
 class Plane(NamedTuple):
     """One byte of every weight in shards, bytes-like objects; a raw plane is one shard."""
@@ -164,14 +201,16 @@ class PackedTensor(NamedTuple):
 
 
 def shard_count(n_bytes: int, most: int) -> int:
-    """How many shards a plane of `n_bytes` is split into: at most `most`, and none smaller than `MIN_SHARD`."""
+    """How many shards a plane of `n_bytes` is split into: at most `most`, and none smaller than
+    `MIN_SHARD`."""
     if most < 1:
         raise ValueError(f"shards is {most}; a tensor has at least one exponent shard")
     return max(1, min(most, n_bytes // MIN_SHARD))
 
 
 def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
-    """(begin, end) of each shard of a plane; all but the last begin and end on a multiple of 64 bytes."""
+    """(begin, end) of each shard of a plane; all but the last begin and end on a multiple of 64
+    bytes."""
     step = -(-n_bytes // (64 * shards)) * 64
     return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(shards)]
 
@@ -179,23 +218,31 @@ def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
 def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = SHARDS) -> PackedTensor:
     """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
 
-    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into byte planes unless
-        the codec is "raw"; anything else is one plane of bytes.
+    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into
+        byte planes unless the codec is "raw"; anything else is one plane of bytes.
     codec : a key of `CODECS`.
     shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
     find_codec(codec)
-    if codec == "bf12" and hasattr(weights, "dtype") and (blob := bf12.pack_tensor(weights)) is not None:
+    if (
+        codec == "bf12"
+        and hasattr(weights, "dtype")
+        and (blob := bf12.pack_tensor(weights)) is not None
+    ):
         return PackedTensor(len(as_bytes(weights)), (Plane(codec, (blob,)),))
     if codec in IN_PLACE:
         codec, planes = "raw", [as_bytes(weights)]
     else:
         planes = _planes(weights)
-    return PackedTensor(len(planes[0]), tuple(_pack(plane, codec, shards, exponents=not i)
-                                              for i, plane in enumerate(planes)))
+    return PackedTensor(
+        len(planes[0]),
+        tuple(_pack(plane, codec, shards, exponents=not i) for i, plane in enumerate(planes)),
+    )
 
 
-def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None, shard: int | None = None) -> None:
+def decompress_tensor(
+    packed: PackedTensor, out: Any, scratch: Any = None, shard: int | None = None
+) -> None:
     """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size.
 
     scratch : a writable buffer of n bytes or more; saves an allocation.
@@ -207,18 +254,20 @@ def decompress_tensor(packed: PackedTensor, out: Any, scratch: Any = None, shard
         return fewbit.unpack(name, packed.planes[0].shards[0], out)
     target, n, width = as_bytes(out, writable=True), packed.n, len(packed.planes)
     if len(target) != n * width:
-        raise ValueError(f"the output has {len(target)} bytes; {n} weights of {width} bytes need {n * width}")
+        raise ValueError(
+            f"the output has {len(target)} bytes; {n} weights of {width} bytes need {n * width}"
+        )
     if width == 1:
         _unpack(packed.planes[0], target)
-    elif width == 2:                            # shard by shard, while its exponents are in the processor's cache
+    elif width == 2:  # shard by shard, while its exponents are in the processor's cache
         exponents, rest = packed.planes
         room = np.empty(n, np.uint8) if scratch is None else as_bytes(scratch, writable=True)
         words, sign_mantissa = target.view(np.uint16), plane_bytes(rest, n)
         decode = find_codec(exponents.codec).decompress
         pieces = [*zip(shard_bounds(n, len(exponents.shards)), exponents.shards)]
-        for (begin, end), blob in pieces if shard is None else pieces[shard:shard + 1]:
-            decode(blob, room[:end - begin])
-            bits.join(room[:end - begin], sign_mantissa[begin:end], words[begin:end])
+        for (begin, end), blob in pieces if shard is None else pieces[shard : shard + 1]:
+            decode(blob, room[: end - begin])
+            bits.join(room[: end - begin], sign_mantissa[begin:end], words[begin:end])
     else:
         for i, plane in enumerate(packed.planes):
             target.reshape(n, width)[:, width - 1 - i] = plane_bytes(plane, n)
@@ -241,20 +290,26 @@ def _planes(weights: Any) -> list[np.ndarray]:
 
 
 def _pack(plane: np.ndarray, codec: str, shards: int, exponents: bool) -> Plane:
-    """The plane compressed, or raw where that does not pay; a sample is looked at first unless it is the exponents."""
+    """The plane compressed, or raw where that does not pay; a sample is looked at first unless it
+    is the exponents."""
     if codec != "raw" and len(plane) and (exponents or _sampled_entropy(plane) < 8 * WORTH):
-        compress, bounds = find_codec(codec).compress, shard_bounds(len(plane), shard_count(len(plane), shards))
+        compress, bounds = (
+            find_codec(codec).compress,
+            shard_bounds(len(plane), shard_count(len(plane), shards)),
+        )
         blobs = tuple(compress(plane[begin:end]) for begin, end in bounds)
         if sum(map(len, blobs)) <= WORTH * len(plane):
             return Plane(codec, blobs)
-    return Plane("raw", (np.require(plane, requirements=["OWNDATA"]),))     # a copy unless it is a plane's own memory
+    return Plane(
+        "raw", (np.require(plane, requirements=["OWNDATA"]),)
+    )  # a copy unless it is a plane's own memory
 
 
 def _sampled_entropy(plane: np.ndarray) -> float:
     """Entropy in bits of the bytes in runs that are spread over the plane."""
     if len(plane) > _SAMPLE:
         begins = np.linspace(0, len(plane) - _BLOCK, _SAMPLE // _BLOCK).astype(np.int64)
-        plane = np.concatenate([plane[begin:begin + _BLOCK] for begin in begins])
+        plane = np.concatenate([plane[begin : begin + _BLOCK] for begin in begins])
     p = np.bincount(plane, minlength=256) / len(plane)
     return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
 

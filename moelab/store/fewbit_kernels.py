@@ -1,9 +1,9 @@
-"""Rounding fp32 weights to few-bit kinds of `moelab.kernels.vectors` and back: what `moelab.store.fewbit` says.
+"""Rounding fp32 weights to few-bit kinds of `moelab.kernels.vectors` and back: what
+`moelab.store.fewbit` says.
 
-A group of 32 weights is one vector, which LLVM cuts into what the processor has. int8 and int4 add 1.5 · 2²³, which
-leaves the nearest integer in the last bits; the exponents of MXFP4 are fp32's own, its codes counts of the midpoints
-that a weight is above.
-"""
+A group of 32 weights is one vector, which LLVM cuts into what the processor has. int8 and int4 add
+1.5 · 2²³, which leaves the nearest integer in the last bits; the exponents of MXFP4 are fp32's own,
+its codes counts of the midpoints that a weight is above."""
 
 from __future__ import annotations
 
@@ -16,9 +16,20 @@ from numba import types
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import F32, I8, I32, Value, emitted, read, take
 from moelab.kernels.tiles import beside, span
-from moelab.kernels.vectors import BLOCK, GROUP, INT4, INT8, MXFP4, joined, order_of, rounded, span_of, vectors
+from moelab.kernels.vectors import (
+    BLOCK,
+    GROUP,
+    INT4,
+    INT8,
+    MXFP4,
+    joined,
+    order_of,
+    rounded,
+    span_of,
+    vectors,
+)
 
-ROWS = 32                       # that a thread widens at a time
+ROWS = 32  # that a thread widens at a time
 #: between the values of e2m1; at every other one a tie goes up, to an even code
 _MIDDLE = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -42,8 +53,10 @@ def _round(kind: type, above, w, n, codes, scales):
         if kind == MXFP4:
             scale, found = _mxfp4(group, sizes, widest, above.to(I32, "trunc"))
         else:
-            if kind == INT4:                            # with its sign, the first one's of several
-                same = sizes.is_("==", widest.everywhere(GROUP)).made("bitcast", I32)     # a bit for each
+            if kind == INT4:  # with its sign, the first one's of several
+                same = sizes.is_("==", widest.everywhere(GROUP)).made(
+                    "bitcast", I32
+                )  # a bit for each
                 first = same.call("cttz.i32", same.of(1, ir.IntType(1)))
                 widest = (at + first.to(at.type, "zext") * 4).load(I32)
             scale, found = _integers(kind, group, widest.to(F32))
@@ -56,7 +69,7 @@ def _round(kind: type, above, w, n, codes, scales):
 
 def _mxfp4(group: Value, sizes: Value, widest: Value, above: Value) -> tuple[Value, Value]:
     """The scale's byte and the codes of a group."""
-    more = (widest & 0x7FFFFF).is_(">", 0x400000)                                   # than 1½ · 2ⁿ
+    more = (widest & 0x7FFFFF).is_(">", 0x400000)  # than 1½ · 2ⁿ
     scale = ((widest >> 23) + (more.to(I32, "zext") & above)).call("usub.sat.i32", 2)
     scaled = sizes.to(F32) * (scale.of(254) - scale << 23).to(F32).everywhere(GROUP)
     found = group.to(I32) >> 31 << 3
@@ -79,24 +92,43 @@ def _integers(kind: Any, group: Value, widest: Value) -> tuple[Value, Value]:
 
 @lru_cache(maxsize=None)
 def widening(kind: type, to: type) -> int:
-    """The address of what a thread does to widen rows of such weights: some rows at a time until none is left."""
+    """The address of what a thread does to widen rows of such weights: some rows at a time until
+    none is left."""
+
     def work(job):
-        codes, scales, R, n, out = read(job, 1), read(job, 2), read(job, 3), read(job, 4), read(job, 5)
+        codes, scales, R, n, out = (
+            read(job, 1),
+            read(job, 2),
+            read(job, 3),
+            read(job, 4),
+            read(job, 5),
+        )
         while True:
             begin = take(job) * ROWS
             if begin >= R:
                 return
             for r in range(begin, min(begin + ROWS, R)):
-                _widen_row(kind(0), to(0), codes + span(kind(0), r * n), scales + beside(kind(0), r, n), n,
-                          out + span(to(0), r * n))
+                _widen_row(
+                    kind(0),
+                    to(0),
+                    codes + span(kind(0), r * n),
+                    scales + beside(kind(0), r, n),
+                    n,
+                    out + span(to(0), r * n),
+                )
+
     return c_function(work)
 
 
 @emitted()
 def _widen_row(kind: type, to: type, w, other, n, out):
-    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to` at `out`."""
+    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to`
+    at `out`."""
     order = order_of(kind, plain=True)
     with n.steps(BLOCK) as i:
         found = vectors(kind, w + span_of(kind, i), other + span_of(kind, i, 1))
-        (out + span_of(to, i)).store(joined([rounded(to, part) for part in found]).shuffled(
-            [order.index(number) for number in range(BLOCK)]))
+        (out + span_of(to, i)).store(
+            joined([rounded(to, part) for part in found]).shuffled(
+                [order.index(number) for number in range(BLOCK)]
+            )
+        )

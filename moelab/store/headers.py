@@ -1,8 +1,7 @@
 """Headers of safetensors files, checked when they are read, and written.
 
-A file is the size of the header (8 bytes, little-endian), the header (JSON: key → dtype, shape, data_offsets) and the
-tensors, without gaps.
-"""
+A file is the size of the header (8 bytes, little-endian), the header (JSON: key → dtype, shape,
+data_offsets) and the tensors, without gaps."""
 
 from __future__ import annotations
 
@@ -26,12 +25,37 @@ MOST_JSON = 100_000_000
 #: the index of a folder of several files
 WEIGHT_MAP = "model.safetensors.index.json"
 #: endings of files of weights; safetensors alone are read
-OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+OTHER_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+)
 #: safetensors' name of a type → torch's
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64,
-          "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,7 +65,8 @@ def nbytes(dtype: str, shape: Iterable[int]) -> int:
 
 
 class Stored(NamedTuple):
-    """A tensor in a safetensors file: its type by safetensors' name, and where in the file its bytes begin."""
+    """A tensor in a safetensors file: its type by safetensors' name, and where in the file its
+    bytes begin."""
 
     file: Path
     dtype: str
@@ -57,7 +82,8 @@ class Stored(NamedTuple):
         return torch.empty(self.shape, dtype=DTYPES[self.dtype])
 
     def read(self, begin: int, size: int) -> np.ndarray:
-        """So many of its bytes from `begin` on, uint8, read and not mapped: mapped pages count as memory."""
+        """So many of its bytes from `begin` on, uint8, read and not mapped: mapped pages count as
+        memory."""
         raw = np.fromfile(self.file, np.uint8, size, offset=self.begin + begin)
         if len(raw) != size:
             raise ValueError(f"{self.file} became shorter while it was read")
@@ -65,41 +91,61 @@ class Stored(NamedTuple):
 
     def slice(self, i: int) -> Stored:
         """Its part [i:i+1]."""
-        return Stored(self.file, self.dtype, (1, *self.shape[1:]), self.begin + i * (self.nbytes // self.shape[0]))
+        return Stored(
+            self.file,
+            self.dtype,
+            (1, *self.shape[1:]),
+            self.begin + i * (self.nbytes // self.shape[0]),
+        )
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by key, of which every byte of the file's data belongs to exactly one.
+    """The tensors of a safetensors file by key, of which every byte of the file's data belongs to
+    exactly one.
 
-    Raises ValueError, naming the file and what is wrong, unless all names, types, shapes and offsets are possible.
-    """
+    Raises ValueError, naming the file and what is wrong, unless all names, types, shapes and
+    offsets are possible."""
     try:
-        with safe_open(file, "pt"):                 # the library checks them
+        with safe_open(file, "pt"):  # the library checks them
             pass
     except (SafetensorError, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-        raise ValueError(f"{file} is no whole safetensors file: {str(error)[:1000]}; download or write it again"
-                         ) from error
+        raise ValueError(
+            f"{file} is no whole safetensors file: {str(error)[:1000]}; download or write it again"
+        ) from error
     with open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = parse_json(file, f.read(size), "its header")
     header.pop("__metadata__", None)
-    if odd := [f"{key} is {entry['dtype']}" for key, entry in header.items() if entry["dtype"] not in DTYPES]:
-        raise ValueError(f"{file}: {odd[0]}, a type that is not read; it can be {', '.join(DTYPES)}. Write it again")
-    return {key: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
-            for key, entry in header.items()}
+    if odd := [
+        f"{key} is {entry['dtype']}"
+        for key, entry in header.items()
+        if entry["dtype"] not in DTYPES
+    ]:
+        raise ValueError(
+            f"{file}: {odd[0]}, a type that is not read; it can be {', '.join(DTYPES)}. Write it again"
+        )
+    return {
+        key: Stored(
+            file, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+        )
+        for key, entry in header.items()
+    }
 
 
 def read_json(file: Path) -> Record:
     """The object in a JSON file; ValueError, saying what is wrong, where there is none."""
     if file.stat().st_size > MOST_JSON:
-        raise ValueError(f"{file} has {file.stat().st_size:,} bytes, which no such file has; download it again")
+        raise ValueError(
+            f"{file} has {file.stat().st_size:,} bytes, which no such file has; download it again"
+        )
     return parse_json(file, file.read_bytes(), "it")
 
 
 def parse_json(file: Path, raw: bytes, what: str) -> Record:
     """A JSON object without duplicate keys; ValueError, naming the file, for anything else."""
+
     def unique(pairs: list[tuple[str, Any]]) -> Record:
         found: Record = {}
         for key, value in pairs:
@@ -107,20 +153,25 @@ def parse_json(file: Path, raw: bytes, what: str) -> Record:
                 raise ValueError(f"{key[:200]!r} twice")
             found[key] = value
         return found
+
     try:
         found = json.loads(raw, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {what} is no JSON object that can be read "
-                         f"({type(error).__name__}: {error}); download or write it again") from error
+        raise ValueError(
+            f"{file} is damaged: {what} is no JSON object that can be read "
+            f"({type(error).__name__}: {error}); download or write it again"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file} is damaged: {what} is a JSON {type(found).__name__}, where an object is expected; "
-                         f"download or write it again")
+        raise ValueError(
+            f"{file} is damaged: {what} is a JSON {type(found).__name__}, where an object is expected; "
+            f"download or write it again"
+        )
     return found
 
 
 def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
-    """(files, tensors by key) of a folder of safetensors files: model.safetensors, or those that an index names, as
-    transformers looks for them; or else all there are but hidden ones.
+    """(files, tensors by key) of a folder of safetensors files: model.safetensors, or those that an
+    index names, as transformers looks for them; or else all there are but hidden ones.
 
     Raises
     ------
@@ -129,34 +180,54 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
     """
     index, whole = folder / WEIGHT_MAP, folder / "model.safetensors"
     named = _weight_map(index) if index.is_file() and not whole.is_file() else {}
-    files = ([folder / name for name in sorted(set(named.values()))] or [whole] * whole.is_file()
-             or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith(".")))
+    files = (
+        [folder / name for name in sorted(set(named.values()))]
+        or [whole] * whole.is_file()
+        or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    )
     if missing := [f.name for f in files if not f.is_file()]:
-        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, " + (
-            "which its index names; download the checkpoint again" if named else "or it is a link that leads nowhere"))
+        raise FileNotFoundError(
+            f"{folder} lacks {', '.join(missing)}, "
+            + (
+                "which its index names; download the checkpoint again"
+                if named
+                else "or it is a link that leads nowhere"
+            )
+        )
     if not files:
         raise FileNotFoundError(f"{folder} has no .safetensors files{other_weights(folder)}")
     tensors: dict[str, Stored] = {}
     for file in files:
         for key, entry in read_header(file).items():
             if key in tensors:
-                raise ValueError(f"{folder} has the tensor {key} twice, in {tensors[key].file.name} and in "
-                                 f"{file.name}; remove the one that is not of this model, or add the index "
-                                 f"{WEIGHT_MAP} that says which are")
+                raise ValueError(
+                    f"{folder} has the tensor {key} twice, in {tensors[key].file.name} and in "
+                    f"{file.name}; remove the one that is not of this model, or add the index "
+                    f"{WEIGHT_MAP} that says which are"
+                )
             tensors[key] = entry
     for key in sorted(named.keys() | tensors.keys()) if named else ():
         said, found = named.get(key), tensors[key].file.name if key in tensors else None
         if said != found:
-            raise ValueError(f"{index} says that the tensor {key} is in {said}, and it is in {found}; download the "
-                             f"checkpoint again")
+            raise ValueError(
+                f"{index} says that the tensor {key} is in {said}, and it is in {found}; download the "
+                f"checkpoint again"
+            )
     return files, tensors
 
 
 def other_weights(folder: Path) -> str:
-    """For a message: the files of weights in other formats that lie in a folder, and what to do; "" for none."""
+    """For a message: the files of weights in other formats that lie in a folder, and what to do; ""
+    for none."""
     found = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_WEIGHTS[1:])
-    return (f", and {found[0]}{' and others' * (len(found) > 1)} are weights in a format that is not read: take the "
-            f"safetensors checkpoint of this model, or write one with transformers' save_pretrained") if found else ""
+    return (
+        (
+            f", and {found[0]}{' and others' * (len(found) > 1)} are weights in a format that is not read: take the "
+            f"safetensors checkpoint of this model, or write one with transformers' save_pretrained"
+        )
+        if found
+        else ""
+    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -165,14 +236,22 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{index} is damaged: it has no weight_map; download the checkpoint again")
     for key, name in found.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name or "\\" in name:
-            raise ValueError(f"{index} says that {key} is in {str(name)[:200]!r}, which is no plain name of a "
-                             f".safetensors file; nothing outside the folder is read")
+        if (
+            not isinstance(name, str)
+            or not name.endswith(".safetensors")
+            or Path(name).name != name
+            or "\\" in name
+        ):
+            raise ValueError(
+                f"{index} says that {key} is in {str(name)[:200]!r}, which is no plain name of a "
+                f".safetensors file; nothing outside the folder is read"
+            )
     return found
 
 
 def header_bytes(tensors: Record, about: dict[str, str] | None = None) -> bytes:
-    """The header, with its size before it, of tensors that follow each other: key → (dtype, shape, …)."""
+    """The header, with its size before it, of tensors that follow each other: key → (dtype, shape,
+    …)."""
     entries: Record = {"__metadata__": {"format": "pt", **(about or {})}}
     at = 0
     for key, (dtype, shape, *_) in tensors.items():

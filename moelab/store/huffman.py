@@ -1,10 +1,11 @@
 """Table Huffman coding of bytes, decoded several symbols a look-up from six interleaved streams.
 
-Source: length-limited codes by package-merge (Larmore & Hirschberg, JACM 1990); words of variable length (Tunstall,
-1967); decoding after zstd's huf (backward bit streams, a sentinel instead of a bit counter). Exponents (ZipMoE §2.2)
-have about 2.6 bits of entropy, so 12 bits of a stream hold four of them: a table of 4096 words gives all four in one
-look-up, one 8-byte store writes them, and six streams hide its latency. Up to three frequent bytes are *leads*: a lead
-and the byte after it share one code, which halves the loss to whole bits.
+Source: length-limited codes by package-merge (Larmore & Hirschberg, JACM 1990); words of variable
+length (Tunstall, 1967); decoding after zstd's huf (backward bit streams, a sentinel instead of a
+bit counter). Exponents (ZipMoE §2.2) have about 2.6 bits of entropy, so 12 bits of a stream hold
+four of them: a table of 4096 words gives all four in one look-up, one 8-byte store writes them, and
+six streams hide its latency. Up to three frequent bytes are *leads*: a lead and the byte after it
+share one code, which halves the loss to whole bits.
 
 A blob is little-endian 64-bit words and bytes:
 
@@ -13,13 +14,13 @@ A blob is little-endian 64-bit words and bytes:
     RAW          n bytes                             (coding would not have made it smaller)
     CONSTANT     nothing; every byte is `first`
     CODED + k    6 words: a stream's size (56 bits), 1 + the lead that its bytes end on, if one is left (8 bits);
-                 a word: the k leads, a byte each; the code lengths, 4 bits each: of first … last alone, then of
-                 first … last after each lead; the streams
+                 a word: the k leads, a byte each; the code lengths, 4 bits each: of first … last
+                 alone, then of first … last after each lead; the streams
 
-Stream i codes bytes n·i/6 … n·(i+1)/6 in their order, low bits first, closed by a 1 bit; it is decoded from its end, so
-output is written downwards. Whatever the bytes are, `decompress_into` ends, and neither reads outside the blob nor
-writes outside the output. It finds most damage, not all; the store has checksums.
-"""
+Stream i codes bytes n·i/6 … n·(i+1)/6 in their order, low bits first, closed by a 1 bit; it is
+decoded from its end, so output is written downwards. Whatever the bytes are, `decompress_into`
+ends, and neither reads outside the blob nor writes outside the output. It finds most damage, not
+all; the store has checksums."""
 
 from __future__ import annotations
 
@@ -29,12 +30,27 @@ import numpy as np
 
 from moelab.kernels.compile import kernel
 from moelab.store.bits import as_bytes
-from moelab.store.huffman_decoder import (CODED, CODED_HEADER, CONSTANT, ERRORS, HEADER, LEADS, MAGIC, MAX_BITS, RAW,
-                                          STREAMS, WORDS, canonical, decompress, segment)
+from moelab.store.huffman_decoder import (
+    CODED,
+    CODED_HEADER,
+    CONSTANT,
+    ERRORS,
+    HEADER,
+    LEADS,
+    MAGIC,
+    MAX_BITS,
+    RAW,
+    STREAMS,
+    WORDS,
+    canonical,
+    decompress,
+    segment,
+)
 from moelab.store.memory import copy, load, load_byte, store, store_byte
 
 _U = np.uint64
-#: bits a byte above the entropy (0.25 points of a bf16 weight) that are not worth leads, which halve the speed
+#: bits a byte above the entropy (0.25 points of a bf16 weight) that are not worth leads, which
+#: halve the speed
 CLOSE = 0.04
 
 
@@ -44,36 +60,43 @@ def bound(n: int) -> int:
 
 
 def compress_into(data: Any, out: Any) -> int:
-    """Compress `data` into the writable buffer `out` of `bound(len(data))` bytes or more; returns the blob's size.
+    """Compress `data` into the writable buffer `out` of `bound(len(data))` bytes or more; returns
+    the blob's size.
 
     Raises ValueError if `out` is smaller. Releases the GIL.
     """
     source, target = as_bytes(data), as_bytes(out, writable=True)
     if len(target) < bound(len(source)):
-        raise ValueError(f"the buffer has {len(target)} bytes; compressing {len(source)} needs {bound(len(source))}")
+        raise ValueError(
+            f"the buffer has {len(target)} bytes; compressing {len(source)} needs {bound(len(source))}"
+        )
     return int(_compress(source.ctypes.data, len(source), target.ctypes.data))
 
 
 def decompress_into(blob: Any, out: Any) -> None:
-    """Decompress `blob` into the writable buffer `out`, which must have exactly the size of the data.
+    """Decompress `blob` into the writable buffer `out`, which must have exactly the size of the
+    data.
 
-    Raises ValueError if the blob is damaged or holds another number of bytes; `out` is then undefined. Releases the
-    GIL.
-    """
+    Raises ValueError if the blob is damaged or holds another number of bytes; `out` is then
+    undefined. Releases the GIL."""
     source, target = as_bytes(blob), as_bytes(out, writable=True)
     error = decompress(source.ctypes.data, len(source), target.ctypes.data, len(target))
     if error:
-        raise ValueError(f"the Huffman blob of {len(source)} bytes {ERRORS[error]} (decoding into {len(target)} bytes)")
+        raise ValueError(
+            f"the Huffman blob of {len(source)} bytes {ERRORS[error]} (decoding into {len(target)} bytes)"
+        )
 
 
-# --------------------------------------------------------------------------------------------------- compression
+# ---------------------------------------------------------------------------------------------------
+# compression
+
 
 @kernel
 def histogram(source, n):
     """Counts of the 256 byte values among `n` bytes at address `source`: int64 [256].
 
-    There is a table for each byte of a word, since adding to one counter twice in a row waits for the first store.
-    """
+    There is a table for each byte of a word, since adding to one counter twice in a row waits for
+    the first store."""
     counts = np.zeros((8, 256), np.int64)
     for i in range(n >> 3):
         word = load(source + 8 * i)
@@ -81,7 +104,7 @@ def histogram(source, n):
             counts[lane, (word >> _U(8 * lane)) & _U(255)] += 1
     for i in range(n & ~7, n):
         counts[0, load_byte(source + i)] += 1
-    for lane in range(1, 8):                        # `sum(axis=0)` would take seconds to compile
+    for lane in range(1, 8):  # `sum(axis=0)` would take seconds to compile
         for s in range(256):
             counts[0, s] += counts[lane, s]
     return counts[0]
@@ -89,13 +112,14 @@ def histogram(source, n):
 
 @kernel
 def code_lengths(counts, limit):
-    """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0 where unused.
+    """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0
+    where unused.
 
-    Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a count is among the
-    cheapest 2n − 2 items, unpacked through the lists, its code is one bit longer.
-    """
+    Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a
+    count is among the cheapest 2n − 2 items, unpacked through the lists, its code is one bit
+    longer."""
     words, n = np.empty(len(counts), np.int64), 0
-    for s in range(len(counts)):                                # insertion sort: few words occur
+    for s in range(len(counts)):  # insertion sort: few words occur
         if counts[s] > 0:
             j = n
             while j > 0 and counts[words[j - 1]] > counts[s]:
@@ -150,11 +174,15 @@ def _compress(source, n, target):
             bits += alone[s] * lengths[s]
             if counts[s] > 0:
                 ideal += counts[s] * np.log2(n / counts[s])
-        limit = min(smallest, CODED_HEADER + ((last - first + 2) >> 1) + (bits >> 3))       # what the 2nd turn needs
+        limit = min(
+            smallest, CODED_HEADER + ((last - first + 2) >> 1) + (bits >> 3)
+        )  # what the 2nd turn needs
         for turn in range(1 if bits - ideal <= CLOSE * n else 0, 2):
             if turn == 1:
                 words, k, limit = alone, 0, smallest
-            size = _write(source, n, target, first, last, leads, k, code_lengths(words, MAX_BITS), limit)
+            size = _write(
+                source, n, target, first, last, leads, k, code_lengths(words, MAX_BITS), limit
+            )
             if size > 0:
                 return size
     _write_header(target, 255, 0, 0, RAW, n)
@@ -164,13 +192,21 @@ def _compress(source, n, target):
 
 @kernel
 def _write_header(target, last, first, longest, mode, n):
-    store(target, _U(MAGIC) | _U(last) << _U(32) | _U(first) << _U(40) | _U(longest) << _U(48) | _U(mode) << _U(56))
+    store(
+        target,
+        _U(MAGIC)
+        | _U(last) << _U(32)
+        | _U(first) << _U(40)
+        | _U(longest) << _U(48)
+        | _U(mode) << _U(56),
+    )
     store(target + 8, _U(n))
 
 
 @kernel
 def _expected_words(counts, n):
-    """How often each word occurs if bytes are independent, int64 [WORDS]; the most frequent bytes and their number."""
+    """How often each word occurs if bytes are independent, int64 [WORDS]; the most frequent bytes
+    and their number."""
     words, leads, k = np.zeros(WORDS, np.int64), np.zeros(LEADS, np.int64), 0
     for s in range(256):
         words[s] = counts[s]
@@ -183,14 +219,15 @@ def _expected_words(counts, n):
         words[lead], leads[k] = 0, lead
         k += 1
         for s in range(256):
-            if counts[s] > 0:                               # what can occur needs a code
+            if counts[s] > 0:  # what can occur needs a code
                 words[256 * k + s] = max(1, np.int64(counts[lead] * (counts[s] / n)))
     return words, leads, k
 
 
 @kernel
 def _write(source, n, target, first, last, leads, k, lengths, limit):
-    """Write a coded blob with `k` leads; returns its size, or 0 as soon as it becomes larger than `limit`."""
+    """Write a coded blob with `k` leads; returns its size, or 0 as soon as it becomes larger than
+    `limit`."""
     longest, span = 0, last - first + 1
     for word in range(WORDS):
         longest = max(longest, lengths[word])
@@ -205,7 +242,8 @@ def _write(source, n, target, first, last, leads, k, lengths, limit):
     for i in range(span * (k + 1)):
         place, word = target + CODED_HEADER + (i >> 1), 256 * (i // span) + first + i % span
         store_byte(place, load_byte(place) | _U(lengths[word]) << _U(4 * (i & 1)))
-    # an entry a word: its code in the top bits, the code's length in the low byte; none for a lead that waits
+    # an entry a word: its code in the top bits, the code's length in the low byte; none for a lead
+    # that waits
     codes, code = np.zeros(WORDS, np.uint64), 0
     order, n_words = canonical(lengths, longest)
     for j in range(n_words):
@@ -216,7 +254,9 @@ def _write(source, n, target, first, last, leads, k, lengths, limit):
         if k == 0:
             size, row = _encode_alone(codes, source + begin, end - begin, at, target + limit), _U(0)
         else:
-            size, row = _encode(codes, is_lead, row_of, source + begin, end - begin, at, target + limit)
+            size, row = _encode(
+                codes, is_lead, row_of, source + begin, end - begin, at, target + limit
+            )
         if size == 0:
             return 0
         store(target + HEADER + 8 * i, _U(size) | row >> _U(8) << _U(56))
@@ -226,14 +266,16 @@ def _write(source, n, target, first, last, leads, k, lengths, limit):
 
 @kernel
 def _flushed(bits, used, at):
-    """Store the whole bytes of `bits`; returns what is left of them, its length, and where it goes."""
+    """Store the whole bytes of `bits`; returns what is left of them, its length, and where it
+    goes."""
     store(at, bits)
     return bits >> (used & _U(56)), used & _U(7), at + np.int64(used >> _U(3))
 
 
 @kernel
 def _closed(bits, used, at, target, limit):
-    """Write the last bits and the closing 1 bit; returns the stream's size, 0 if that is past `limit`."""
+    """Write the last bits and the closing 1 bit; returns the stream's size, 0 if that is past
+    `limit`."""
     store(at, bits | _U(1) << used)
     at += np.int64((used + _U(8)) >> _U(3))
     return at - target if at <= limit else 0
@@ -241,21 +283,24 @@ def _closed(bits, used, at, target, limit):
 
 @kernel
 def _encode(codes, is_lead, row_of, source, n, target, limit):
-    """Write one stream of `n` bytes; returns its size, 0 if it goes past `limit`, and the row of a lead left over.
+    """Write one stream of `n` bytes; returns its size, 0 if it goes past `limit`, and the row of a
+    lead left over.
 
-    `row` is the row of words of a lead that waits for its second byte (`waiting` is all ones then), else 0: two
-    variables, so that a byte depends on the one before it by a single AND. Stores up to 8 bytes past the end.
-    """
-    bits, used, at = _U(0), _U(0), target           # `used` low bits of `bits` wait to be written: 0 … 7
+    `row` is the row of words of a lead that waits for its second byte (`waiting` is all ones then),
+    else 0: two variables, so that a byte depends on the one before it by a single AND. Stores up to
+    8 bytes past the end."""
+    bits, used, at = _U(0), _U(0), target  # `used` low bits of `bits` wait to be written: 0 … 7
     row, waiting, low = _U(0), _U(0), _U(255)
     for i in range(source, source + (n & ~3), 4):
         four, length = _U(0), _U(0)
-        for j in range(4):                          # a lead adds no bits, but the byte after it does: length > 0
+        for j in range(4):  # a lead adds no bits, but the byte after it does: length > 0
             s = load_byte(i + j)
             code = codes[row + s]
             row = row_of[s] & ~waiting
             waiting = is_lead[s] & ~waiting
-            four = four >> (code & _U(63)) | code   # the lengths in the low byte stay below the codes
+            four = (
+                four >> (code & _U(63)) | code
+            )  # the lengths in the low byte stay below the codes
             length += code
         length &= low
         bits, used, at = _flushed(bits | (four >> (_U(64) - length)) << used, used + length, at)
@@ -276,8 +321,14 @@ def _encode_alone(codes, source, n, target, limit):
     """`_encode` where no byte is a lead: no byte's code waits for the byte before it."""
     bits, used, at, low = _U(0), _U(0), target, _U(255)
     for i in range(source, source + (n & ~3), 4):
-        a, b, c, d = codes[load_byte(i)], codes[load_byte(i + 1)], codes[load_byte(i + 2)], codes[load_byte(i + 3)]
-        # the earlier code in the lower bits: `four` is filled from the top, each code pushing the ones before it down
+        a, b, c, d = (
+            codes[load_byte(i)],
+            codes[load_byte(i + 1)],
+            codes[load_byte(i + 2)],
+            codes[load_byte(i + 3)],
+        )
+        # the earlier code in the lower bits: `four` is filled from the top, each code pushing the
+        # ones before it down
         four = ((a >> (b & _U(63)) | b) >> (c & _U(63)) | c) >> (d & _U(63)) | d
         length = (a + b + c + d) & low
         bits, used, at = _flushed(bits | (four >> (_U(64) - length)) << used, used + length, at)

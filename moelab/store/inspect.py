@@ -9,22 +9,42 @@ from moelab.table import percent, text_table
 
 
 def describe(store: ExpertStore) -> str:
-    """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and codec."""
+    """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and
+    codec."""
     spec, padded = store.spec, sum(layer.size for layer in store.layers)
-    lines = [f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
-             f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
-             f"exponent shards a tensor, checksums {store.checksum_name}",
-             f"rounded to {store.quantized}, so its source cannot be restored" if store.quantized else
-             f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
-             f"that it was made from", ""]
+    lines = [
+        f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
+        f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
+        f"exponent shards a tensor, checksums {store.checksum_name}",
+        f"rounded to {store.quantized}, so its source cannot be restored"
+        if store.quantized
+        else f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
+        f"that it was made from",
+        "",
+    ]
     head = ["tensor", "dtype", "shape", "experts", "MB", "E MB", "SM MB", "stored", "codec"]
-    lines.append(text_table(head, ([
-        row["tensor"], row["dtype"], "×".join(map(str, row["shape"])), row["count"],
-        *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
-        percent(row["fraction"], 2), row["codec"]]
-        for row in store.table())))
-    lines += ["", f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
-                  f"{store.weights_size / 1e6:,.2f} MB"]
+    lines.append(
+        text_table(
+            head,
+            (
+                [
+                    row["tensor"],
+                    row["dtype"],
+                    "×".join(map(str, row["shape"])),
+                    row["count"],
+                    *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
+                    percent(row["fraction"], 2),
+                    row["codec"],
+                ]
+                for row in store.table()
+            ),
+        )
+    )
+    lines += [
+        "",
+        f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
+        f"{store.weights_size / 1e6:,.2f} MB",
+    ]
     return "\n".join(lines)
 
 

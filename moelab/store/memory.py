@@ -1,4 +1,5 @@
-"""Loads and stores at addresses, for numba kernels. Words are little-endian, of any alignment; bounds are unchecked."""
+"""Loads and stores at addresses, for numba kernels. Words are little-endian, of any alignment;
+bounds are unchecked."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Reading experts from a store: an expert's E-chunks, SM-chunks or both in one request, into a buffer that is given.
+"""Reading experts from a store: an expert's E-chunks, SM-chunks or both in one request, into a
+buffer that is given.
 
-Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately) and §4 (preallocated buffers). O_DIRECT (Linux,
-"direct") and F_NOCACHE (macOS, "uncached") bypass the page cache, which would hold what the expert cache keeps anyway.
-Which is faster depends on the disk and the file system, so it is measured, once a store and machine. "buffered" must
-be faster by `MARGIN`: that is measured where memory is free; where it is short, pages are dropped and read again.
+Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately) and §4 (preallocated buffers).
+O_DIRECT (Linux, "direct") and F_NOCACHE (macOS, "uncached") bypass the page cache, which would hold
+what the expert cache keeps anyway. Which is faster depends on the disk and the file system, so it
+is measured, once a store and machine. "buffered" must be faster by `MARGIN`: that is measured where
+memory is free; where it is short, pages are dropped and read again.
 
 Shapes: a buffer is uint8 and begins on a multiple of 4096; decoding gives the expert's tensors.
 """
@@ -34,7 +36,16 @@ from moelab.forks import renew_in_children
 from moelab.registry import require
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES, Tensors
-from moelab.store.layout import ALIGN, PARTS, ExpertStore, Extent, StoreError, TensorEntry, aligned, run
+from moelab.store.layout import (
+    ALIGN,
+    PARTS,
+    ExpertStore,
+    Extent,
+    StoreError,
+    TensorEntry,
+    aligned,
+    run,
+)
 
 try:
     import fcntl
@@ -44,41 +55,51 @@ except ImportError:
 
 #: the file in a store that remembers which mode is fastest
 MEASURED = "read_mode.json"
-MARGIN = 1.5                # in 3 GB, a 5 GB model read 425 MB a token buffered instead of 230
-KEPT = 64                   # files that stay open; macOS allows a process 256
-HUGE = 2 << 20              # bytes of a huge page
+MARGIN = 1.5  # in 3 GB, a 5 GB model read 425 MB a token buffered instead of 230
+KEPT = 64  # files that stay open; macOS allows a process 256
+HUGE = 2 << 20  # bytes of a huge page
 
 
 def modes() -> list[str]:
     """The modes of reading that this system has: "direct", "uncached", "buffered"."""
-    return (["direct"] if hasattr(os, "O_DIRECT") else []) + (
-        ["uncached"] if hasattr(fcntl, "F_NOCACHE") else []) + ["buffered"]
+    return (
+        (["direct"] if hasattr(os, "O_DIRECT") else [])
+        + (["uncached"] if hasattr(fcntl, "F_NOCACHE") else [])
+        + ["buffered"]
+    )
 
 
 def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
-    """An uninitialised uint8 array of `n` bytes that begins on a multiple of `alignment` bytes; one to be read into, on
-    Linux, in huge pages, for a direct read into scattered small ones took twice as long."""
+    """An uninitialised uint8 array of `n` bytes that begins on a multiple of `alignment` bytes; one
+    to be read into, on Linux, in huge pages, for a direct read into scattered small ones took twice
+    as long."""
     if alignment < ALIGN or n < HUGE // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
         room = np.empty(n + alignment, np.uint8)
     else:
         alignment, private = HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, -(-n // HUGE) * HUGE + HUGE, private)
-        with contextlib.suppress(OSError):                      # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
         room = np.frombuffer(memory, np.uint8)
     skip = -room.ctypes.data % alignment
-    return room[skip:skip + n]
+    return room[skip : skip + n]
 
 
 def empty_tensors(entries: dict[str, TensorEntry]) -> Tensors:
-    """Uninitialised tensors for one expert, each at a multiple of 64 bytes, as CPU kernels want them."""
-    return {name: torch.from_numpy(aligned_buffer(entry.nbytes, 64)).view(
-                DTYPES[entry.dtype]).view(entry.shape) for name, entry in entries.items()}
+    """Uninitialised tensors for one expert, each at a multiple of 64 bytes, as CPU kernels want
+    them."""
+    return {
+        name: torch.from_numpy(aligned_buffer(entry.nbytes, 64))
+        .view(DTYPES[entry.dtype])
+        .view(entry.shape)
+        for name, entry in entries.items()
+    }
 
 
 @dataclass
 class ReadCounters:
-    """What was read: bytes, requests to the system, and the seconds that they took, throttling included."""
+    """What was read: bytes, requests to the system, and the seconds that they took, throttling
+    included."""
 
     bytes: int = 0
     requests: int = 0
@@ -87,7 +108,8 @@ class ReadCounters:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A part of an expert in memory: `data` holds the file's bytes from `offset` on; `nbytes` of them were read."""
+    """A part of an expert in memory: `data` holds the file's bytes from `offset` on; `nbytes` of
+    them were read."""
 
     layer: int
     expert: int
@@ -100,7 +122,7 @@ class Chunks:
     def plane(self, name: str, i: int) -> Plane:
         """Plane `i` of a tensor, as views of `data`."""
         codec, chunks = self.entries[name].planes[i]
-        return Plane(codec, tuple(self.data[c.offset - self.offset:][:c.length] for c in chunks))
+        return Plane(codec, tuple(self.data[c.offset - self.offset :][: c.length] for c in chunks))
 
 
 class Piece(NamedTuple):
@@ -111,28 +133,45 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """Reads parts of experts into buffers; each read is one blocking call, from any number of threads.
+    """Reads parts of experts into buffers; each read is one blocking call, from any number of
+    threads.
 
-    store : what to read; a `moelab.models.direct.CheckpointStore` has no checksums and cannot be read "direct".
-    mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file system refuses
-        direct reads, the attribute becomes "buffered".
-    bandwidth : bytes a second that reads of all threads together are throttled to, to stand for a slower disk (a
-        token bucket without a burst); None for no limit.
+    store : what to read; a `moelab.models.direct.CheckpointStore` has no checksums and cannot be
+        read "direct".
+    mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file
+        system refuses direct reads, the attribute becomes "buffered".
+    bandwidth : bytes a second that reads of all threads together are throttled to, to stand for a
+        slower disk (a token bucket without a burst); None for no limit.
     verify : whether `read` checks the chunks' checksums, at about 10 GB/s.
     """
 
-    def __init__(self, store: ExpertStore, mode: str = "auto", bandwidth: float | None = None,
-                 verify: bool = True) -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        mode: str = "auto",
+        bandwidth: float | None = None,
+        verify: bool = True,
+    ) -> None:
         require("mode", mode, ["auto", *modes()])
         if bandwidth is not None and not bandwidth > 0:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
         if mode == "direct" and not store.aligned:
-            raise ValueError(f"the tensors in {store.folder} do not begin at multiples of {ALIGN} bytes, so they "
-                             f"cannot be read past the page cache; convert it to a store, or use another mode")
-        self.store, self.bandwidth, self.verify = store, bandwidth, verify and store.checksum is not None
+            raise ValueError(
+                f"the tensors in {store.folder} do not begin at multiples of {ALIGN} bytes, so they "
+                f"cannot be read past the page cache; convert it to a store, or use another mode"
+            )
+        self.store, self.bandwidth, self.verify = (
+            store,
+            bandwidth,
+            verify and store.checksum is not None,
+        )
         self.counters = ReadCounters()
-        self._files: dict[tuple[str, Path], int] = {}           # a file of each layer, opened when it is first read
-        self._runs: dict[tuple, tuple[int, int, int]] = {}      # part of an expert → offset, length, bytes to be read
+        self._files: dict[
+            tuple[str, Path], int
+        ] = {}  # a file of each layer, opened when it is first read
+        self._runs: dict[
+            tuple, tuple[int, int, int]
+        ] = {}  # part of an expert → offset, length, bytes to be read
         weakref.finalize(self, _close, self._files)
         self._free_at = 0.0
         self.forked()
@@ -145,57 +184,79 @@ class Reader:
 
     def buffer(self, part: str = "both") -> np.ndarray:
         """A new buffer for this part of any expert of the store."""
-        return aligned_buffer(max((run(entries, part)[1] for layer in self.store.layers for entries in layer.experts),
-                                  default=0))
+        return aligned_buffer(
+            max(
+                (run(entries, part)[1] for layer in self.store.layers for entries in layer.experts),
+                default=0,
+            )
+        )
 
-    def read(self, layer: int, expert: int, part: str = "both", buffer: np.ndarray | None = None) -> Chunks:
+    def read(
+        self, layer: int, expert: int, part: str = "both", buffer: np.ndarray | None = None
+    ) -> Chunks:
         """Read the E-chunks ("E"), the SM-chunks ("SM") or both of one expert, in one request.
 
-        buffer : uint8, large enough, beginning on a multiple of 4096 bytes (see `aligned_buffer`); by default new.
+        buffer : uint8, large enough, beginning on a multiple of 4096 bytes (see `aligned_buffer`);
+            by default new.
 
         Raises
         ------
-        StoreError : the file is cut off, or a chunk does not match its checksum; names file, expert and offset.
+        StoreError : the file is cut off, or a chunk does not match its checksum; names file, expert
+            and offset.
         OSError : the system could not read; says the same.
         LookupError : there is no such expert.        ValueError : an unsuitable buffer, an unknown part.
         """
         if part not in PARTS:
             raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
-        chunks, = self.read_parts(layer, expert, {part: buffer})
+        (chunks,) = self.read_parts(layer, expert, {part: buffer})
         if self.verify:
             self.check(chunks)
         return chunks
 
-    def read_parts(self, layer: int, expert: int, parts: dict[str, np.ndarray | None]) -> list[Chunks]:
-        """Read "E", "SM" or both, in this order, into a buffer each, in one request; without `check`."""
+    def read_parts(
+        self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
+    ) -> list[Chunks]:
+        """Read "E", "SM" or both, in this order, into a buffer each, in one request; without
+        `check`."""
         found, pieces = self.plan(layer, expert, parts)
         for piece in pieces:
             self.fill(piece)
         return found
 
-    def plan(self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
-             ) -> tuple[list[Chunks], list[Piece]]:
-        """What `read_parts` reads, but not yet read, and the pieces to `fill`, in any order and by any thread.
+    def plan(
+        self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
+    ) -> tuple[list[Chunks], list[Piece]]:
+        """What `read_parts` reads, but not yet read, and the pieces to `fill`, in any order and by
+        any thread.
 
-        piece : cut what lies together in a file into equal ones of at most so many bytes, a multiple of `ALIGN`.
-        """
+        piece : cut what lies together in a file into equal ones of at most so many bytes, a
+        multiple of `ALIGN`."""
         entries, found = self.store.entries(layer, expert), []
         for part, buffer in parts.items():
             if (key := (layer, expert, part)) not in self._runs:
                 self._runs[key] = *run(entries, part), self.store.stored_bytes(*key)
             offset, length, nbytes = self._runs[key]
             buffer = aligned_buffer(length) if buffer is None else buffer
-            if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < length or (
-                    length and buffer.ctypes.data % ALIGN):
-                raise ValueError(f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
-                                 f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
-                                 f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one")
+            if (
+                buffer.dtype != np.uint8
+                or buffer.ndim != 1
+                or len(buffer) < length
+                or (length and buffer.ctypes.data % ALIGN)
+            ):
+                raise ValueError(
+                    f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
+                    f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
+                    f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one"
+                )
             found.append(Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes))
         filled, pieces = [chunks for chunks in found if len(chunks.data)], []
         for extents in self.store.extents(filled) if filled else ():
             if piece and isinstance(extents, list):
-                pieces += [Piece([(path, offset + at, some)], filled[0]) for path, offset, views in extents
-                           for at, some in _pieces(views, piece)]
+                pieces += [
+                    Piece([(path, offset + at, some)], filled[0])
+                    for path, offset, views in extents
+                    for at, some in _pieces(views, piece)
+                ]
             else:
                 pieces.append(Piece(extents, filled[0]))
         return found, pieces
@@ -223,23 +284,28 @@ class Reader:
             self.counters.seconds += time.perf_counter() - start
 
     def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> int:
-        """Fill the views with a file's bytes from `begin` on; returns how many requests that took."""
+        """Fill the views with a file's bytes from `begin` on; returns how many requests that
+        took."""
         offset, requests, end = begin, 0, begin + sum(map(len, views))
         try:
             while views:
                 requests += 1
                 n = self._request(path, views, offset)
                 if not n:
-                    raise StoreError(f"{path} ends at byte {offset:,}, inside {_which(what)}, which take the bytes "
-                                     f"{begin:,} to {end:,}; the file is cut off")
+                    raise StoreError(
+                        f"{path} ends at byte {offset:,}, inside {_which(what)}, which take the bytes "
+                        f"{begin:,} to {end:,}; the file is cut off"
+                    )
                 offset += n
                 while views and n >= len(views[0]):
                     n -= len(views.pop(0))
                 if n:
                     views[0] = views[0][n:]
         except OSError as error:
-            raise OSError(error.errno, f"reading {path} at byte {offset:,} ({_which(what)}) failed: "
-                                       f"{error.strerror}") from error
+            raise OSError(
+                error.errno,
+                f"reading {path} at byte {offset:,} ({_which(what)}) failed: {error.strerror}",
+            ) from error
         return requests
 
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
@@ -274,11 +340,13 @@ class Reader:
                 os.close(fd)
 
     def check(self, chunks: Chunks, only: str | None = None, part: int | None = None) -> None:
-        """Raise StoreError unless the chunks, or those of the tensor `only`, or its chunks number `part` of each plane,
-        match their checksums."""
+        """Raise StoreError unless the chunks, or those of the tensor `only`, or its chunks number
+        `part` of each plane, match their checksums."""
         if self.store.checksum is None:
             return
-        for name, entry in chunks.entries.items() if only is None else [(only, chunks.entries[only])]:
+        for name, entry in (
+            chunks.entries.items() if only is None else [(only, chunks.entries[only])]
+        ):
             for i, (_, expected) in enumerate(entry.planes):
                 if chunks.part != "both" and (i == 0) != (chunks.part == "E"):
                     continue
@@ -288,7 +356,8 @@ class Reader:
                         raise StoreError(
                             f"{file} is damaged: chunk {chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert "
                             f"{chunks.expert} of MoE layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) "
-                            f"does not match its checksum; copy the store again, or convert the model again")
+                            f"does not match its checksum; copy the store again, or convert the model again"
+                        )
 
     def drop_cache(self, layer: int) -> None:
         """Ask the system to forget what it has cached of a layer's files, where it can be asked."""
@@ -308,7 +377,8 @@ class Reader:
 
 
 def _pieces(views: list[memoryview], most: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """The views in equal pieces of at most so many bytes, but for alignment: (where it begins, its views)."""
+    """The views in equal pieces of at most so many bytes, but for alignment: (where it begins, its
+    views)."""
     total = sum(map(len, views))
     size = aligned(-(-total // max(-(-total // most), 1)))
     at, piece, room = 0, [], size
@@ -324,18 +394,20 @@ def _pieces(views: list[memoryview], most: int) -> Iterator[tuple[int, list[memo
 
 
 def _close(files: dict[Any, int]) -> None:
-    while files:                                # each is forgotten first: closed twice, it may be another's by then
+    while files:  # each is forgotten first: closed twice, it may be another's by then
         os.close(files.popitem()[1])
 
 
-def decode(e: Chunks, sm: Chunks, out: Tensors | None = None,
-           scratch: np.ndarray | None = None) -> Tensors:
-    """The tensors of one expert from its E-chunks and its SM-chunks, which may be the same `Chunks` (part "both").
+def decode(
+    e: Chunks, sm: Chunks, out: Tensors | None = None, scratch: np.ndarray | None = None
+) -> Tensors:
+    """The tensors of one expert from its E-chunks and its SM-chunks, which may be the same `Chunks`
+    (part "both").
 
     out : tensors to write into, see `empty_tensors`; scratch : see `decompress_tensor`.
 
-    Raises StoreError if a chunk cannot be decoded, ValueError if the two are not parts of one expert.
-    """
+    Raises StoreError if a chunk cannot be decoded, ValueError if the two are not parts of one
+    expert."""
     if (e.layer, e.expert) != (sm.layer, sm.expert) or e.part == "SM" or sm.part == "E":
         raise ValueError(f"these are not the two parts of one expert: {_which(e)}, {_which(sm)}")
     out = empty_tensors(e.entries) if out is None else out
@@ -344,9 +416,16 @@ def decode(e: Chunks, sm: Chunks, out: Tensors | None = None,
     return out
 
 
-def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor, scratch: np.ndarray | None = None,
-                  shard: int | None = None) -> None:
-    """One tensor of an expert, or one shard of it, into `out`, as `decode` does with all of them."""
+def decode_tensor(
+    e: Chunks,
+    sm: Chunks,
+    name: str,
+    out: torch.Tensor,
+    scratch: np.ndarray | None = None,
+    shard: int | None = None,
+) -> None:
+    """One tensor of an expert, or one shard of it, into `out`, as `decode` does with all of
+    them."""
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
     try:
@@ -362,21 +441,32 @@ def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 def damaged(chunks: Chunks, name: str, error: ValueError) -> StoreError:
     """The error for a chunk that cannot be decoded."""
-    return StoreError(f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: {error}")
+    return StoreError(
+        f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: {error}"
+    )
 
 
 class StoreExperts:
-    """A source for the seam, `plug(model, source=StoreExperts(store))`: reads and decodes an expert on each call.
+    """A source for the seam, `plug(model, source=StoreExperts(store))`: reads and decodes an expert
+    on each call.
 
-    dtype : what floating-point tensors are cast to; None keeps the stored one. Other options as in `Reader`.
-    """
+    dtype : what floating-point tensors are cast to; None keeps the stored one. Other options as in
+    `Reader`."""
 
-    def __init__(self, store: ExpertStore, dtype: torch.dtype | None = None, **options: Any) -> None:
-        self.store, self.dtype, self.reader, self._local = store, dtype, Reader(store, **options), threading.local()
+    def __init__(
+        self, store: ExpertStore, dtype: torch.dtype | None = None, **options: Any
+    ) -> None:
+        self.store, self.dtype, self.reader, self._local = (
+            store,
+            dtype,
+            Reader(store, **options),
+            threading.local(),
+        )
         self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
 
     def __call__(self, layer: int, expert: int) -> Tensors:
-        """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and `decode` raise."""
+        """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and
+        `decode` raise."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self.reader.buffer()
         chunks = self.reader.read(layer, expert, "both", self._local.buffer)
@@ -395,13 +485,14 @@ class StoreExperts:
 
 
 def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str, float]:
-    """Median bytes a second of reading `reads` random experts in every mode, interleaved, from the disk itself: each
-    mode has others, as a disk or its host may keep for the next mode what one has read."""
+    """Median bytes a second of reading `reads` random experts in every mode, interleaved, from the
+    disk itself: each mode has others, as a disk or its host may keep for the next mode what one has
+    read."""
     everyone = [(i, e) for i, layer in enumerate(store.layers) for e in range(len(layer.experts))]
     rates: dict[str, list[float]] = {mode: [] for mode in modes()}
     chosen = np.resize(np.random.default_rng(seed).permutation(len(everyone)), reads * len(rates))
     buffer = Reader(store, "buffered").buffer()
-    buffer[:] = 0                                               # so that no page is touched for the first time below
+    buffer[:] = 0  # so that no page is touched for the first time below
     for mode, (layer, expert) in zip(cycle(rates), (everyone[index] for index in chosen)):
         with Reader(store, mode, verify=False) as reader:
             reader.drop_cache(layer)
@@ -411,24 +502,28 @@ def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str
 
 
 def fastest_mode(store: ExpertStore) -> str:
-    """The mode that `measure_modes` finds fastest, "buffered" by `MARGIN`; the rates are remembered in a file beside
-    the index for this machine."""
+    """The mode that `measure_modes` finds fastest, "buffered" by `MARGIN`; the rates are remembered
+    in a file beside the index for this machine."""
     file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
     try:
         known = json.loads("" if file.is_symlink() else file.read_text())
         if known["machine"] == machine and known["bytes a second"].keys() == set(modes()):
             return _fastest(known["bytes a second"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass                                                    # never measured, or not readable: measure
+        pass  # never measured, or not readable: measure
     rates = measure_modes(store)
     if not file.is_symlink():
-        with contextlib.suppress(OSError):                      # a read-only store is measured each time
+        with contextlib.suppress(OSError):  # a read-only store is measured each time
             write_json(file, {"machine": machine, "bytes a second": rates})
     return _fastest(rates)
 
 
 def _fastest(rates: dict[str, float]) -> str:
-    return max(rates, key=lambda mode: rates[mode] / (MARGIN if mode == "buffered" else 1), default="buffered")
+    return max(
+        rates,
+        key=lambda mode: rates[mode] / (MARGIN if mode == "buffered" else 1),
+        default="buffered",
+    )
 
 
 def _which(chunks: Chunks) -> str:

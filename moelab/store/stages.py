@@ -1,9 +1,11 @@
-"""Decoding a tensor of 16-bit weights in two stages: the first can begin before its sign-mantissa bytes are read.
+"""Decoding a tensor of 16-bit weights in two stages: the first can begin before its sign-mantissa
+bytes are read.
 
-Source: ZipMoE §3.2 and Fig. 6: decompression needs the E-chunks only, recovery needs its result and the SM-chunks.
-The exponents of N weights, N bytes, are decompressed into the upper half of the tensor's own 2N bytes, and recovery
-joins them from the front: the weight i at bytes 2i, 2i+1 never reaches an exponent at byte N+j that is still needed,
-since 2i+1 < N+i+1 for every i < N. So no other memory is needed.
+Source: ZipMoE §3.2 and Fig. 6: decompression needs the E-chunks only, recovery needs its result and
+the SM-chunks. The exponents of N weights, N bytes, are decompressed into the upper half of the
+tensor's own 2N bytes, and recovery joins them from the front: the weight i at bytes 2i, 2i+1 never
+reaches an exponent at byte N+j that is still needed, since 2i+1 < N+i+1 for every i < N. So no
+other memory is needed.
 
 Shapes: a tensor of N weights, its exponents uint8 [N], its sign-mantissa bytes uint8 [N].
 """
@@ -18,29 +20,35 @@ from moelab.store.bits import as_bytes, join_words
 from moelab.store.codecs import find_codec, plane_bytes, shard_bounds
 from moelab.store.reader import Chunks, damaged
 
-_BLOCK = 1 << 14            # weights joined at a time: a copy of their exponents stays in the first-level cache
+_BLOCK = (
+    1 << 14
+)  # weights joined at a time: a copy of their exponents stays in the first-level cache
 
 
 def separable(chunks: Chunks, name: str) -> bool:
-    """Whether a tensor can be decoded in two stages: 16-bit weights whose exponents are compressed."""
+    """Whether a tensor can be decoded in two stages: 16-bit weights whose exponents are
+    compressed."""
     planes = chunks.entries[name].planes
     return len(planes) == 2 and planes[0][0] != "raw"
 
 
 def shards(chunks: Chunks, name: str) -> int:
-    """Into how many shards that can be decoded one by one the exponents of a tensor of 16-bit weights are divided."""
+    """Into how many shards that can be decoded one by one the exponents of a tensor of 16-bit
+    weights are divided."""
     planes = chunks.entries[name].planes
     apart = len(planes) == 2 and planes[1][0] == "raw" and len(planes[1][1]) == 1
     return len(planes[0][1]) if apart else 1
 
 
 def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
-    """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError if damaged."""
-    exponents_of(e, name, as_bytes(out, writable=True)[out.numel():])
+    """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError
+    if damaged."""
+    exponents_of(e, name, as_bytes(out, writable=True)[out.numel() :])
 
 
 def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
-    """The exponents of a tensor of 16-bit weights into `out`, uint8 [N]. Raises StoreError if they are damaged."""
+    """The exponents of a tensor of 16-bit weights into `out`, uint8 [N]. Raises StoreError if they
+    are damaged."""
     plane = e.plane(name, 0)
     decode = find_codec(plane.codec).decompress
     try:
@@ -51,7 +59,8 @@ def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
 
 
 def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
-    """Stage 2: join the exponents in the upper half of `out` with the sign-mantissa bytes, in place."""
+    """Stage 2: join the exponents in the upper half of `out` with the sign-mantissa bytes, in
+    place."""
     words = as_bytes(out, writable=True).view(np.uint16)
     try:
         _recover(plane_bytes(sm.plane(name, 1), len(words)), words)
@@ -65,5 +74,5 @@ def _recover(sign_mantissa, words):
     exponents, block = words.view(np.uint8)[n:], np.empty(_BLOCK, np.uint8)
     for begin in range(0, n, _BLOCK):
         end = min(begin + _BLOCK, n)
-        block[:end - begin] = exponents[begin:end]
-        join_words(block[:end - begin], sign_mantissa[begin:end], words[begin:end])
+        block[: end - begin] = exponents[begin:end]
+        join_words(block[: end - begin], sign_mantissa[begin:end], words[begin:end])

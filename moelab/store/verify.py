@@ -1,4 +1,5 @@
-"""Re-reading a store: every byte against its checksum, every tensor decoded and against its own checksum.
+"""Re-reading a store: every byte against its checksum, every tensor decoded and against its own
+checksum.
 
 What passes is, bit for bit, what was converted. A damaged store is copied or converted again.
 """
@@ -17,7 +18,8 @@ from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
 
 
 def verify(store: ExpertStore | str | Path) -> dict[str, int]:
-    """Re-read a store completely, from the disk itself where the system can; returns how much was found right.
+    """Re-read a store completely, from the disk itself where the system can; returns how much was
+    found right.
 
     Raises
     ------
@@ -34,8 +36,11 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     return found
 
 
-def checked_experts(store: ExpertStore, doing: str) -> Iterator[tuple[Chunks, dict[str, torch.Tensor]]]:
-    """(chunks, tensors) of every expert, checked, in the same memory one after another; StoreError for damage."""
+def checked_experts(
+    store: ExpertStore, doing: str
+) -> Iterator[tuple[Chunks, dict[str, torch.Tensor]]]:
+    """(chunks, tensors) of every expert, checked, in the same memory one after another; StoreError
+    for damage."""
     total = sum(layer.size - layer.header for layer in store.layers)
     with Reader(store, modes()[0]) as reader, progress(desc=doing, total=total, unit="B") as bar:
         buffer = reader.buffer()
@@ -45,14 +50,17 @@ def checked_experts(store: ExpertStore, doing: str) -> Iterator[tuple[Chunks, di
                 chunks = reader.read(i, expert, "both", buffer)
                 for name, tensor in decode(chunks, chunks, out).items():
                     if store.checksum(tensor) != entries[name].checksum:
-                        raise StoreError(f"{store.folder / layer.file}: {name} of expert {expert} of MoE layer {i} "
-                                         f"does not decode to what was converted; convert the model again")
+                        raise StoreError(
+                            f"{store.folder / layer.file}: {name} of expert {expert} of MoE layer {i} "
+                            f"does not decode to what was converted; convert the model again"
+                        )
                 yield chunks, out
                 bar.update(len(chunks.data))
 
 
 def check_weights(store: ExpertStore) -> int:
-    """Check the weights that are not experts'; returns their bytes. Raises StoreError naming the damaged tensor."""
+    """Check the weights that are not experts'; returns their bytes. Raises StoreError naming the
+    damaged tensor."""
     path = store.folder / WEIGHTS
     with open(path, "rb") as f:
         for key, (_, _, offset, size, checksums) in store.weights.items():
@@ -60,20 +68,29 @@ def check_weights(store: ExpertStore) -> int:
             for i, expected in enumerate(checksums):
                 data = f.read(min(PIECE, size - i * PIECE))
                 if store.checksum(data) != expected:
-                    raise StoreError(f"{path} is damaged: {key} does not match its checksum (between bytes "
-                                     f"{offset + i * PIECE:,} and {offset + i * PIECE + len(data):,}); copy the store "
-                                     f"again, or convert the model again")
+                    raise StoreError(
+                        f"{path} is damaged: {key} does not match its checksum (between bytes "
+                        f"{offset + i * PIECE:,} and {offset + i * PIECE + len(data):,}); copy the store "
+                        f"again, or convert the model again"
+                    )
     return store.weights_bytes
 
 
 def _check_padding(store: ExpertStore, chunks: Chunks) -> None:
     """StoreError unless the bytes between an expert's chunks are zero."""
     at = chunks.offset
-    used = sorted((c.offset, c.length) for entry in chunks.entries.values() for _, plane in entry.planes for c in plane)
+    used = sorted(
+        (c.offset, c.length)
+        for entry in chunks.entries.values()
+        for _, plane in entry.planes
+        for c in plane
+    )
     for begin, length in [*used, (chunks.offset + len(chunks.data), 0)]:
-        if chunks.data[at - chunks.offset:begin - chunks.offset].any():
-            raise StoreError(f"{store.folder / store.layers[chunks.layer].file} is damaged: the padding at {at:,} "
-                             f"(expert {chunks.expert} of MoE layer {chunks.layer}) is not zero; copy the store again")
+        if chunks.data[at - chunks.offset : begin - chunks.offset].any():
+            raise StoreError(
+                f"{store.folder / store.layers[chunks.layer].file} is damaged: the padding at {at:,} "
+                f"(expert {chunks.expert} of MoE layer {chunks.layer}) is not zero; copy the store again"
+            )
         at = begin + length
 
 
@@ -87,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
     except StoreError as error:
         print(f"moelab: {error}")
         return 1
-    print(f"{args.store} is whole: {found['experts']:,} experts in {found['chunks']:,} chunks and all other weights, "
-          f"{found['bytes'] / 1e9:,.2f} GB")
+    print(
+        f"{args.store} is whole: {found['experts']:,} experts in {found['chunks']:,} chunks and all other weights, "
+        f"{found['bytes'] / 1e9:,.2f} GB"
+    )
     return 0

@@ -1,12 +1,13 @@
-"""Writing an expert store, one expert in memory at a time; a kill at any byte costs only the last seconds.
+"""Writing an expert store, one expert in memory at a time; a kill at any byte costs only the last
+seconds.
 
-Source: ZipMoE §3.1, offline initialization. Everything is written to `DESTINATION.part`. Experts are appended to
-their layer's file; once their bytes are on the disk (fsync), a line for each goes to the journal
-`DESTINATION.part.jsonl`. To resume, what the journal lists is read again, and experts that are damaged or missing are
-written to their places. What is written depends on the tensors, codec and shards alone, so a resumed store has the same
-bytes. Room for a safetensors header is reserved at the beginning of a layer's file and filled at the end; then come the
-other weights and the index, and the folder is renamed.
-"""
+Source: ZipMoE §3.1, offline initialization. Everything is written to `DESTINATION.part`. Experts
+are appended to their layer's file; once their bytes are on the disk (fsync), a line for each goes
+to the journal `DESTINATION.part.jsonl`. To resume, what the journal lists is read again, and
+experts that are damaged or missing are written to their places. What is written depends on the
+tensors, codec and shards alone, so a resumed store has the same bytes. Room for a safetensors
+header is reserved at the beginning of a layer's file and filled at the end; then come the other
+weights and the index, and the folder is renamed."""
 
 from __future__ import annotations
 
@@ -27,53 +28,100 @@ from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
-from moelab.store.layout import (CHECKSUMS, FORMAT, INDEX, PIECE, SOURCE_LAYOUT, VERSION, WEIGHTS, Chunk, Layer,
-                                 aligned, in_file, layer_file, layer_header, plain_name, read_entries, seal,
-                                 weights_header)
+from moelab.store.layout import (
+    CHECKSUMS,
+    FORMAT,
+    INDEX,
+    PIECE,
+    SOURCE_LAYOUT,
+    VERSION,
+    WEIGHTS,
+    Chunk,
+    Layer,
+    aligned,
+    in_file,
+    layer_file,
+    layer_header,
+    plain_name,
+    read_entries,
+    seal,
+    weights_header,
+)
 
-COMMIT = 64 << 20           # bytes of a layer's file between two syncs
-BEHIND = 32 << 20           # bytes of an expert that may be written while the next one is compressed
-Key = tuple[int, int]       # (MoE layer, expert)
+COMMIT = 64 << 20  # bytes of a layer's file between two syncs
+BEHIND = 32 << 20  # bytes of an expert that may be written while the next one is compressed
+Key = tuple[int, int]  # (MoE layer, expert)
 
 
 class StoreWriter:
-    """Writes experts in order, then the other weights and files, then the index. One process at a time.
+    """Writes experts in order, then the other weights and files, then the index. One process at a
+    time.
 
     destination : the store's folder; `destination.part` until it is finished.
     spec, identity : of the source.
-    layers : for each MoE layer its experts module's name, its number of experts and whether the model stacks them.
+    layers : for each MoE layer its experts module's name, its number of experts and whether the
+        model stacks them.
     codec, shards : see `moelab.store.codecs.compress_tensor`.
-    quantized : the few-bit format that experts are rounded to, as the index then says; None for the source's weights.
+    quantized : the few-bit format that experts are rounded to, as the index then says; None for the
+        source's weights.
     content : a digest of the source's files; an unfinished store of other ones is begun anew.
 
     Raises
     ------
     FileExistsError : the destination is there, or another process is writing it.
-    ValueError : an unknown codec or impossible number of shards, before anything is written; an unfinished store of
-        another model, codec or number of shards is in the way.
+    ValueError : an unknown codec or impossible number of shards, before anything is written; an
+        unfinished store of another model, codec or number of shards is in the way.
     """
 
-    def __init__(self, destination: str | Path, spec: MoESpec, identity: str, layers: list[tuple[str, int, bool]],
-                 codec: str = codecs.DEFAULT, shards: int = codecs.SHARDS, quantized: str | None = None,
-                 content: str = "") -> None:
+    def __init__(
+        self,
+        destination: str | Path,
+        spec: MoESpec,
+        identity: str,
+        layers: list[tuple[str, int, bool]],
+        codec: str = codecs.DEFAULT,
+        shards: int = codecs.SHARDS,
+        quantized: str | None = None,
+        content: str = "",
+    ) -> None:
         self.destination = vacant(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         codecs.find_codec(codec)
         if type(shards) is not int or not 1 <= shards <= 1024:
-            raise ValueError(f"shards is {shards!r}; the exponents of a tensor go into 1 to 1024 shards")
+            raise ValueError(
+                f"shards is {shards!r}; the exponents of a tensor go into 1 to 1024 shards"
+            )
         if [E for _, E, _ in layers] != [spec.E] * spec.L or not spec.L:
-            raise ValueError(f"{spec.name} says {spec.L} MoE layers of {spec.E} experts, and its model has "
-                             f"{[E for _, E, _ in layers]}; a store holds layers of equally many")
+            raise ValueError(
+                f"{spec.name} says {spec.L} MoE layers of {spec.E} experts, and its model has "
+                f"{[E for _, E, _ in layers]}; a store holds layers of equally many"
+            )
         self.layers, self.codec, self.shards = layers, codec, shards
         checksum, self.checksum = next(iter(CHECKSUMS.items()))
-        self.head = json.loads(json.dumps({                     # as it will be read back: lists for tuples
-            "format": FORMAT, "version": VERSION, "spec": spec.to_dict(), "identity": identity, "codec": codec,
-            "K": shards, "layout": LAYOUT, "checksum": checksum, "layers": layers,
-            **({"quantized": quantized} if quantized else {})}))
-        self.records: dict[Key, Record] = {}                    # of the experts that are safely on the disk
-        self._pending: dict[Key, Record] = {}                   # of those that are written but not yet synced
+        self.head = json.loads(
+            json.dumps(
+                {  # as it will be read back: lists for tuples
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "spec": spec.to_dict(),
+                    "identity": identity,
+                    "codec": codec,
+                    "K": shards,
+                    "layout": LAYOUT,
+                    "checksum": checksum,
+                    "layers": layers,
+                    **({"quantized": quantized} if quantized else {}),
+                }
+            )
+        )
+        self.records: dict[Key, Record] = {}  # of the experts that are safely on the disk
+        self._pending: dict[Key, Record] = {}  # of those that are written but not yet synced
         self._file: Any = None
-        self._layer, self._end, self._unsynced = -1, 0, 0       # of the file, where it is written next, bytes
+        self._layer, self._end, self._unsynced = (
+            -1,
+            0,
+            0,
+        )  # of the file, where it is written next, bytes
         self._thread, self._writing = ThreadPoolExecutor(1), None
         with self._explained():
             journal = Path(f"{self.folder}.jsonl")
@@ -88,19 +136,30 @@ class StoreWriter:
             self.close()
             raise
 
-    # ------------------------------------------------------------------------------------------------- resuming
+    # -------------------------------------------------------------------------------------------------
+    # resuming
 
     def _resume(self, lines: list[Record], content: str) -> None:
         begun = lines[0] if lines and isinstance(lines[0], dict) else {}
         spec = begun.get("spec")
         if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
-            self.head["spec"]["name"] = name                    # the same source may be called differently now
+            self.head["spec"]["name"] = name  # the same source may be called differently now
         head = self.head | {"content": content}
-        differ = ["shards" if key == "K" else key for key in begun | head if begun.get(key) != head.get(key)]
-        if begun.get("format") == FORMAT and {*differ} - {"content"} and any(self.folder.glob("experts-*")):
-            raise ValueError(f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
-                             f"the source and the options that it was begun with, or remove it")
-        if differ:                          # other weights than those that it holds by now, or nobody knows which
+        differ = [
+            "shards" if key == "K" else key
+            for key in begun | head
+            if begun.get(key) != head.get(key)
+        ]
+        if (
+            begun.get("format") == FORMAT
+            and {*differ} - {"content"}
+            and any(self.folder.glob("experts-*"))
+        ):
+            raise ValueError(
+                f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
+                f"the source and the options that it was begun with, or remove it"
+            )
+        if differ:  # other weights than those that it holds by now, or nobody knows which
             lines = []
             with self._explained():
                 self._journal.restart([head])
@@ -110,15 +169,28 @@ class StoreWriter:
                 path.unlink()
 
     def _whole(self, records: list[Record]) -> dict[Key, Record]:
-        """Of the journal's records, those of experts whose bytes are all there, after those of the expert before."""
+        """Of the journal's records, those of experts whose bytes are all there, after those of the
+        expert before."""
         found, whole, shapes, ends = {}, {}, {}, {}
         for record in records:
             with suppress(KeyError, TypeError):
                 key = record["layer"], record["expert"]
-                found[key] = record if found.get(key, record) == record else None       # two that contradict each other
+                found[key] = (
+                    record if found.get(key, record) == record else None
+                )  # two that contradict each other
         there = [key for key in self._everyone() if key in found]
-        for layer, expert in progress(there, "checking what is there", unit="expert") if there else ():
-            with suppress(ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, OSError):
+        for layer, expert in (
+            progress(there, "checking what is there", unit="expert") if there else ()
+        ):
+            with suppress(
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                OverflowError,
+                MemoryError,
+                OSError,
+            ):
                 record = found[layer, expert]
                 chunks, end = _chunks(record), ends.get((layer, expert - 1), 0)
                 begin = chunks[0].offset
@@ -135,36 +207,53 @@ class StoreWriter:
         """Whether these are the bytes of an expert's chunks and of the padding between them."""
         begin = at = chunks[0].offset
         for chunk in chunks:
-            piece, at = data[at - begin:at - begin + aligned(chunk.length)], at + aligned(chunk.length)
-            if chunk.offset + len(piece) != at or self.checksum(piece[:chunk.length]) != chunk.checksum:
+            piece, at = (
+                data[at - begin : at - begin + aligned(chunk.length)],
+                at + aligned(chunk.length),
+            )
+            if (
+                chunk.offset + len(piece) != at
+                or self.checksum(piece[: chunk.length]) != chunk.checksum
+            ):
                 return False
-            if any(piece[chunk.length:]):
+            if any(piece[chunk.length :]):
                 return False
         return at - begin == len(data)
 
     def _everyone(self) -> list[Key]:
-        return [(layer, expert) for layer, (_, E, _) in enumerate(self.layers) for expert in range(E)]
+        return [
+            (layer, expert) for layer, (_, E, _) in enumerate(self.layers) for expert in range(E)
+        ]
 
-    # -------------------------------------------------------------------------------------------------- experts
+    # --------------------------------------------------------------------------------------------------
+    # experts
 
     def missing(self) -> Iterator[Key]:
         """(layer, expert) of every expert that is still to be added, in the order to add them."""
         for key in self._everyone():
             if key in self.records:
-                self._wait()                    # the one before may need its place
+                self._wait()  # the one before may need its place
             if key not in self.records and key not in self._pending:
                 yield key
 
-    def add(self, layer: int, expert: int, tensors: Record, sources: list[list] | None = None,
-            blobs: dict[str, tuple[str, Any]] | None = None) -> None:
+    def add(
+        self,
+        layer: int,
+        expert: int,
+        tensors: Record,
+        sources: list[list] | None = None,
+        blobs: dict[str, tuple[str, Any]] | None = None,
+    ) -> None:
         """Compress and append one expert; empties `tensors` as it goes, to free them.
 
-        sources : which of the source's tensors these are, for `moelab.models.restore`; kept as they are.
-        blobs : (few-bit format, blob) of tensors that are stored so; `tensors` has what they unpack to.
+        sources : which of the source's tensors these are, for `moelab.models.restore`; kept as they
+            are.
+        blobs : (few-bit format, blob) of tensors that are stored so; `tensors` has what they unpack
+            to.
 
         A thread writes it while the next expert is compressed, unless it is larger than `BEHIND`.
-        Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert before.
-        """
+        Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert
+        before."""
         packed, entries, shapes, size = {}, {}, {}, 0
         # beside few-bit matrices what is left stays readable in place
         codec = "bf12" if blobs and self.codec not in codecs.IN_PLACE else self.codec
@@ -172,15 +261,24 @@ class StoreWriter:
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
             entries[name] = [self.checksum(tensor), []]
-            packed[name] = codecs.PackedTensor(tensor.nbytes, (codecs.Plane(blobs[name][0], (blobs[name][1],)),)) \
-                if blobs and name in blobs else codecs.compress_tensor(tensor, codec, self.shards)
+            packed[name] = (
+                codecs.PackedTensor(
+                    tensor.nbytes, (codecs.Plane(blobs[name][0], (blobs[name][1],)),)
+                )
+                if blobs and name in blobs
+                else codecs.compress_tensor(tensor, codec, self.shards)
+            )
             size += tensor.nbytes
             del tensor
         self._wait()
         if expert and (before := self._record(layer, expert - 1)["tensors"]) != shapes:
-            raise ValueError(f"{self.folder}: expert {expert} of MoE layer {layer} has other tensors than the one "
-                             f"before: {shapes} against {before}")
-        self._writing = self._thread.submit(self._write_expert, layer, expert, packed, entries, shapes, sources)
+            raise ValueError(
+                f"{self.folder}: expert {expert} of MoE layer {layer} has other tensors than the one "
+                f"before: {shapes} against {before}"
+            )
+        self._writing = self._thread.submit(
+            self._write_expert, layer, expert, packed, entries, shapes, sources
+        )
         if size > BEHIND:
             self._wait()
 
@@ -193,14 +291,25 @@ class StoreWriter:
             done, self._writing = self._writing, None
             done.result()
 
-    def _write_expert(self, layer: int, expert: int, packed: dict[str, codecs.PackedTensor], entries: dict[str, list],
-                      shapes: dict[str, list], sources: list[list] | None) -> None:
+    def _write_expert(
+        self,
+        layer: int,
+        expert: int,
+        packed: dict[str, codecs.PackedTensor],
+        entries: dict[str, list],
+        shapes: dict[str, list],
+        sources: list[list] | None,
+    ) -> None:
         with self._explained():
             if expert:
                 begin = self._record(layer, expert - 1)["end"]
             else:
-                n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p.planes)
-                longest = max(map(len, packed)) + 150           # bytes of an entry's JSON; its padding's are fewer
+                n_chunks = sum(
+                    len(plane.shards) + self.shards for p in packed.values() for plane in p.planes
+                )
+                longest = (
+                    max(map(len, packed)) + 150
+                )  # bytes of an entry's JSON; its padding's are fewer
                 about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
                 begin = aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
             self._open(layer, begin)
@@ -209,12 +318,23 @@ class StoreWriter:
                     for plane in p.planes[:1] if exponents else p.planes[1:]:
                         chunks = [self._append(shard) for shard in plane.shards]
                         entries[name][1].append([plane.codec, chunks])
-            self._pending[layer, expert] = {"layer": layer, "expert": expert, "end": self._end, "entries": entries,
-                                            "tensors": shapes, "sources": sources}
+            self._pending[layer, expert] = {
+                "layer": layer,
+                "expert": expert,
+                "end": self._end,
+                "entries": entries,
+                "tensors": shapes,
+                "sources": sources,
+            }
             after = self.records.get((layer, expert + 1))
-            if after and _chunks(after)[0].offset != self._end:         # another release of a codec: write them anew
-                self.records = {key: kept for key, kept in self.records.items() if key < (layer, expert)
-                                or key[0] > layer}
+            if (
+                after and _chunks(after)[0].offset != self._end
+            ):  # another release of a codec: write them anew
+                self.records = {
+                    key: kept
+                    for key, kept in self.records.items()
+                    if key < (layer, expert) or key[0] > layer
+                }
             if self._unsynced >= COMMIT:
                 self._commit()
 
@@ -225,7 +345,10 @@ class StoreWriter:
             if self._file is not None:
                 self._file.close()
             path = self.folder / layer_file(layer)
-            self._file, self._layer = open(path, "r+b" if path.exists() else "x+b", buffering=0), layer
+            self._file, self._layer = (
+                open(path, "r+b" if path.exists() else "x+b", buffering=0),
+                layer,
+            )
         self._file.seek(begin)
         self._end = begin
 
@@ -233,7 +356,7 @@ class StoreWriter:
         n = len(shard)
         for view in (memoryview(as_bytes(shard)), memoryview(bytes(aligned(n) - n))):
             while view:
-                view = view[self._file.write(view):]            # the system may take less than it is given
+                view = view[self._file.write(view) :]  # the system may take less than it is given
         self._end += aligned(n)
         self._unsynced += aligned(n)
         return [self._end - aligned(n), n, self.checksum(shard)]
@@ -246,29 +369,45 @@ class StoreWriter:
             self.records |= self._pending
             self._pending, self._unsynced = {}, 0
 
-    # ---------------------------------------------------------------------------------------- the rest of the store
+    # ---------------------------------------------------------------------------------------- the
+    # rest of the store
 
-    def finish(self, weights: dict[str, Stored], files: list[tuple[str, bytes]],
-               source: Record | None = None) -> None:
+    def finish(
+        self,
+        weights: dict[str, Stored],
+        files: list[tuple[str, bytes]],
+        source: Record | None = None,
+    ) -> None:
         """Write headers, the other weights, the small files and the index; all but the renaming.
 
         weights : by key, where they are in safetensors files; copied piece by piece.
         files : (name, content) of config, tokenizer and the like.
-        source : the source's files, for `layout.json`; None for a store that cannot be restored to a source.
-        """
+        source : the source's files, for `layout.json`; None for a store that cannot be restored to
+        a source."""
         self._wait()
         with self._explained():
             self._commit()
             experts = [self.records[key]["sources"] for key in self._everyone()]
             if source is not None and None not in experts:
-                files = [*files, (SOURCE_LAYOUT, json.dumps({**source, "experts": experts}).encode())]
-            weight_map = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}, indent=1)
+                files = [
+                    *files,
+                    (SOURCE_LAYOUT, json.dumps({**source, "experts": experts}).encode()),
+                ]
+            weight_map = json.dumps(
+                {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}, indent=1
+            )
             table = {}
             for name, content in [*files, (WEIGHT_MAP, weight_map.encode())]:
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), self.checksum(content)]
-            index, digest = seal({**self.head, "layers": self._write_headers(),
-                                  "weights": self._write_weights(weights), "files": table})
+            index, digest = seal(
+                {
+                    **self.head,
+                    "layers": self._write_headers(),
+                    "weights": self._write_weights(weights),
+                    "files": table,
+                }
+            )
             _write(self.folder / WEIGHTS, weights_header(_shapes(weights), digest), "r+b")
             _write(self.folder / INDEX, index)
 
@@ -277,15 +416,27 @@ class StoreWriter:
         layers = []
         for layer, (module, E, stacked) in enumerate(self.layers):
             records = [self.records[layer, expert] for expert in range(E)]
-            layers.append({"module": module, "stacked": stacked, "tensors": records[0]["tensors"],
-                           "header": _chunks(records[0])[0].offset, "size": records[-1]["end"],
-                           "experts": [record["entries"] for record in records]})
+            layers.append(
+                {
+                    "module": module,
+                    "stacked": stacked,
+                    "tensors": records[0]["tensors"],
+                    "header": _chunks(records[0])[0].offset,
+                    "size": records[-1]["end"],
+                    "experts": [record["entries"] for record in records],
+                }
+            )
             os.truncate(self.folder / layer_file(layer), records[-1]["end"])
-            _write(self.folder / layer_file(layer), layer_header(layer, Layer(layer, layers[-1])), "r+b")
+            _write(
+                self.folder / layer_file(layer),
+                layer_header(layer, Layer(layer, layers[-1])),
+                "r+b",
+            )
         return layers
 
     def _write_weights(self, weights: dict[str, Stored]) -> dict[str, list]:
-        """Copy the other weights behind room for their header; returns key → dtype, shape, checksums of its pieces."""
+        """Copy the other weights behind room for their header; returns key → dtype, shape,
+        checksums of its pieces."""
         written, room = {}, memoryview(bytearray(PIECE))
         with open(self.folder / WEIGHTS, "wb") as out:
             out.write(bytes(len(weights_header(_shapes(weights), "0" * 64))))
@@ -294,10 +445,12 @@ class StoreWriter:
                 with open(tensor.file, "rb") as f:
                     f.seek(tensor.begin)
                     for i in range(0, tensor.nbytes, PIECE):
-                        piece = room[:min(PIECE, tensor.nbytes - i)]
+                        piece = room[: min(PIECE, tensor.nbytes - i)]
                         if (n := f.readinto(piece)) != len(piece):
-                            raise OSError(f"{tensor.file} ends inside the tensor {key}, at byte "
-                                          f"{tensor.begin + i + n:,}")
+                            raise OSError(
+                                f"{tensor.file} ends inside the tensor {key}, at byte "
+                                f"{tensor.begin + i + n:,}"
+                            )
                         checks.append(self.checksum(piece))
                         out.write(piece)
                 written[key] = [tensor.dtype, list(tensor.shape), checks]
@@ -308,7 +461,9 @@ class StoreWriter:
     def publish(self) -> Path:
         """Give the finished store its name."""
         if os.path.lexists(self.destination):
-            raise FileExistsError(f"{self.destination} appeared meanwhile; the new store is at {self.folder}")
+            raise FileExistsError(
+                f"{self.destination} appeared meanwhile; the new store is at {self.folder}"
+            )
         os.rename(self.folder, self.destination)
         self._journal.remove()
         return self.destination
@@ -322,16 +477,20 @@ class StoreWriter:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Let errors of the disk say where, how much space there is, and that what is written is kept."""
+        """Let errors of the disk say where, how much space there is, and that what is written is
+        kept."""
         try:
             yield
         except OSError as error:
             if error.errno is None:
                 raise
             folder = nearest(self.folder)
-            raise OSError(error.errno, f"writing {self.folder} failed: {error.strerror} {error.filename or ''} "
-                          f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
-                          f"right and run the same command again, and it goes on from there") from error
+            raise OSError(
+                error.errno,
+                f"writing {self.folder} failed: {error.strerror} {error.filename or ''} "
+                f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
+                f"right and run the same command again, and it goes on from there",
+            ) from error
 
 
 def _chunks(record: Record) -> list[Chunk]:

@@ -1,4 +1,5 @@
-"""The figure of an advice: time of a token against memory and against loss, and what no other way beats."""
+"""The figure of an advice: time of a token against memory and against loss, and what no other way
+beats."""
 
 from __future__ import annotations
 
@@ -15,20 +16,24 @@ from moelab.viz.plotly_json import Figure
 
 #: forms in the order of their colours and symbols
 SERIES = [AS_IS, DECODED, *FORMS]
-#: those that take as many bytes as another one, and often as long: open and larger, so that both are seen
+#: those that take as many bytes as another one, and often as long: open and larger, so that both
+#: are seen
 OPEN = {"int8", "int4"}
 
 
 def pareto(advice: Advice) -> Figure:
-    """TPOT against memory and, of ways whose loss is known, against their loss; the lossless Pareto front is a line.
+    """TPOT against memory and, of ways whose loss is known, against their loss; the lossless Pareto
+    front is a line.
 
-    Each form of the experts has its colour and symbol, larger where measured; the legend says what it loses, and
-    it or the axis what was modelled, simulated or measured. The ring is what is advised.
-    """
+    Each form of the experts has its colour and symbol, larger where measured; the legend says what
+    it loses, and it or the axis what was modelled, simulated or measured. The ring is what is
+    advised."""
     ways, best, groups = [*advice.ways, *advice.elsewhere], advice.best, {}
     kind = best.kind if len({way.kind for way in ways}) == 1 else ""
     for way in sorted(ways, key=lambda way: (SERIES.index(way.form), way.kind)):
-        groups.setdefault(f"{way.form}, {way.loses}{'' if kind else f', {way.kind}'}", []).append(way)
+        groups.setdefault(f"{way.form}, {way.loses}{'' if kind else f', {way.kind}'}", []).append(
+            way
+        )
     times = sorted(way.tpot for way in ways)
     (small, B), (fast, s) = unit_of(min(way.memory for way in ways), "B"), unit_of(times[0], "s")
     axes = {f"memory of the process ({small})": lambda way: way.memory / B}
@@ -42,17 +47,38 @@ def pareto(advice: Advice) -> Figure:
         figure.update_xaxes(title=title, **place)
         for name, group in groups.items():
             known = [way for way in group if way.loss is not None or place is places[0]]
-            add_points(figure, [(of(way), way.tpot / s) for way in known], name, 0, "%{text}", **place,
-                       marker=_look(group[0]),
-                       text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in known])
+            add_points(
+                figure,
+                [(of(way), way.tpot / s) for way in known],
+                name,
+                0,
+                "%{text}",
+                **place,
+                marker=_look(group[0]),
+                text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in known],
+            )
     line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
-    line += [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]      # what fits less memory fits more
-    figure.add_scatter(x=[x / B for x, _ in line], y=[y / s for _, y in line], mode="lines", name="the best lossless",
-                       line={"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"}, hoverinfo="skip",
-                       **places[0])
-    figure.add_scatter(x=[best.memory / B], y=[best.tpot / s], mode="markers", name="advised", hoverinfo="skip",
-                       marker={"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}},
-                       **places[0])
+    line += [
+        (max(way.memory for way in ways), tpot) for _, tpot in line[-1:]
+    ]  # what fits less memory fits more
+    figure.add_scatter(
+        x=[x / B for x, _ in line],
+        y=[y / s for _, y in line],
+        mode="lines",
+        name="the best lossless",
+        line={"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"},
+        hoverinfo="skip",
+        **places[0],
+    )
+    figure.add_scatter(
+        x=[best.memory / B],
+        y=[best.tpot / s],
+        mode="markers",
+        name="advised",
+        hoverinfo="skip",
+        marker={"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}},
+        **places[0],
+    )
     return finish(figure, height=440)
 
 
@@ -60,20 +86,29 @@ def _look(way: Way) -> dict[str, Any]:
     """The marker of a form and a kind."""
     marker = point_look(SERIES.index(way.form), 16 if way.kind == "measured" else 11)
     if way.form in OPEN:
-        marker |= {"symbol": f"{marker['symbol']}-open", "size": marker["size"] + 8, "line": {"width": 2}}
+        marker |= {
+            "symbol": f"{marker['symbol']}-open",
+            "size": marker["size"] + 8,
+            "line": {"width": 2},
+        }
     return marker
 
 
 def draw(advice: Advice) -> None:
-    """Show an advice in a notebook: its words, the figure, the table and what else there is to know."""
+    """Show an advice in a notebook: its words, the figure, the table and what else there is to
+    know."""
     *told, commands = advice.words.split("\n\n")
     say("\n\n".join(told).replace("\n", "  \n") + f"\n```text\n{commands}\n```")
     name, best = advice.model.spec.name, advice.best
     tried = len(advice.ways) + len(advice.elsewhere)
-    show(pareto(advice), f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
-         f"that was tried. The line is the fastest lossless one in so much memory, the ring what is advised.",
-         f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {duration(best.tpot)} a "
-         f"token in {size(best.memory)}", "advice")
+    show(
+        pareto(advice),
+        f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
+        f"that was tried. The line is the fastest lossless one in so much memory, the ring what is advised.",
+        f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {duration(best.tpot)} a "
+        f"token in {size(best.memory)}",
+        "advice",
+    )
     rows, common = advice.rounded()
     table(rows)
     say("\n\n".join(filter(None, (common, *advice.notes))))

@@ -19,20 +19,30 @@ from moelab.viz.plotly_json import Figure
 WIDGET = "application/vnd.jupyter.widget-view+json"
 #: width of what stands before a control, so that all controls begin below one another
 LABEL = "16em"
-#: a dark JupyterLab shows figures in the opposite lightness, white as its #111, and the hues as they are
-DARK = ('<style>[data-jp-theme-light="false"] .jp-RenderedPlotly '
-        "{ filter: invert(0.93) hue-rotate(180deg); } "
-        # but in a map of values light stays light
-        '[data-jp-theme-light="false"] .jp-RenderedPlotly :is(.heatmaplayer, .cbfills) '
-        "{ filter: invert(1) hue-rotate(180deg); }</style>")
+#: a dark JupyterLab shows figures in the opposite lightness, white as its #111, and the hues as
+#: they are
+DARK = (
+    '<style>[data-jp-theme-light="false"] .jp-RenderedPlotly '
+    "{ filter: invert(0.93) hue-rotate(180deg); } "
+    # but in a map of values light stays light
+    '[data-jp-theme-light="false"] .jp-RenderedPlotly :is(.heatmaplayer, .cbfills) '
+    "{ filter: invert(1) hue-rotate(180deg); }</style>"
+)
 
 
 def show(fig: Figure, caption: str, alt: str, name: str | None = None) -> None:
-    """Show a figure with its caption below; `alt` describes it in words, `name` is that under which a run keeps it."""
+    """Show a figure with its caption below; `alt` describes it in words, `name` is that under which
+    a run keeps it."""
     drawn = theme.to_json(fig)
-    drawn |= {"data": theme.packed(drawn["data"]), "config": {"displaylogo": False, "responsive": True}}
-    display({theme.PLOTLY: drawn, "text/plain": f"[Figure: {alt}]"}, raw=True,
-            metadata={"moelab_figure": name} if name else {})
+    drawn |= {
+        "data": theme.packed(drawn["data"]),
+        "config": {"displaylogo": False, "responsive": True},
+    }
+    display(
+        {theme.PLOTLY: drawn, "text/plain": f"[Figure: {alt}]"},
+        raw=True,
+        metadata={"moelab_figure": name} if name else {},
+    )
     if caption.strip():
         display({"text/markdown": inert(f"*{caption.strip()}*"), "text/plain": caption}, raw=True)
 
@@ -43,24 +53,30 @@ def say(text: str) -> None:
 
 
 def inert(markdown: str) -> str:
-    """Markdown in which nothing that is told, such as the name of a folder, is HTML, a link or a picture."""
+    """Markdown in which nothing that is told, such as the name of a folder, is HTML, a link or a
+    picture."""
     return re.sub(r"(?<=\])[(\[:]|<(?=[A-Za-z/!?])", lambda found: f"&#{ord(found[0])};", markdown)
 
 
 def table(first: Iterable[Mapping[str, Any]] | Sequence[str], *rows: Sequence[Any]) -> None:
-    """Show a table: of dictionaries, column → cell, in which what is missing is a dash; or of a head and its rows."""
+    """Show a table: of dictionaries, column → cell, in which what is missing is a dash; or of a
+    head and its rows."""
     say(markdown_table(first, rows) if rows else markdown_table(*head_and_rows(first)))
 
 
-def interact(function: Callable[..., Any], shown: bool = False, **controls: ipywidgets.Widget) -> None:
-    """Show controls, and below them what `function` shows for their values (argument name → widget); headless, what it
-    shows for the first ones.
+def interact(
+    function: Callable[..., Any], shown: bool = False, **controls: ipywidgets.Widget
+) -> None:
+    """Show controls, and below them what `function` shows for their values (argument name →
+    widget); headless, what it shows for the first ones.
 
     shown : the cell has shown just that; in Jupyter it gives way to the controls.
     """
     for name, control in controls.items():
         if not getattr(control, "description", ""):
-            raise ValueError(f"the control {name!r} has no description; name the quantity and its unit")
+            raise ValueError(
+                f"the control {name!r} has no description; name the quantity and its unit"
+            )
         control.style.description_width, control.layout.width = LABEL, "auto"
     text = f"[To be turned in JupyterLab: {', '.join(control.description for control in controls.values())}]"
     if os.environ.get("MOELAB_HEADLESS"):
@@ -69,7 +85,10 @@ def interact(function: Callable[..., Any], shown: bool = False, **controls: ipyw
         return display({"text/plain": text}, raw=True)
     if shown:
         clear_output(wait=True)
-    live(ipywidgets.VBox([*controls.values(), ipywidgets.interactive_output(function, controls)]), text)
+    live(
+        ipywidgets.VBox([*controls.values(), ipywidgets.interactive_output(function, controls)]),
+        text,
+    )
 
 
 def follow_the_theme() -> None:
@@ -78,18 +97,29 @@ def follow_the_theme() -> None:
 
 
 def live(widget: ipywidgets.Widget, text: str, pictures: Iterable[ipywidgets.Widget] = ()) -> None:
-    """Show a widget; `text` is what a reader sees where nothing is live, and what the browser first draws of each of
-    `pictures`, parts of it, which send a message {"png"}.
+    """Show a widget; `text` is what a reader sees where nothing is live, and what the browser first
+    draws of each of `pictures`, parts of it, which send a message {"png"}.
 
     Jupyter hides an output that names no widget; what shows no widgets shows its PNG.
     """
     display(widget._repr_mimebundle_() | {"text/plain": text}, raw=True)
     for picture in pictures:
-        nothing = {WIDGET: {"version_major": 2, "version_minor": 0, "model_id": ""}, "text/plain": ""}
+        nothing = {
+            WIDGET: {"version_major": 2, "version_minor": 0, "model_id": ""},
+            "text/plain": "",
+        }
         picture.on_msg(partial(_keep, display(nothing, raw=True, display_id=True), nothing))
 
 
-def _keep(handle: DisplayHandle, nothing: Mapping[str, Any], _: Any, message: Mapping[str, Any], buffers: Sequence[Any]
-          ) -> None:
+def _keep(
+    handle: DisplayHandle,
+    nothing: Mapping[str, Any],
+    _: Any,
+    message: Mapping[str, Any],
+    buffers: Sequence[Any],
+) -> None:
     if "png" in message:
-        handle.update(nothing | {"image/png": b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()}, raw=True)
+        handle.update(
+            nothing | {"image/png": b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()},
+            raw=True,
+        )

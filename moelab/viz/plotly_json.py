@@ -1,8 +1,9 @@
-"""A plotly figure as plain JSON: drawn without plotly, whose own objects check every property, 40 ms a picture.
+"""A plotly figure as plain JSON: drawn without plotly, whose own objects check every property, 40
+ms a picture.
 
-The methods are plotly's, as far as figures here need them. What is asked of a figure beside them (`data`, `layout`,
-`to_html`, how Jupyter shows it) is asked of plotly's figure of the same content, which does check.
-"""
+The methods are plotly's, as far as figures here need them. What is asked of a figure beside them
+(`data`, `layout`, `to_html`, how Jupyter shows it) is asked of plotly's figure of the same content,
+which does check."""
 
 from __future__ import annotations
 
@@ -22,15 +23,25 @@ OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top", 
 class Figure:
     """traces : dictionaries.   frame : what plotly calls the layout.   columns : of panels, from the top left."""
 
-    def __init__(self, traces: Iterable[Mapping[str, Any]] = (), frame: Mapping[str, Any] | None = None,
-                 columns: int = 1) -> None:
+    def __init__(
+        self,
+        traces: Iterable[Mapping[str, Any]] = (),
+        frame: Mapping[str, Any] | None = None,
+        columns: int = 1,
+    ) -> None:
         self.traces, self.frame, self.columns = [*traces], deepcopy(dict(frame or {})), columns
 
     def __getattr__(self, name: str) -> Any:
-        # a copy of a figure asks before it has anything; and what would change plotly's figure would be lost
-        if name.startswith(("__", "add_", "update_", "for_each_")) or name in ("traces", "frame", "columns"):
+        # a copy of a figure asks before it has anything; and what would change plotly's figure
+        # would be lost
+        if name.startswith(("__", "add_", "update_", "for_each_")) or name in (
+            "traces",
+            "frame",
+            "columns",
+        ):
             raise AttributeError(f"a figure has no {name}")
         import plotly.graph_objects as go
+
         return getattr(go.Figure(self._all()), name)
 
     def to_json(self) -> str:
@@ -40,7 +51,9 @@ class Figure:
     def _all(self) -> dict[str, Any]:
         return {"data": self.traces, "layout": self.frame | {"template": theme.TEMPLATE}}
 
-    def add(self, type: str, row: int | None = None, col: int | None = None, **properties: Any) -> Figure:
+    def add(
+        self, type: str, row: int | None = None, col: int | None = None, **properties: Any
+    ) -> Figure:
         """Add a trace, to a panel if it is told which."""
         for n in self._panels(row, col) if row else ():
             properties |= {"xaxis": f"x{n}", "yaxis": f"y{n}"}
@@ -63,7 +76,9 @@ class Figure:
             notes[i] = merged(note, properties)
         return self
 
-    def _update_axes(self, axis: str, row: int | None = None, col: int | None = None, **properties: Any) -> Figure:
+    def _update_axes(
+        self, axis: str, row: int | None = None, col: int | None = None, **properties: Any
+    ) -> Figure:
         for n in self._panels(row, col):
             self.frame[f"{axis}axis{n}"] = merged(self.frame.get(f"{axis}axis{n}", {}), properties)
         return self
@@ -78,21 +93,40 @@ class Figure:
         self.frame.setdefault("shapes", []).append(merged({}, properties))
         return self
 
-    def _across(self, axis: str, row: int | None = None, col: int | None = None,
-                annotation_position: str = "top right", **look: Any) -> Figure:
-        """A line at a value of an axis, through a panel or all; an `annotation_text` is beside one of its ends."""
+    def _across(
+        self,
+        axis: str,
+        row: int | None = None,
+        col: int | None = None,
+        annotation_position: str = "top right",
+        **look: Any,
+    ) -> Figure:
+        """A line at a value of an axis, through a panel or all; an `annotation_text` is beside one
+        of its ends."""
         value, other = look.pop(axis), "x" if axis == "y" else "y"
         end, side = annotation_position.rpartition(" ")[::2]
-        at = {"x": float(side == "right"), "y": value, "yanchor": OPPOSITE[end],
-              "xanchor": side if end else OPPOSITE[side]}
+        at = {
+            "x": float(side == "right"),
+            "y": value,
+            "yanchor": OPPOSITE[end],
+            "xanchor": side if end else OPPOSITE[side],
+        }
         if axis == "x":
             at = {"x": value, "y": float(end == "top"), "yanchor": end, "xanchor": OPPOSITE[side]}
-        note = {key.removeprefix("annotation_"): of for key, of in look.items() if key.startswith("annotation_")}
+        note = {
+            key.removeprefix("annotation_"): of
+            for key, of in look.items()
+            if key.startswith("annotation_")
+        }
         line = {key: of for key, of in look.items() if not key.startswith("annotation_")}
         for n in self._panels(row, col):
             of = {f"{axis}ref": f"{axis}{n}", f"{other}ref": f"{other}{n} domain"}
-            self.add_shape(type="line", **{f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1}, **of,
-                           **line)
+            self.add_shape(
+                type="line",
+                **{f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1},
+                **of,
+                **line,
+            )
             if note:
                 self.add_annotation(showarrow=False, **at, **of, **note)
         return self
@@ -107,7 +141,8 @@ class Figure:
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` over `old`, part by part: "margin_l" is the part l of margin, a title may be its text, None takes away."""
+    """`new` over `old`, part by part: "margin_l" is the part l of margin, a title may be its text,
+    None takes away."""
     found = dict(old)
     for key, value in new.items():
         head, _, rest = key.partition("_")

@@ -1,6 +1,7 @@
-"""The picture of a model that is larger than the machine, from what `moelab bench scale` has printed last.
+"""The picture of a model that is larger than the machine, from what `moelab bench scale` has
+printed last.
 
-    python -m moelab.viz.scale_figure results/bench/scale.json results/bench/scale.png
+python -m moelab.viz.scale_figure results/bench/scale.json results/bench/scale.png
 """
 
 from __future__ import annotations
@@ -17,39 +18,86 @@ from moelab.viz.figures import Values, add_points, bar_look, finish, hover, pane
 from moelab.viz.plotly_json import Figure
 
 
-def beside_memory(conditions: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]],
-                  limits: Mapping[str, Values]) -> Figure:
-    """Two panels: the whole model in each form beside the machine's memory and what the process took of it; the mean
-    time of a token on demand beside the limit of the same tokens. Arms that failed are left out; ValueError if all are.
-    """
+def beside_memory(
+    conditions: Mapping[str, Any],
+    rows: Mapping[str, Mapping[str, Any]],
+    limits: Mapping[str, Values],
+) -> Figure:
+    """Two panels: the whole model in each form beside the machine's memory and what the process
+    took of it; the mean time of a token on demand beside the limit of the same tokens. Arms that
+    failed are left out; ValueError if all are."""
     names = sorted(limits, key=lambda name: -limits[name]["stored fraction"])
     if not names:
-        raise ValueError("no arm has run, so there is nothing to draw: "
-                         + "; ".join(f"{name}: {row['result']}" for name, row in rows.items()))
+        raise ValueError(
+            "no arm has run, so there is nothing to draw: "
+            + "; ".join(f"{name}: {row['result']}" for name, row in rows.items())
+        )
     others = limits[names[0]]["other weights GB"]
     sizes = {"bf16": others + conditions["experts in bf16 GB"]} | {
-        name: others + conditions["experts in bf16 GB"] * limits[name]["stored fraction"] for name in names}
-    figure, (left, right) = panels(["the whole model", f"a token, executor {conditions['executor']}"], 2,
-                                   horizontal_spacing=0.14)
-    figure.add_bar(x=list(sizes), y=list(sizes.values()), name="weights", marker=bar_look(0), cliponaxis=False, **left,
-                   text=[f"{size:.0f}" for size in sizes.values()], textposition="inside", insidetextanchor="start",
-                   hovertemplate=hover("%{x}: %{y:.1f} GB", "weights"))
-    figure.add_scatter(x=names, y=[rows[name]["peak GB"] for name in names], name="peak of the process",
-                       mode="markers", marker=point_look(1, 13), **left,
-                       hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"))
-    figure.add_scatter(x=list(sizes), y=[conditions["memory GB"]] * len(sizes), name="this machine's memory",
-                       mode="lines", line={"color": theme.BLACK, "dash": "dash", "width": 2}, **left,
-                       hovertemplate=hover("%{y:.1f} GB", "this machine's memory"))
+        name: others + conditions["experts in bf16 GB"] * limits[name]["stored fraction"]
+        for name in names
+    }
+    figure, (left, right) = panels(
+        ["the whole model", f"a token, executor {conditions['executor']}"],
+        2,
+        horizontal_spacing=0.14,
+    )
+    figure.add_bar(
+        x=list(sizes),
+        y=list(sizes.values()),
+        name="weights",
+        marker=bar_look(0),
+        cliponaxis=False,
+        **left,
+        text=[f"{size:.0f}" for size in sizes.values()],
+        textposition="inside",
+        insidetextanchor="start",
+        hovertemplate=hover("%{x}: %{y:.1f} GB", "weights"),
+    )
+    figure.add_scatter(
+        x=names,
+        y=[rows[name]["peak GB"] for name in names],
+        name="peak of the process",
+        mode="markers",
+        marker=point_look(1, 13),
+        **left,
+        hovertemplate=hover("%{x}: %{y:.1f} GB", "peak of the process"),
+    )
+    figure.add_scatter(
+        x=list(sizes),
+        y=[conditions["memory GB"]] * len(sizes),
+        name="this machine's memory",
+        mode="lines",
+        line={"color": theme.BLACK, "dash": "dash", "width": 2},
+        **left,
+        hovertemplate=hover("%{y:.1f} GB", "this machine's memory"),
+    )
     times = [1e3 * limits[name]["mean TPOT s"] for name in names]
-    figure.add_bar(x=names, y=times, name="on demand", marker=bar_look(2), cliponaxis=False, textposition="outside",
-                   text=[f"{time:.0f}" for time in times], **right,
-                   hovertemplate=hover("%{x}: %{y:.1f} ms", "on demand"))
-    add_points(figure, [(name, 1e3 * limits[name]["limit s"]) for name in names], "limit on demand", 6,
-               "%{x}: %{y:.1f} ms", **right)
+    figure.add_bar(
+        x=names,
+        y=times,
+        name="on demand",
+        marker=bar_look(2),
+        cliponaxis=False,
+        textposition="outside",
+        text=[f"{time:.0f}" for time in times],
+        **right,
+        hovertemplate=hover("%{x}: %{y:.1f} ms", "on demand"),
+    )
+    add_points(
+        figure,
+        [(name, 1e3 * limits[name]["limit s"]) for name in names],
+        "limit on demand",
+        6,
+        "%{x}: %{y:.1f} ms",
+        **right,
+    )
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(title="GB", **left)
     figure.update_yaxes(title="TPOT (ms)", **right)
-    return finish(figure, height=460, width=900, bargap=0.3).update_layout(legend_y=1.1, margin={"t": 90})
+    return finish(figure, height=460, width=900, bargap=0.3).update_layout(
+        legend_y=1.1, margin={"t": 90}
+    )
 
 
 def main(source: str, destination: str) -> int:

@@ -1,7 +1,7 @@
 """The look of every figure: a plotly template that is readable in grey and by the colour-blind.
 
-Colours are those of Okabe and Ito. Every figure carries a copy of the template, so it is small: 1 KB.
-"""
+Colours are those of Okabe and Ito. Every figure carries a copy of the template, so it is small: 1
+KB."""
 
 from __future__ import annotations
 
@@ -20,70 +20,143 @@ import numpy as np
 from moelab.records import Record
 
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
+    "#F0E442",
+)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
 MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "triangle-down")
-GLYPHS = dict(zip(MARKERS, "●■◆✚▲✖★▼"))            # the same in text
+GLYPHS = dict(zip(MARKERS, "●■◆✚▲✖★▼"))  # the same in text
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 #: cividis in nine steps: even in lightness, the same to every kind of colour vision
-SEQUENTIAL = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#fee838")
+SEQUENTIAL = (
+    "#00224e",
+    "#123570",
+    "#3b496c",
+    "#575d6d",
+    "#707173",
+    "#8a8678",
+    "#a59c74",
+    "#c3b369",
+    "#fee838",
+)
 SCALE = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
 PLOTLY = "application/vnd.plotly.v1+json"
-#: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not change them
-DARK = {"#000000": "#f2f2f2", "#222": "#dddddd", "#333333": "#cccccc", "#444": "#9a9a9a", "#444444": "#9a9a9a",
-        "#555555": "#b5b5b5", "#bbbbbb": "#777777", "#d0d0d0": "#4a4a4a", "#e5e5e5": "#3a3a3a", "#eeeeee": "#303030",
-        "white": "#111111", "rgba(255,255,255,0.8)": "rgba(17,17,17,0.8)", "#0072b2": "#4aa8e0"}
+#: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not
+#: change them
+DARK = {
+    "#000000": "#f2f2f2",
+    "#222": "#dddddd",
+    "#333333": "#cccccc",
+    "#444": "#9a9a9a",
+    "#444444": "#9a9a9a",
+    "#555555": "#b5b5b5",
+    "#bbbbbb": "#777777",
+    "#d0d0d0": "#4a4a4a",
+    "#e5e5e5": "#3a3a3a",
+    "#eeeeee": "#303030",
+    "white": "#111111",
+    "rgba(255,255,255,0.8)": "rgba(17,17,17,0.8)",
+    "#0072b2": "#4aa8e0",
+}
 
 
 def _template() -> Record:
-    axis = {"showgrid": True, "gridcolor": "#e5e5e5", "linecolor": "#444", "ticks": "outside", "zeroline": False,
-            "title": {"standoff": 8}, "automargin": True}
-    layout = {"colorway": PALETTE, "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 14,
-              "color": "#222"}, "title": {"font": {"size": 16}, "x": 0, "xref": "paper"},
-              "paper_bgcolor": "white", "plot_bgcolor": "white", "xaxis": axis, "yaxis": axis | {"rangemode": "tozero"},
-              "colorscale": {"sequential": SCALE}, "hovermode": "closest",
-              "legend": {"bgcolor": "rgba(255,255,255,0.8)"}, "margin": {"l": 64, "r": 24, "t": 48, "b": 56}}
-    lines = [{"line": {"dash": dash, "width": 2}, "marker": {"symbol": symbol, "size": 7}}
-             for dash, symbol in zip(DASHES, MARKERS)]
+    axis = {
+        "showgrid": True,
+        "gridcolor": "#e5e5e5",
+        "linecolor": "#444",
+        "ticks": "outside",
+        "zeroline": False,
+        "title": {"standoff": 8},
+        "automargin": True,
+    }
+    layout = {
+        "colorway": PALETTE,
+        "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 14, "color": "#222"},
+        "title": {"font": {"size": 16}, "x": 0, "xref": "paper"},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "xaxis": axis,
+        "yaxis": axis | {"rangemode": "tozero"},
+        "colorscale": {"sequential": SCALE},
+        "hovermode": "closest",
+        "legend": {"bgcolor": "rgba(255,255,255,0.8)"},
+        "margin": {"l": 64, "r": 24, "t": 48, "b": 56},
+    }
+    lines = [
+        {"line": {"dash": dash, "width": 2}, "marker": {"symbol": symbol, "size": 7}}
+        for dash, symbol in zip(DASHES, MARKERS)
+    ]
     # overlay: otherwise the bar's own colour is left out and the white pattern lies on white
-    bars = [{"marker": {"pattern": {"shape": shape, "fillmode": "overlay", "fgcolor": "white", "size": 6}}}
-            for shape in PATTERNS]
-    return {"layout": layout, "data": {
-        "scatter": lines, "bar": bars, "histogram": bars, "heatmap": [{"colorscale": SCALE}]}}
+    bars = [
+        {
+            "marker": {
+                "pattern": {"shape": shape, "fillmode": "overlay", "fgcolor": "white", "size": 6}
+            }
+        }
+        for shape in PATTERNS
+    ]
+    return {
+        "layout": layout,
+        "data": {
+            "scatter": lines,
+            "bar": bars,
+            "histogram": bars,
+            "heatmap": [{"colorscale": SCALE}],
+        },
+    }
 
 
-TEMPLATE = json.loads(json.dumps(_template()))          # no tuples
+TEMPLATE = json.loads(json.dumps(_template()))  # no tuples
 
 
 def to_json(fig: Any) -> Record:
-    """A figure, ours or plotly's, in moelab's look as plain JSON, {"data": …, "layout": …}; what it sets itself
-    stays."""
+    """A figure, ours or plotly's, in moelab's look as plain JSON, {"data": …, "layout": …}; what it
+    sets itself stays."""
     found = json.loads(fig.to_json(), parse_constant=lambda _: None)
     kinds = Counter(trace.get("type", "scatter") for trace in found["data"])
-    looks = {kind: TEMPLATE["data"].get(kind, [])[:n] for kind, n in kinds.items()}     # a figure carries what it uses
+    looks = {
+        kind: TEMPLATE["data"].get(kind, [])[:n] for kind, n in kinds.items()
+    }  # a figure carries what it uses
     found["layout"]["template"] = TEMPLATE | {"data": looks}
     return found
 
 
 def packed(part: Any, name: str = "") -> Any:
-    """The traces of a figure with long arrays of numbers as plotly's base64, of seven digits: a line in a notebook,
-    which has a line a number else. `name` is the part's own."""
+    """The traces of a figure with long arrays of numbers as plotly's base64, of seven digits: a
+    line in a notebook, which has a line a number else. `name` is the part's own."""
     if isinstance(part, dict):
         return {key: packed(value, key) for key, value in part.items()}
     if not isinstance(part, list):
         return part
     try:
         array = np.array([np.nan if value is None else value for value in part])
-    except ValueError:                          # lists that differ in length
+    except ValueError:  # lists that differ in length
         array = np.array([])
     # what a text shows as it is keeps its digits
-    if array.size < 6 or array.ndim > 2 or array.dtype.kind not in ("i" if name == "customdata" else "if"):
+    if (
+        array.size < 6
+        or array.ndim > 2
+        or array.dtype.kind not in ("i" if name == "customdata" else "if")
+    ):
         return [packed(value, name) for value in part]
     with np.errstate(all="ignore"):
-        kind = next(kind for kind in (("f4", "f8") if array.dtype.kind == "f" else ("i1", "i2", "i4", "f8"))
-                    if np.allclose(array.astype(kind), array, rtol=1e-6, atol=0, equal_nan=True))
-    return {"dtype": kind, "bdata": b64encode(array.astype(kind).tobytes()).decode(),
-            **({"shape": f"{len(array)}, {len(array[0])}"} if array.ndim == 2 else {})}
+        kind = next(
+            kind
+            for kind in (("f4", "f8") if array.dtype.kind == "f" else ("i1", "i2", "i4", "f8"))
+            if np.allclose(array.astype(kind), array, rtol=1e-6, atol=0, equal_nan=True)
+        )
+    return {
+        "dtype": kind,
+        "bdata": b64encode(array.astype(kind).tobytes()).decode(),
+        **({"shape": f"{len(array)}, {len(array[0])}"} if array.ndim == 2 else {}),
+    }
 
 
 def darkened(part: Any) -> Any:
@@ -96,24 +169,34 @@ def darkened(part: Any) -> Any:
 
 
 def render_png(figures: list[Record], seconds: float = 30.0) -> list[bytes]:
-    """PNG pictures of figures given as plotly JSON; [] where kaleido or its browser is missing, or takes too long.
+    """PNG pictures of figures given as plotly JSON; [] where kaleido or its browser is missing, or
+    takes too long.
 
     A process of its own draws them all, so that it can be ended together with its browser.
     """
     with tempfile.TemporaryDirectory(prefix="moelab-png-") as folder:
         (Path(folder) / "figures.json").write_text(json.dumps(figures))
         try:
-            subprocess.run([sys.executable, "-m", "moelab.viz.theme", folder], cwd=Path(__file__).parents[2],
-                           check=True, timeout=seconds + len(figures), stdout=subprocess.DEVNULL,
-                           stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, "-m", "moelab.viz.theme", folder],
+                cwd=Path(__file__).parents[2],
+                check=True,
+                timeout=seconds + len(figures),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         except (OSError, subprocess.SubprocessError):
             return []
-        return [in_few_colours((Path(folder) / f"{i}.png").read_bytes()) for i in range(len(figures))]
+        return [
+            in_few_colours((Path(folder) / f"{i}.png").read_bytes()) for i in range(len(figures))
+        ]
 
 
 def in_few_colours(png: bytes) -> bytes:
-    """A browser's PNG with a palette of at most 256 colours, a third of the size; another kind comes back as it is."""
+    """A browser's PNG with a palette of at most 256 colours, a third of the size; another kind
+    comes back as it is."""
     from PIL import Image
+
     picture, made = Image.open(BytesIO(png)), BytesIO()
     if picture.mode != "RGBA":
         return png
@@ -125,11 +208,18 @@ def _write_png(folder: Path) -> None:
     """Draw the plotly figures of FOLDER/figures.json as 0.png, 1.png, …"""
     import plotly.graph_objects as go
     import plotly.io as pio
-    figures = [go.Figure({"data": f["data"], "layout": f["layout"]})
-               for f in json.loads((folder / "figures.json").read_text())]
-    pio.write_images(figures, [folder / f"{i}.png" for i in range(len(figures))], format="png",
-                     width=[fig.layout.width or 800 for fig in figures],
-                     height=[fig.layout.height or 420 for fig in figures])
+
+    figures = [
+        go.Figure({"data": f["data"], "layout": f["layout"]})
+        for f in json.loads((folder / "figures.json").read_text())
+    ]
+    pio.write_images(
+        figures,
+        [folder / f"{i}.png" for i in range(len(figures))],
+        format="png",
+        width=[fig.layout.width or 800 for fig in figures],
+        height=[fig.layout.height or 420 for fig in figures],
+    )
 
 
 def in_script(value: Any) -> str:
@@ -140,6 +230,7 @@ def in_script(value: Any) -> str:
 def plotly_js() -> str:
     """The source of plotly.js, for a page that works without a network."""
     from plotly.offline import get_plotlyjs
+
     return get_plotlyjs()
 
 

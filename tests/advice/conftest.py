@@ -1,4 +1,5 @@
-"""Advice without waiting: samples of a megabyte, a round of each; runs in the test's own process."""
+"""Advice without waiting: samples of a megabyte, a round of each; runs in the test's own
+process."""
 
 import math
 
@@ -20,5 +21,10 @@ def in_this_process(small_samples, monkeypatch):
     """What is measured while other tests keep the machine busy is not measured again."""
     monkeypatch.setattr(sample, "DISTURBED", math.inf)
     monkeypatch.setattr(verify, "LOOKED", 0.0)
-    monkeypatch.setattr(verify, "fresh", lambda source, options, memory, **how: verify.run(source, options, **how) | {
-        "limit": "none"})
+    monkeypatch.setattr(
+        verify,
+        "fresh",
+        lambda source, options, memory, **how: (
+            verify.run(source, options, **how) | {"limit": "none"}
+        ),
+    )

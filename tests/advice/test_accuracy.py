@@ -1,4 +1,5 @@
-"""Advice beside measurements: a tiny model end to end, and what is counted of settings, beside a count by hand."""
+"""Advice beside measurements: a tiny model end to end, and what is counted of settings, beside a
+count by hand."""
 
 import pytest
 
@@ -9,7 +10,9 @@ from moelab.advice.ways import Way
 from moelab.specs import MoESpec
 from tests.depth import depth
 
-SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 64, vocab=1024, heads=2, kv_heads=1, head_dim=32)
+SPEC = MoESpec(
+    "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 64, vocab=1024, heads=2, kv_heads=1, head_dim=32
+)
 
 
 @pytest.fixture
@@ -21,7 +24,9 @@ def two_forms(monkeypatch):
 @pytest.mark.stress
 def test_settings_are_advised_and_run(in_this_process, two_forms, tmp_path):
     found = run((0.4,), (50, 100), folder=tmp_path, quick=True, specs=depth((SPEC,), (SPEC, SPEC)))
-    assert set(found["settings"]) == {f"tiny, 40% of experts, 50 MB/s, {loss}" for loss in accuracy.LOSSES}
+    assert set(found["settings"]) == {
+        f"tiny, 40% of experts, 50 MB/s, {loss}" for loss in accuracy.LOSSES
+    }
     for row in found["settings"].values():
         assert row["advised ÷ best"] >= 1 and row["predicted s"] > 0 and row["measured s"] > 0
     advised = found["settings"]["tiny, 40% of experts, 50 MB/s, lossless"]["advised"]
@@ -29,11 +34,14 @@ def test_settings_are_advised_and_run(in_this_process, two_forms, tmp_path):
     assert found["summary"]["settings"] == 2 and "stopped in" not in found["conditions"]
 
 
-def test_what_is_finished_stays_when_it_is_stopped(in_this_process, two_forms, tmp_path, monkeypatch):
+def test_what_is_finished_stays_when_it_is_stopped(
+    in_this_process, two_forms, tmp_path, monkeypatch
+):
     def stopped(model, seen, costs_of, device, budget, rate, rounds):
         if rate == 100e6:
             raise KeyboardInterrupt
         return {"done": {"advised": "x", "result": "y"}}, {}
+
     monkeypatch.setattr(accuracy, "settings", stopped)
     found = run((0.4,), (50, 100), 1, tmp_path, specs=(SPEC,))
     assert set(found["settings"]) == {"done"} and found["conditions"]["stopped in"] == "tiny"
@@ -42,10 +50,19 @@ def test_what_is_finished_stays_when_it_is_stopped(in_this_process, two_forms, t
 def test_settings_are_counted():
     def row(worse, off):
         return {"advised ÷ best": worse, "predicted ÷ measured": off}
-    found = summary({"a": row(1.0, 1.0), "b": row(1.1, 0.86), "c": row(1.2, 1.16), "d": {"result": "no room"}})
-    assert found == {"settings": 4, "advised within 10 % of the best": 2, "worst advised ÷ best": 1.2,
-                     "predicted within 15 % of measured": 2, "median predicted ÷ measured": 1.0, "least": 0.86,
-                     "most": 1.16}
+
+    found = summary(
+        {"a": row(1.0, 1.0), "b": row(1.1, 0.86), "c": row(1.2, 1.16), "d": {"result": "no room"}}
+    )
+    assert found == {
+        "settings": 4,
+        "advised within 10 % of the best": 2,
+        "worst advised ÷ best": 1.2,
+        "predicted within 15 % of measured": 2,
+        "median predicted ÷ measured": 1.0,
+        "least": 0.86,
+        "most": 1.16,
+    }
     met = aims(found)
     assert [met[name]["met"] for name in met] == [False, False, True]
     assert met["advised within 10 % of the best"]["measured"] == 0.5 and aims(summary({})) == {}
@@ -54,6 +71,13 @@ def test_settings_are_counted():
 def test_contenders_are_the_fastest_and_one_of_each_form_and_executor():
     def way(form, tpot, executor="fast", cache="lru"):
         return Way(form, 0.0, 100, 50, 60, 0.5, 1.0, tpot, 1.0, executor=executor, cache=cache)
-    ways = [way("bf12", 1), way("bf12", 2, cache="lfu"), way("bf12", 3, cache="lrfu"), way(AS_IS, 4),
-            way(AS_IS, 5, "exact"), way("huffman", 6)]
+
+    ways = [
+        way("bf12", 1),
+        way("bf12", 2, cache="lfu"),
+        way("bf12", 3, cache="lrfu"),
+        way(AS_IS, 4),
+        way(AS_IS, 5, "exact"),
+        way("huffman", 6),
+    ]
     assert contenders(ways) == [ways[0], ways[1], ways[3], ways[4]]

@@ -24,10 +24,27 @@ from tests.models import tiny
 
 RATES = MachineRates(read=1e9, memory=20e9, flops=1e12)
 specs = st.builds(
-    lambda L, E, K, H, I, vocab: MoESpec("drawn", "qwen3_moe", L, tuple(range(L)), E, min(K, E), 64 * H, 32 * I,
-                                         vocab=vocab, heads=4, kv_heads=2, head_dim=64),
-    st.integers(1, 8), st.integers(2, 32), st.integers(1, 4), st.integers(1, 20), st.integers(1, 20),
-    st.integers(0, 10_000))
+    lambda L, E, K, H, I, vocab: MoESpec(
+        "drawn",
+        "qwen3_moe",
+        L,
+        tuple(range(L)),
+        E,
+        min(K, E),
+        64 * H,
+        32 * I,
+        vocab=vocab,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+    ),
+    st.integers(1, 8),
+    st.integers(2, 32),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(0, 10_000),
+)
 
 
 def ways(spec, memory, rates=RATES, others=10**7, context=64, batch=1, hits=None):
@@ -46,7 +63,10 @@ def test_times_are_a_naive_count_of_bytes(spec, memory, batch):
             missed = kept = 0.0
             for _ in range(spec.E):
                 visited = 1 - (1 - spec.K / spec.E) ** batch
-                missed, kept = missed + visited * (1 - way.hit_rate) * expert, kept + visited * expert
+                missed, kept = (
+                    missed + visited * (1 - way.hit_rate) * expert,
+                    kept + visited * expert,
+                )
             token += max(missed / 1e9, kept / 20e9)
         dense = max(10**7 - spec.vocab * spec.H * 2, 0) + kv_bytes(spec, 64 * batch)
         assert way.tpot == pytest.approx(token + dense / 20e9)
@@ -58,8 +78,10 @@ def test_times_are_a_naive_count_of_bytes(spec, memory, batch):
 @settings(max_examples=60, deadline=None)
 def test_more_memory_or_a_faster_disk_is_never_slower(spec, memory, more):
     faster = MachineRates(read=2e9, memory=20e9, flops=1e12)
-    richer, quicker = ({way.form: way for way in found} for found in (
-        ways(spec, memory + more), ways(spec, memory, faster)))
+    richer, quicker = (
+        {way.form: way for way in found}
+        for found in (ways(spec, memory + more), ways(spec, memory, faster))
+    )
     for way in ways(spec, memory):
         for other in (richer[way.form], quicker[way.form]):
             assert other.tpot <= way.tpot * (1 + 1e-12) and other.ttft <= way.ttft * (1 + 1e-12)
@@ -78,9 +100,16 @@ def test_a_card_needs_no_weights_and_what_is_printed_can_be_run(name):
 
 
 def test_quantities_are_told_in_units_of_their_size_and_plain_digits():
-    """Of the smallest and the largest ways, what is told, read back by its unit, is what was meant."""
+    """Of the smallest and the largest ways, what is told, read back by its unit, is what was
+    meant."""
     units = {"GB": 1e9, "MB": 1e6, "s": 1.0, "ms": 1e-3}
-    for told, value in ((size, 9_437_184), (size, 1e9), (size, 1.35e12), (duration, 0.00351), (duration, 1234.0)):
+    for told, value in (
+        (size, 9_437_184),
+        (size, 1e9),
+        (size, 1.35e12),
+        (duration, 0.00351),
+        (duration, 1234.0),
+    ):
         number, unit = told(value).split(" ")
         assert float(number.replace(",", "")) * units[unit] == pytest.approx(value, rel=5e-3)
         assert "e" not in number and float(number.replace(",", "")) >= 1
@@ -90,7 +119,9 @@ def test_quantities_are_told_in_units_of_their_size_and_plain_digits():
 
 
 def test_lossless_is_advised_unless_loss_is_allowed():
-    exact, lossy = (advise("Qwen3-30B-A3B", "18GB", device="m2-max", loss=loss) for loss in (0, "any"))
+    exact, lossy = (
+        advise("Qwen3-30B-A3B", "18GB", device="m2-max", loss=loss) for loss in (0, "any")
+    )
     assert exact.best.form == "bf12" and not exact.best.resident
     assert not lossy.best.lossless and lossy.best.tpot < exact.best.tpot
     assert any("unknown loss" in what for what, _ in exact.more)
@@ -126,12 +157,20 @@ def offline(*_, **__):
     raise ConnectionError
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"memory": "1GB"}, "does not fit 1 GB"), ({"memory": "50%"}, "whole process"),
-    ({"model": "qwen3-30b"}, "Did you mean 'Qwen3-30B-A3B'"), ({"memory": "lots"}, "the budget is .lots."),
-    ({"model": None, "context": 2049}, "at most 2,048"), ({"device": "no-such-card"}, "there is no card"),
-    ({"device": "trn2"}, "no card of a device with a host link"), ({"model": "no/such/folder"}, "no checkpoint folder"),
-    ({"model": "some-where/else"}, "cannot be had")])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"memory": "1GB"}, "does not fit 1 GB"),
+        ({"memory": "50%"}, "whole process"),
+        ({"model": "qwen3-30b"}, "Did you mean 'Qwen3-30B-A3B'"),
+        ({"memory": "lots"}, "the budget is .lots."),
+        ({"model": None, "context": 2049}, "at most 2,048"),
+        ({"device": "no-such-card"}, "there is no card"),
+        ({"device": "trn2"}, "no card of a device with a host link"),
+        ({"model": "no/such/folder"}, "no checkpoint folder"),
+        ({"model": "some-where/else"}, "cannot be had"),
+    ],
+)
 def test_bad_input(options, words, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises((ValueError, FileNotFoundError), match=words):
@@ -154,20 +193,32 @@ def test_a_calibration_says_how_popular_experts_are(tmp_path):
     import torch
 
     from moelab.calibration import Calibration
+
     spec = find_model("Qwen3-30B-A3B").spec
     counts = torch.zeros(2, spec.L, spec.E, dtype=torch.int64)
-    counts[:, :, :spec.K] = 5                                       # the same few experts always
+    counts[:, :, : spec.K] = 5  # the same few experts always
     Calibration(counts, (5, 5), spec, "x").save(tmp_path / "c.safetensors")
     found = advise("Qwen3-30B-A3B", "12GB", device="m2-max", calibration=tmp_path / "c.safetensors")
-    assert found.best.hit_rate > 0.999 and "as the calibration counted" in " ".join(str(found).split())
+    assert found.best.hit_rate > 0.999 and "as the calibration counted" in " ".join(
+        str(found).split()
+    )
     with pytest.raises(ValueError, match="another than"):
         advise("Mixtral-8x7B", "60GB", device="m2-max", calibration=tmp_path / "c.safetensors")
 
 
 def test_a_latent_attention_is_counted_by_its_ranks(tmp_path):
     import torch
-    tiny.save("deepseek_v3", tmp_path / "model", torch.bfloat16, num_attention_heads=16, num_key_value_heads=16)
-    config = json.loads((tmp_path / "model" / "config.json").read_text(), object_hook=lambda d: SimpleNamespace(**d))
+
+    tiny.save(
+        "deepseek_v3",
+        tmp_path / "model",
+        torch.bfloat16,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+    )
+    config = json.loads(
+        (tmp_path / "model" / "config.json").read_text(), object_hook=lambda d: SimpleNamespace(**d)
+    )
     found = find_model(tmp_path / "model")
     assert _others(found.spec, config) == pytest.approx(found.others, rel=0.03)
     assert _others(found.spec, config) < _others(found.spec)
@@ -175,26 +226,41 @@ def test_a_latent_attention_is_counted_by_its_ranks(tmp_path):
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 2))
 def test_popularity_by_rank(E, K, exponent):
-    """K experts a token, none more than once; of those that are not certain, rank by rank as the law says."""
+    """K experts a token, none more than once; of those that are not certain, rank by rank as the
+    law says."""
     spec = MoESpec("m", "m", 2, (0, 1), E, min(K, E), 8, 8)
     shares = zipf(spec, exponent)
-    assert shares.shape == (2, E) and shares.sum(1) == pytest.approx(2 * [spec.K]) and shares.max() <= 1
+    assert (
+        shares.shape == (2, E)
+        and shares.sum(1) == pytest.approx(2 * [spec.K])
+        and shares.max() <= 1
+    )
     free = [i for i in range(E) if shares[0, i] < 1 - 1e-9]
-    assert all(shares[0, i] / shares[0, free[0]] == pytest.approx(((free[0] + 1) / (i + 1)) ** exponent) for i in free)
+    assert all(
+        shares[0, i] / shares[0, free[0]] == pytest.approx(((free[0] + 1) / (i + 1)) ** exponent)
+        for i in free
+    )
     hits = hit_rates(shares)
     everything = sorted(shares.flatten(), reverse=True)
     for kept in range(2 * E + 1):
         assert hits(kept) == pytest.approx(sum(everything[:kept]) / sum(everything))
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([0.0, 0.01, None])), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([0.0, 0.01, None])),
+        max_size=12,
+    )
+)
 def test_the_front_is_what_nothing_beats(points):
     made = [Way(AS_IS, loss, 1, 1, memory, 0, 0, tpot, 0) for tpot, memory, loss in points]
     kept = front(made)
     for way in made:
         beaten = False
         for other in made:
-            a, b = ((one.tpot, one.memory, 9 if one.loss is None else one.loss) for one in (other, way))
+            a, b = (
+                (one.tpot, one.memory, 9 if one.loss is None else one.loss) for one in (other, way)
+            )
             beaten |= a != b and a[0] <= b[0] and a[1] <= b[1] and a[2] <= b[2]
         assert (way in kept) == (not beaten)
 

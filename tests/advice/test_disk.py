@@ -1,4 +1,5 @@
-"""Disks beside what is advised; a place for notes that cannot be written; losses that change nothing."""
+"""Disks beside what is advised; a place for notes that cannot be written; losses that change
+nothing."""
 
 import shutil
 from dataclasses import replace
@@ -29,6 +30,7 @@ WAY = Way(AS_IS, 0.0, 58 * GB, 10 * GB, 14 * GB, 0.5, 1.0, 1.0, 1.0)
 def free(monkeypatch):
     def has(nbytes):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=nbytes))
+
     return has
 
 
@@ -37,7 +39,7 @@ def test_what_goes_to_one_disk_is_added_up(download, written, gigabytes):
     model = replace(find_model("Qwen3-30B-A3B"), download=download * GB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=gigabytes * GB))
-        patch.setattr(disk, "nearest", lambda path: small_model())                  # all are on one
+        patch.setattr(disk, "nearest", lambda path: small_model())  # all are on one
         words = disk.lacking(model, replace(WAY, form="bf12", written=written * GB))
     missing = download + written - gigabytes
     assert bool(words) == (missing > 0) and (not words or f"{missing} GB more are needed" in words)
@@ -52,17 +54,35 @@ def test_a_store_for_which_the_disk_has_no_room_is_not_advised(free, monkeypatch
     assert plenty.best.form == "bf12" and not plenty.notes
     free(81 * GB)
     scarce = advise("qwen3-30b-a3b", "18GB")
-    assert scarce.best.form == AS_IS and {way.form for way in scarce.ways} == {AS_IS, "int4", "mxfp4"}
+    assert scarce.best.form == AS_IS and {way.form for way in scarce.ways} == {
+        AS_IS,
+        "int4",
+        "mxfp4",
+    }
     assert any("Left out: bf12: " in note and "GB to download" in note for note in scarce.notes)
     free(10 * GB)
     none = advise("Qwen/Qwen3-30B-A3B", "18GB")
-    assert none.best == plenty.best and "too small" in str(none) and "GB more are needed" in str(none)
+    assert (
+        none.best == plenty.best and "too small" in str(none) and "GB more are needed" in str(none)
+    )
     free(0)
-    assert "more are needed" not in str(advise("Qwen3-30B-A3B", "18GB", device="jetson-agx-orin-32gb"))
+    assert "more are needed" not in str(
+        advise("Qwen3-30B-A3B", "18GB", device="jetson-agx-orin-32gb")
+    )
 
 
-@pytest.mark.parametrize("text, value", [("1%", 0.01), (0.01, 0.01), ("100%", 1.0), ("any", float("inf")), ("ANY", float("inf")), (0, 0.0),
-                                         ("0.5", 0.5)])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1%", 0.01),
+        (0.01, 0.01),
+        ("100%", 1.0),
+        ("any", float("inf")),
+        ("ANY", float("inf")),
+        (0, 0.0),
+        ("0.5", 0.5),
+    ],
+)
 def test_losses(text, value):
     assert parse_loss(text) == value
 
@@ -84,13 +104,24 @@ def test_notes_that_cannot_be_kept_stop_no_advice(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="MOELAB_CACHE"):
-        Kept("a").add(settings=WAY.settings, batch=1, predicted=1.0, tpot=2.0, ttft=1.0, peak=1, limit="", loss=None)
+        Kept("a").add(
+            settings=WAY.settings,
+            batch=1,
+            predicted=1.0,
+            tpot=2.0,
+            ttft=1.0,
+            peak=1,
+            limit="",
+            loss=None,
+        )
     assert Kept("a").corrected(WAY, 1).tpot == 2.0 and (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "qwen3-30b-a3b", "MIXTRAL-8X7B"])
 def test_a_card_has_no_weights_to_open(name):
-    with pytest.raises(ValueError, match="is a card, .*without its weights: give its hub id, .*synthesize") as error:
+    with pytest.raises(
+        ValueError, match="is a card, .*without its weights: give its hub id, .*synthesize"
+    ) as error:
         open_checkpoint(name)
     assert len(str(error.value).splitlines()) == 1 and error.value.__cause__ is None
     assert find_model(name).spec.name.lower() == name.lower()
@@ -99,7 +130,9 @@ def test_a_card_has_no_weights_to_open(name):
 def test_simulated_advice_looks_at_the_disk_for_a_model_that_is_not_here_too(free, monkeypatch):
     device = load_device("m2-max")
     monkeypatch.setattr("moelab.advice.advise.here", lambda folder: device)
-    monkeypatch.setattr("moelab.advice.simulated.sample_costs", lambda model, *_: card_costs(device, model))
+    monkeypatch.setattr(
+        "moelab.advice.simulated.sample_costs", lambda model, *_: card_costs(device, model)
+    )
     monkeypatch.setattr("moelab.advice.space.SECONDS", 0.0)
     free(10**15)
     plenty = advise("Phi-tiny-MoE", "3GB", simulate=True, loss="any")
@@ -107,5 +140,7 @@ def test_simulated_advice_looks_at_the_disk_for_a_model_that_is_not_here_too(fre
     download = find_model("Phi-tiny-MoE").download
     free(download + 10**6)
     scarce = advise("Phi-tiny-MoE", "3GB", simulate=True, loss="any")
-    assert {way.form for way in scarce.ways} == {AS_IS} and any("Left out" in note for note in scarce.notes)
-    assert not any("experts" in what for what, _ in scarce.more)                        # of another form
+    assert {way.form for way in scarce.ways} == {AS_IS} and any(
+        "Left out" in note for note in scarce.notes
+    )
+    assert not any("experts" in what for what, _ in scarce.more)  # of another form

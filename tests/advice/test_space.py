@@ -1,4 +1,5 @@
-"""The simulated space beside counts by hand, and properties that hold for any model, machine and memory."""
+"""The simulated space beside counts by hand, and properties that hold for any model, machine and
+memory."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,18 +12,43 @@ from hypothesis import strategies as st
 from moelab import advise
 from moelab.advice import space
 from moelab.advice.model import AS_IS, DECODED, Model
-from moelab.advice.space import PROMPT, TIMED, WARM, Search, at_rate, card_costs, play, scene, stored_bytes, typical
+from moelab.advice.space import (
+    PROMPT,
+    TIMED,
+    WARM,
+    Search,
+    at_rate,
+    card_costs,
+    play,
+    scene,
+    stored_bytes,
+    typical,
+)
 from moelab.advice.ways import fitted, needed, zipf
 from moelab.specs import DeviceSpec, Figure, MoESpec
 
 SPEC = MoESpec("m", "m", 2, (0, 1), 8, 2, H=64, I=32)
 MODEL = Model("m", SPEC, 0, "given")
-CARD = DeviceSpec("card", {name: Figure(value, unit, "published", "here") for name, value, unit in (
-    ("storage_read_gbs", 1e-3, "GB/s"), ("memory_bandwidth_gbs", 1.0, "GB/s"), ("fp32_tflops", 1e6, "TFLOPS"))})
+CARD = DeviceSpec(
+    "card",
+    {
+        name: Figure(value, unit, "published", "here")
+        for name, value, unit in (
+            ("storage_read_gbs", 1e-3, "GB/s"),
+            ("memory_bandwidth_gbs", 1.0, "GB/s"),
+            ("fp32_tflops", 1e6, "TFLOPS"),
+        )
+    },
+)
 LOSS = {AS_IS: 0.0, "bf12": 0.0, DECODED: 0.0}
 WEIGHTS = 3 * 64 * 32
-BYTES = {AS_IS: 2 * WEIGHTS, "bf12": 1.5 * WEIGHTS, "int8": 8.5 / 8 * WEIGHTS, "int4": 4.5 / 8 * WEIGHTS,
-         "mxfp4": 4.25 / 8 * WEIGHTS}
+BYTES = {
+    AS_IS: 2 * WEIGHTS,
+    "bf12": 1.5 * WEIGHTS,
+    "int8": 8.5 / 8 * WEIGHTS,
+    "int4": 4.5 / 8 * WEIGHTS,
+    "mxfp4": 4.25 / 8 * WEIGHTS,
+}
 
 
 def played(experts, form, seen, gbs=None):
@@ -34,31 +60,43 @@ def played(experts, form, seen, gbs=None):
 
 
 def test_forms_by_hand():
-    """With room for all, a token reads its experts from memory; with room for few, its misses come from the disk."""
+    """With room for all, a token reads its experts from memory; with room for few, its misses come
+    from the disk."""
     seen = scene(zipf(SPEC))
     for form, nbytes in BYTES.items():
         assert stored_bytes(SPEC, form) == nbytes
         everything = played(16, form, seen)
-        assert everything.tpot == pytest.approx(2 * 2 * nbytes / 1e9, rel=1e-3) and everything.hit_rate == 1
+        assert (
+            everything.tpot == pytest.approx(2 * 2 * nbytes / 1e9, rel=1e-3)
+            and everything.hit_rate == 1
+        )
         assert everything.read == 0 and everything.kind == "simulated" and everything.resident
         assert everything.written == (0 if form == AS_IS else 16 * nbytes)
         few = played(6, form, seen)
         assert few.read == pytest.approx(4 * (1 - few.hit_rate) * nbytes)
-        assert few.tpot > 0.9 * 4 * (1 - few.hit_rate) * nbytes / 1e6               # by the disk, of 1 MB/s
+        assert few.tpot > 0.9 * 4 * (1 - few.hit_rate) * nbytes / 1e6  # by the disk, of 1 MB/s
     assert 1.2 < played(4, AS_IS, seen).tpot / played(4, "bf12", seen).tpot < 1.6
     assert played(3, AS_IS, seen) is None
-    assert card_costs(CARD, MODEL)(DECODED) is None                                 # nobody said how fast it is decoded
+    assert card_costs(CARD, MODEL)(DECODED) is None  # nobody said how fast it is decoded
     kept = played(6, DECODED, seen, 1e6)
-    assert kept.pools.capacity > 4 and kept.written == pytest.approx(16 * WEIGHTS * (1 + 2.65 / 8), rel=1e-3)
+    assert kept.pools.capacity > 4 and kept.written == pytest.approx(
+        16 * WEIGHTS * (1 + 2.65 / 8), rel=1e-3
+    )
 
 
 def test_a_token_in_memory_takes_its_experts_and_the_rest_that_was_measured():
-    """Whatever a line through one token and a prompt says of one: 7 s besides experts of 2 layers, 2 each."""
-    costs = replace(card_costs(CARD, MODEL)(AS_IS), other=(3.0, 5.0), head=(1.0, 1.0), resident=9.0, rest=7.0)
+    """Whatever a line through one token and a prompt says of one: 7 s besides experts of 2 layers,
+    2 each."""
+    costs = replace(
+        card_costs(CARD, MODEL)(AS_IS), other=(3.0, 5.0), head=(1.0, 1.0), resident=9.0, rest=7.0
+    )
     way = fitted(MODEL, AS_IS, 0.0, costs.sizes.full, 10**9, 16, 1)
-    assert play(MODEL, way, costs, scene(zipf(SPEC)), 16).tpot == pytest.approx(7 + 2 * 2 * BYTES[AS_IS] / 1e9)
+    assert play(MODEL, way, costs, scene(zipf(SPEC)), 16).tpot == pytest.approx(
+        7 + 2 * 2 * BYTES[AS_IS] / 1e9
+    )
     assert play(MODEL, way, replace(costs, rest=None), scene(zipf(SPEC)), 16).tpot == pytest.approx(
-        2 * (3 + 5 + 2 * BYTES[AS_IS] / 1e9) + 2)
+        2 * (3 + 5 + 2 * BYTES[AS_IS] / 1e9) + 2
+    )
 
 
 @given(st.integers(1, 3))
@@ -69,15 +107,23 @@ def test_a_scene_has_as_many_tokens_as_it_says(batch):
     for (tokens, phase), step in zip(seen.forwards, seen.steps):
         assert tokens == batch * (PROMPT if phase == "prefill" else 1)
         assert all(sum(experts.values()) == SPEC.K * tokens for _, experts in step)
-    counts = Counter(e for step in seen.steps for _, experts in step for e in Counter(experts).elements())
-    assert counts[0] > counts[7]                                                    # by rank
-    right = [e in dict(step)[layer] for step, said in zip(seen.steps[1:], seen.predictions[1:])
-             for layer, experts in said for e in experts]
-    assert space.RECALL - 0.1 < np.mean(right) < space.RECALL + 0.25                # some hit by chance
+    counts = Counter(
+        e for step in seen.steps for _, experts in step for e in Counter(experts).elements()
+    )
+    assert counts[0] > counts[7]  # by rank
+    right = [
+        e in dict(step)[layer]
+        for step, said in zip(seen.steps[1:], seen.predictions[1:])
+        for layer, experts in said
+        for e in experts
+    ]
+    assert space.RECALL - 0.1 < np.mean(right) < space.RECALL + 0.25  # some hit by chance
 
 
 def search(memory, allowed, loss=LOSS.get, forms=(AS_IS, "bf12", "int8", "int4")):
-    found = Search(MODEL, card_costs(CARD, MODEL, 1.0), scene(zipf(SPEC)), memory, 16, 1, loss, allowed)
+    found = Search(
+        MODEL, card_costs(CARD, MODEL, 1.0), scene(zipf(SPEC)), memory, 16, 1, loss, allowed
+    )
     found.run(forms)
     return found
 
@@ -89,9 +135,14 @@ def test_the_search_finds_what_trying_every_cache_finds():
     for form in (AS_IS, "bf12"):
         costs = card_costs(CARD, MODEL)(form)
         way = fitted(MODEL, form, 0.0, costs.sizes.full, memory, 16, 1)
-        plain += [play(MODEL, replace(way, cache=cache), costs, found.seen, 16) for cache in ("lru", "lfu", "lrfu")]
+        plain += [
+            play(MODEL, replace(way, cache=cache), costs, found.seen, 16)
+            for cache in ("lru", "lfu", "lrfu")
+        ]
     assert best.lossless and best.tpot <= min(way.tpot for way in plain) * (1 + 1e-9)
-    assert all(way.memory <= memory for way in found.found) and all(way.memory >= memory for way in found.elsewhere)
+    assert all(way.memory <= memory for way in found.found) and all(
+        way.memory >= memory for way in found.elsewhere
+    )
     assert {way.form for way in found.found} == {AS_IS, "bf12", "int8", "int4"}
     assert any(way.prefetch for way in found.found) and len({way.cache for way in found.found}) > 4
 
@@ -99,7 +150,10 @@ def test_the_search_finds_what_trying_every_cache_finds():
 def test_loss_decides_whom_to_try_further():
     memory = needed(MODEL, 16, 1) + 6 * 2 * WEIGHTS
     found = search(memory, 0.01, {**LOSS, "int8": 0.004, "int4": 0.04}.get)
-    assert found.leaders()[0].form == "int8" and [way.form for way in found.leaders()[:2]].count("int4") == 0
+    assert (
+        found.leaders()[0].form == "int8"
+        and [way.form for way in found.leaders()[:2]].count("int4") == 0
+    )
 
 
 def test_an_advice_by_a_card(monkeypatch):
@@ -107,9 +161,17 @@ def test_an_advice_by_a_card(monkeypatch):
         monkeypatch.setattr(space, name, 3)
     monkeypatch.setattr(space, "SECONDS", 1.0)
     found = advise("Phi-tiny-MoE", "6GB", device="m2-max", simulate=True, decompress_gbs=1.0)
-    assert {way.form for way in found.ways} == {AS_IS, "bf12", DECODED, "int8", "fp8", "mxfp4", "int4"}
+    assert {way.form for way in found.ways} == {
+        AS_IS,
+        "bf12",
+        DECODED,
+        "int8",
+        "fp8",
+        "mxfp4",
+        "int4",
+    }
     spec = found.model.spec
-    for way in found.ways:                                          # the least that memory allows
+    for way in found.ways:  # the least that memory allows
         assert way.tpot > spec.K / spec.E * way.experts / 400e9 and way.memory <= found.memory
     assert [way.tpot for way in found.ways] == sorted(way.tpot for way in found.ways)
     assert found.best.lossless and found.best.error is None
@@ -121,19 +183,36 @@ def test_an_advice_by_a_card(monkeypatch):
 
 
 def test_a_throttled_disk_by_hand():
-    """Each read takes its bytes over the rate, if that is longer; what it disturbs is disturbed for less of the time."""
+    """Each read takes its bytes over the rate, if that is longer; what it disturbs is disturbed for
+    less of the time."""
     full = 2 * WEIGHTS
     plain = card_costs(CARD, MODEL)(AS_IS)
-    plain = replace(plain, delays=replace(plain.delays, beside={"expert beside read": 1.5, "expert beside decode": 2.0}))
+    plain = replace(
+        plain,
+        delays=replace(
+            plain.delays, beside={"expert beside read": 1.5, "expert beside decode": 2.0}
+        ),
+    )
     slow, fast = (at_rate(lambda form, executor: plain, rate)(AS_IS).delays for rate in (1e5, 1e9))
-    assert slow.e_read == pytest.approx(full / 1e5) == 10 * plain.delays.e_read and fast == plain.delays
+    assert (
+        slow.e_read == pytest.approx(full / 1e5) == 10 * plain.delays.e_read
+        and fast == plain.delays
+    )
     assert slow.beside == {"expert beside read": pytest.approx(1.05), "expert beside decode": 2.0}
-    together = {"expert beside decode and read": 3.0, "read beside decode": 2.0, "read beside decode and expert": 4.0}
+    together = {
+        "expert beside decode and read": 3.0,
+        "read beside decode": 2.0,
+        "read beside decode and expert": 4.0,
+    }
     plain = replace(plain, delays=replace(plain.delays, beside=plain.delays.beside | together))
     slow = at_rate(lambda form, executor: plain, 1e5)(AS_IS).delays
-    assert slow.beside == {"expert beside read": pytest.approx(1.05), "expert beside decode": 2.0,
-                           "expert beside decode and read": pytest.approx(2.1), "read beside decode":
-                           pytest.approx(1.1), "read beside decode and expert": pytest.approx(1.3)}
+    assert slow.beside == {
+        "expert beside read": pytest.approx(1.05),
+        "expert beside decode": 2.0,
+        "expert beside decode and read": pytest.approx(2.1),
+        "read beside decode": pytest.approx(1.1),
+        "read beside decode and expert": pytest.approx(1.3),
+    }
     assert at_rate(lambda *_: None, 1e5)(AS_IS) is None
     late = at_rate(lambda form, executor: plain, 1e5, 0.25)(AS_IS).delays
     assert late.e_read == pytest.approx(full / 1e5 + 0.25) and late.sm_read == 0
@@ -143,6 +222,11 @@ def test_a_throttled_disk_by_hand():
 def test_what_is_typical_is_not_moved_by_a_quarter_of_the_tokens(seconds, data):
     ordered = sorted(seconds)
     slow = len(seconds) // 4
-    disturbed = ordered[:len(seconds) - slow] + [data.draw(st.floats(9.0, 1e6)) for _ in range(slow)]
+    disturbed = ordered[: len(seconds) - slow] + [
+        data.draw(st.floats(9.0, 1e6)) for _ in range(slow)
+    ]
     assert typical(disturbed) == typical(seconds)
-    assert min(seconds) - 1e-9 <= typical(seconds) <= max(seconds) + 1e-9 and typical([3.0] * len(seconds)) == 3.0
+    assert (
+        min(seconds) - 1e-9 <= typical(seconds) <= max(seconds) + 1e-9
+        and typical([3.0] * len(seconds)) == 3.0
+    )

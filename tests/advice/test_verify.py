@@ -1,4 +1,5 @@
-"""Ways for real: on tiny models in this process, beside what the simulator counts; and what is kept of them."""
+"""Ways for real: on tiny models in this process, beside what the simulator counts; and what is kept
+of them."""
 
 import math
 from dataclasses import replace
@@ -31,7 +32,15 @@ def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
 
 
 def record(kept, one, tpot, predicted=None, loss=None):
-    kept.add(settings=one.settings, batch=1, predicted=predicted or one.tpot, tpot=tpot, ttft=1.0, peak=1, loss=loss)
+    kept.add(
+        settings=one.settings,
+        batch=1,
+        predicted=predicted or one.tpot,
+        tpot=tpot,
+        ttft=1.0,
+        peak=1,
+        loss=loss,
+    )
 
 
 def test_what_was_measured_corrects_the_rest_and_says_so():
@@ -40,14 +49,21 @@ def test_what_was_measured_corrects_the_rest_and_says_so():
     record(kept, way(), 1.5)
     (factor, error), other = kept.correction(), kept.corrected(way("bf12", 2.0), 1)
     assert factor == pytest.approx(1.5) and other.tpot == pytest.approx(3.0)
-    assert other.kind == "simulated" and other.error is error is None      # one does not tell how far others are off
+    assert (
+        other.kind == "simulated" and other.error is error is None
+    )  # one does not tell how far others are off
     record(kept, way("bf12", 2.0), 2.4)
-    again = Kept("abc-int4")                                        # a rounded copy is the same model
-    assert again.correction()[0] == pytest.approx(geometric_mean([1.5, 1.2])) and again.records == kept.records
-    assert again.correction()[1] == pytest.approx(max(abs(r / again.correction()[0] - 1) for r in (1.5, 1.2)))
+    again = Kept("abc-int4")  # a rounded copy is the same model
+    assert (
+        again.correction()[0] == pytest.approx(geometric_mean([1.5, 1.2]))
+        and again.records == kept.records
+    )
+    assert again.correction()[1] == pytest.approx(
+        max(abs(r / again.correction()[0] - 1) for r in (1.5, 1.2))
+    )
     known = again.corrected(way(), 1)
     assert (known.tpot, known.kind, known.predicted) == (1.5, "measured", 1.0)
-    assert again.corrected(way(), 2).kind == "simulated"            # a batch of two is another thing
+    assert again.corrected(way(), 2).kind == "simulated"  # a batch of two is another thing
     assert Kept("def").correction() == (1.0, None)
 
 
@@ -68,7 +84,11 @@ def test_the_loss_of_a_form_is_the_last_that_was_measured():
     record(kept, way("int4"), 1.0, loss=[0.05, 0.01])
     record(kept, way("int4", budget=60), 1.0, loss=[0.02, 0.005])
     record(kept, way("int8"), 1.0, loss=[-0.01, 0.005])
-    assert kept.loss("int4") == pytest.approx(0.025) and kept.loss("int8") == 0.0 and kept.loss("fp8") is None
+    assert (
+        kept.loss("int4") == pytest.approx(0.025)
+        and kept.loss("int8") == 0.0
+        and kept.loss("fp8") is None
+    )
 
 
 def test_ways_take_turns_and_an_interruption_keeps_what_there_is(monkeypatch):
@@ -80,12 +100,22 @@ def test_ways_take_turns_and_an_interruption_keeps_what_there_is(monkeypatch):
             raise KeyboardInterrupt
         if options["memory"] == 7:
             raise RuntimeError("no room")
-        return {"tpot": [9.0] * how["tokens"], "ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
+        return {
+            "tpot": [9.0] * how["tokens"],
+            "ttft": 1.0,
+            "peak": 5,
+            "limit": "no limit",
+            "loss": None,
+        }
+
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
     ways = [way(budget=5), way(budget=7, executor="exact"), way(budget=6)]
     told = verify.verify(MODEL, ways, kept, memory=1, batch=1)
-    assert asked == [5, 7, 6, 5] and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
+    assert asked == [5, 7, 6, 5] and [one["settings"]["budget"] for one in Kept("abc").records] == [
+        5,
+        6,
+    ]
     assert any("no room" in one for one in told) and any("stopped" in one for one in told)
 
 
@@ -95,27 +125,42 @@ def test_no_run_begins_when_time_is_over(monkeypatch):
     def fake(source, options, memory, **how):
         asked.append(options["memory"])
         clock[0] += 0.4 * verify.SECONDS
-        return {"tpot": [9.0] * how["tokens"], "ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
+        return {
+            "tpot": [9.0] * how["tokens"],
+            "ttft": 1.0,
+            "peak": 5,
+            "limit": "no limit",
+            "loss": None,
+        }
+
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
     monkeypatch.setattr(verify.time, "monotonic", lambda: clock[0])
     told = verify.verify(MODEL, [way(budget=5), way(budget=6)], kept, memory=1, batch=1)
-    assert asked == [5, 6] and len(kept.records) == 2               # a third would end after 1.2 of the time
+    assert asked == [5, 6] and len(kept.records) == 2  # a third would end after 1.2 of the time
     assert [one for one in told if "goes on" in one] == told != []
 
 
 def test_forms_that_time_does_not_suffice_for_are_left_out_and_measured_later(small_samples):
     forms = ["raw", "bf12", "int4"]
-    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[:sample.LEAST]
-    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[:sample.LEAST]        # all that is kept is enough
+    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[: sample.LEAST]
+    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[
+        : sample.LEAST
+    ]  # all that is kept is enough
     assert {*sample.measured(MODEL, forms, "exact")} == {*forms}
 
 
 def test_a_loss_is_relative_to_the_model_as_it_is():
-    windows, ways = {AS_IS: [1.0, 2.0, 3.0], "int4": [1.1, 2.2, 3.3]}, [way(), way("int4", loss=None)]
+    windows, ways = (
+        {AS_IS: [1.0, 2.0, 3.0], "int4": [1.1, 2.2, 3.3]},
+        [way(), way("int4", loss=None)],
+    )
     mean, error = verify.relative(windows, ways[1], ways)
     assert mean == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-9)
-    assert verify.relative(windows, ways[0], ways) is None and verify.relative({}, ways[1], ways) is None
+    assert (
+        verify.relative(windows, ways[0], ways) is None
+        and verify.relative({}, ways[1], ways) is None
+    )
 
 
 def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
@@ -131,9 +176,14 @@ def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
     assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
 
 
-def test_a_model_that_is_here_is_advised_verified_and_remembered(in_this_process, tmp_path, monkeypatch):
+def test_a_model_that_is_here_is_advised_verified_and_remembered(
+    in_this_process, tmp_path, monkeypatch
+):
     import torch
-    folder = tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+
+    folder = tiny.save(
+        "qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128
+    )
     monkeypatch.setattr(simulated, "forms_of", lambda model: [AS_IS, "bf12"])
     model = find_model(folder)
     memory = model.others + 600_000_000
@@ -142,29 +192,45 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(in_this_process
     assert "as in what ran here" in " ".join(str(first).split())
     verified = advise(folder, memory, context=32, verify=True)
     measured = [one for one in verified.ways if one.kind == "measured"]
-    assert {one.form for one in measured} == {AS_IS, "bf12"} and all(one.predicted for one in measured)
+    assert {one.form for one in measured} == {AS_IS, "bf12"} and all(
+        one.predicted for one in measured
+    )
     monkeypatch.setattr(verify, "fresh", lambda *_, **__: pytest.fail("everything is kept"))
     again = advise(folder, memory, context=32)
     assert {one.name: one.tpot for one in again.ways if one.kind == "measured"} == {
-        one.name: one.tpot for one in measured}
+        one.name: one.tpot for one in measured
+    }
     assert "measured on this machine" in str(again) and "expected" in str(again)
     assert not math.isnan(again.best.tpot)
 
 
 def test_what_the_engine_takes_in_a_run_is_added_to_the_parts_of_every_form(monkeypatch):
-    """Alone an expert takes 6 s, beside reads 9; it took 12. Two in one call took 24 while the third was read,
-    not 9 times 1.5; all three in one call have nothing to wait for."""
+    """Alone an expert takes 6 s, beside reads 9; it took 12. Two in one call took 24 while the
+    third was read, not 9 times 1.5; all three in one call have nothing to wait for."""
     own = Delays(1, 0, 0, 0, 6.0, 0, beside={"expert beside read": 1.5}, together=((3, 12.0),))
     parts = Delays(1, 0, 0, 0, 2.0, 0, computed=((1, 2.0), (4, 3.0)), together=((5, 4.0),))
-    ran = {"observed": [(3.0, 1.0), (3.0, 0.0), 4.0, 2.0, ((0, 1.0), (2, 4.0)), 0.5, (11.0, 1.0),
-                        ((2, 24.0), (3, 99.0))]}
+    ran = {
+        "observed": [
+            (3.0, 1.0),
+            (3.0, 0.0),
+            4.0,
+            2.0,
+            ((0, 1.0), (2, 4.0)),
+            0.5,
+            (11.0, 1.0),
+            ((2, 24.0), (3, 99.0)),
+        ]
+    }
     known = {"a model": (own, None), "raw": (own, 40.0), "bf12": (parts, 40.0)}
 
     def costs(found, model, whole):
         delays, resident = known[found]
         return space.Costs(delays, (7.0, 7.0), (7.0, 7.0), None, 2, resident)
+
     monkeypatch.setattr(sample, "costs", costs)
-    monkeypatch.setattr(sample, "measured", lambda spec, forms, executor, end=0: dict(zip(forms, forms)))
+    monkeypatch.setattr(
+        sample, "measured", lambda spec, forms, executor, end=0: dict(zip(forms, forms))
+    )
     costs_of = sample.sample_costs(MODEL, [], space.Look(None, "a model", ran))
     found = costs_of("bf12")
     assert (found.other, found.head, found.predict) == ((3.0, 1.0), (3.0, 0.0), 2.0)
@@ -172,12 +238,18 @@ def test_what_the_engine_takes_in_a_run_is_added_to_the_parts_of_every_form(monk
     assert (delays.expert(1), delays.expert(4)) == (2.0 + 2.0, 3.0 + 2.0) and delays.handover == 0.5
     assert delays.one_token(5) == 4.0 and delays.deciding(1) == 2.5
     assert delays.one_token(3) == pytest.approx(2 + 2 * 0.5 + 24 / 1.5 - 9)
-    assert found.delays == parts and found.resident == 45.5         # but for the head, 11 s less
+    assert found.delays == parts and found.resident == 45.5  # but for the head, 11 s less
     as_it_is = costs_of(AS_IS)
-    assert as_it_is.around(as_it_is.delays).expert(1) == 8.0 and as_it_is.delays == own and as_it_is.resident == 45.5
-    exact = costs_of("bf12", "exact")                             # of which nothing was run
+    assert (
+        as_it_is.around(as_it_is.delays).expert(1) == 8.0
+        and as_it_is.delays == own
+        and as_it_is.resident == 45.5
+    )
+    exact = costs_of("bf12", "exact")  # of which nothing was run
     assert exact.around(parts) == replace(parts, decide=((0, 1.0), (2, 4.0)), handover=0.5)
-    assert exact.other == (7.0, 7.0) and exact.predict == found.predict           # the same predictor is asked
+    assert (
+        exact.other == (7.0, 7.0) and exact.predict == found.predict
+    )  # the same predictor is asked
 
 
 @pytest.mark.parametrize("L, E, others", [(2, 8, 0), (3, 8, 0), (2, 64, 10**5), (90, 999, 0)])
@@ -185,27 +257,40 @@ def test_a_sample_meets_an_expert_again_after_as_many_bytes_as_the_model(monkeyp
     """E/K tokens, each of them K experts of every layer, in the sample with what is read beside."""
     monkeypatch.setattr(sample, "SIZE", 1 << 18)
     spec = replace(SPEC, num_layers=L, moe_layers=tuple(range(L)), E=E)
-    here, beside = sample.sample_spec(spec), sample.between(Model("m", spec, 0, "given"), expert := 12_345)
+    here, beside = (
+        sample.sample_spec(spec),
+        sample.between(Model("m", spec, 0, "given"), expert := 12_345),
+    )
     again = here.E / here.K * (here.L * here.K * expert + beside)
-    assert again == pytest.approx(E / spec.K * (L * spec.K * expert), rel=0.01) or beside == sample.PUSHED
+    assert (
+        again == pytest.approx(E / spec.K * (L * spec.K * expert), rel=0.01)
+        or beside == sample.PUSHED
+    )
     more = sample.between(Model("m", spec, 10**7 + others, "given"), expert)
     assert beside < more or beside == sample.PUSHED
 
 
 def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
-    """2 layers of 2 experts at 1 s each, a head of 3 s: of a token of 11 s, 2 s are left for each layer."""
+    """2 layers of 2 experts at 1 s each, a head of 3 s: of a token of 11 s, 2 s are left for each
+    layer."""
     found = SimpleNamespace(median={"resident": 11.0}.get, head=(3.0, 0.0))
     delays = Delays(0, 0, 0, 0, 1.0, 0)
     spec = replace(SPEC, num_layers=2, moe_layers=(0, 1), K=2)
     assert sample.before_experts(found, spec, delays) == pytest.approx(2.0)
 
 
-def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(small_samples, monkeypatch):
+def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
+    small_samples, monkeypatch
+):
     # seconds of others, before and after, twice each time: the busier counts
     busy = iter([0.0, 1e6, 0.0, 0.0] + [0.0, 0.0, 0.0, 2e6] + [0.0] * 4)
     monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
     first = sample.measured(MODEL, ["raw"], "exact")["raw"]
     assert sample.disturbed(first) and first.load_average is not None
-    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first           # it was worse the second time
+    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first  # it was worse the second time
     quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
-    assert not sample.disturbed(quiet) and quiet.others == 0 and sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
+    assert (
+        not sample.disturbed(quiet)
+        and quiet.others == 0
+        and sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
+    )

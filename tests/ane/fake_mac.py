@@ -1,8 +1,9 @@
-"""Core ML's runtime classes as a Mac would have them, made of the evaluator; as a script, `probe`'s other process.
+"""Core ML's runtime classes as a Mac would have them, made of the evaluator; as a script, `probe`'s
+other process.
 
-The compute plan is built from coremltools' own records. `FAKE` in the environment says how the Mac behaves: which
-operations fall back to the CPU ("softmax,matmul"), or "crash", "hang", "wrong" (outputs that are off).
-"""
+The compute plan is built from coremltools' own records. `FAKE` in the environment says how the Mac
+behaves: which operations fall back to the CPU ("softmax,matmul"), or "crash", "hang", "wrong"
+(outputs that are off)."""
 
 import os
 import sys
@@ -24,7 +25,14 @@ behaviour = os.environ.get("FAKE", "")
 class Model(ct.models.MLModel):
     """An MLModel that predicts off a Mac."""
 
-    def __init__(self, model, skip_model_load=False, compute_units=ct.ComputeUnit.ALL, function_name=None, **options):
+    def __init__(
+        self,
+        model,
+        skip_model_load=False,
+        compute_units=ct.ComputeUnit.ALL,
+        function_name=None,
+        **options,
+    ):
         super().__init__(model, skip_model_load=True, compute_units=compute_units, **options)
         self.evaluator = None
         if not skip_model_load:
@@ -38,7 +46,10 @@ class Model(ct.models.MLModel):
             time.sleep(60)
         assert all(value.dtype == np.float32 for value in data.values())
         out = self.evaluator(data)
-        return {name: (1.2 if behaviour == "wrong" else 1.0) * value.numpy() for name, value in out.items()}
+        return {
+            name: (1.2 if behaviour == "wrong" else 1.0) * value.numpy()
+            for name, value in out.items()
+        }
 
     def get_compiled_model_path(self):
         return str(self.package_path)
@@ -50,12 +61,21 @@ class Plan:
     def __init__(self, path):
         functions = {}
         for name, function in read_package(path).functions.items():
-            ops = [cp.MLModelStructureProgramOperation(
-                {}, f"ios18.{op.type}", [cp.MLModelStructureProgramNamedValueType(v.name, None) for v in op.outputs],
-                [], None) for op in function.ops]
+            ops = [
+                cp.MLModelStructureProgramOperation(
+                    {},
+                    f"ios18.{op.type}",
+                    [cp.MLModelStructureProgramNamedValueType(v.name, None) for v in op.outputs],
+                    [],
+                    None,
+                )
+                for op in function.ops
+            ]
             block = cp.MLModelStructureProgramBlock([], ops, list(function.outputs))
             functions[name] = cp.MLModelStructureProgramFunction([], block)
-        self.model_structure = cp.MLModelStructure(None, cp.MLModelStructureProgram(functions), None)
+        self.model_structure = cp.MLModelStructure(
+            None, cp.MLModelStructureProgram(functions), None
+        )
 
     @classmethod
     def load_from_path(cls, path, compute_units=ct.ComputeUnit.ALL):
@@ -88,7 +108,9 @@ class Monitor:
 
     def end_window(self, key, sync_execution=True, cancel=False):
         self.open.remove(key)
-        return SimpleNamespace(soc_energy=SimpleNamespace(ane_mj=400, cpu_total_mj=150, gpu_mj=None, dram_mj=50))
+        return SimpleNamespace(
+            soc_energy=SimpleNamespace(ane_mj=400, cpu_total_mj=150, gpu_mj=None, dram_mj=50)
+        )
 
 
 def install(patch=setattr):

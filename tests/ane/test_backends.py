@@ -1,4 +1,5 @@
-"""A converted model's packages run whole prefills: what they compute, share with decoding, and refuse."""
+"""A converted model's packages run whole prefills: what they compute, share with decoding, and
+refuse."""
 
 import shutil
 from dataclasses import replace
@@ -27,23 +28,35 @@ CHUNK, CONTEXT = 16, 64
 
 
 def make_plan(spec):
-    """Two groups on the ANE and one on the CPU in each layer of eight experts; the first overflows."""
-    groups = (PlannedGroup((2, 0, 5), 4, "ane", 1), PlannedGroup((7,), 16, "ane", 1),
-              PlannedGroup((1, 3, 4, 6), 16, "cpu", 1))
+    """Two groups on the ANE and one on the CPU in each layer of eight experts; the first
+    overflows."""
+    groups = (
+        PlannedGroup((2, 0, 5), 4, "ane", 1),
+        PlannedGroup((7,), 16, "ane", 1),
+        PlannedGroup((1, 3, 4, 6), 16, "cpu", 1),
+    )
     capacity = tuple(4 if e in (2, 0, 5) else 16 for e in range(8))
-    return ANEPlan(spec, CHUNK, "npumoe", (LayerPlan(Tiers((16, 4), capacity), groups, "ane"),) * spec.L)
+    return ANEPlan(
+        spec, CHUNK, "npumoe", (LayerPlan(Tiers((16, 4), capacity), groups, "ane"),) * spec.L
+    )
 
 
 @pytest.fixture(scope="module")
 def folder(checkpoint, model, tmp_path_factory):
     """Converted as it lies on the disk, with fp16 weights."""
-    return convert_model(checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec),
-                         ConversionSettings(context=CONTEXT), validate=False).folder
+    return convert_model(
+        checkpoint,
+        tmp_path_factory.mktemp("converted") / "ane",
+        make_plan(model.spec),
+        ConversionSettings(context=CONTEXT),
+        validate=False,
+    ).folder
 
 
 @pytest.fixture(scope="module")
 def halves(model):
-    """The model with its weights rounded to fp16, in float32: what a perfect conversion computes."""
+    """The model with its weights rounded to fp16, in float32: what a perfect conversion
+    computes."""
     rounded = moelab.open_model(model.config._name_or_path)
     for p in rounded.parameters():
         p.data = p.data.half().float()
@@ -68,7 +81,8 @@ def test_prefill_through_packages_is_the_models(folder, halves):
 
 @torch.no_grad()
 def test_the_packages_are_really_run(folder, halves):
-    """A backend whose graphs return zeros changes the logits: attention and experts both come from it."""
+    """A backend whose graphs return zeros changes the logits: attention and experts both come from
+    it."""
     expected = halves(prompt(20)).logits
     for what in ("group", "attention"):
         backend = ConvertedBackend(folder)
@@ -80,6 +94,7 @@ def test_the_packages_are_really_run(folder, halves):
             graph.run = lambda *given: {name: 0 * value for name, value in run(*given).items()}
             graph.run.dtype = torch.float64
             return graph
+
         setattr(backend.converted, what, silent)
         with prefill_through(halves, backend=backend, overflow="pad"):
             assert (halves(prompt(20)).logits - expected).abs().max() > 1e-2
@@ -88,7 +103,10 @@ def test_the_packages_are_really_run(folder, halves):
 @torch.no_grad()
 def test_pruned_it_drops_what_torch_drops(folder, halves):
     found = {}
-    for name, backend in (("torch", TorchBackend(ConvertedModel(folder).plan)), ("graphs", ConvertedBackend(folder))):
+    for name, backend in (
+        ("torch", TorchBackend(ConvertedModel(folder).plan)),
+        ("graphs", ConvertedBackend(folder)),
+    ):
         with prefill_through(halves, backend=backend, order="router") as ane:
             found[name] = halves(prompt(48, 3)).logits, ane.by_layer
     assert torch.allclose(found["torch"][0], found["graphs"][0], atol=1e-4)
@@ -106,18 +124,27 @@ def test_decoding_goes_on_from_the_packages_cache(folder, halves):
 def test_parity_measures_differences_and_judges_them(folder, halves, model):
     prompts = [prompt(n, n)[0].tolist() for n in (9, 33)]
     found = parity(folder, halves, prompts)
-    assert found.ok and found.same.all() and found.last.max() < 1e-4 and found.backend == "evaluator"
+    assert (
+        found.ok and found.same.all() and found.last.max() < 1e-4 and found.backend == "evaluator"
+    )
     assert found.counts.drop_rate == 0 and (found.worst >= found.last).all()
     summary = found.summary()
     assert summary["prompts"] == 2 and summary["passed"] is True
     half = parity(folder, model, prompts, mode="fp16")
     assert 0 < half.last.max() and half.last.max() > found.last.max()
-    assert half.ok and half.limit == np.inf                                  # nothing to judge it by but its tokens
-    loud = parity(ConvertedBackend(folder, "fp16"), model, prompts, rounding=replace(half, last=half.last + 1))
+    assert half.ok and half.limit == np.inf  # nothing to judge it by but its tokens
+    loud = parity(
+        ConvertedBackend(folder, "fp16"), model, prompts, rounding=replace(half, last=half.last + 1)
+    )
     assert loud.ok and loud.limit == pytest.approx(3 * (half.last.max() + 1))
-    assert not replace(half, limit=LOGITS, last=half.last + LOGITS).ok and not replace(half, same=~half.same).ok
+    assert (
+        not replace(half, limit=LOGITS, last=half.last + LOGITS).ok
+        and not replace(half, same=~half.same).ok
+    )
     other = moelab.open_model(model.config._name_or_path)
-    other.base_model.layers[1].self_attn.o_proj.weight.data *= 1.5           # no longer the model that was converted
+    other.base_model.layers[
+        1
+    ].self_attn.o_proj.weight.data *= 1.5  # no longer the model that was converted
     worse = parity(folder, other, prompts)
     assert not worse.ok and worse.last.max() > LOGITS
     with pytest.raises(ValueError, match="at least one"):
@@ -160,11 +187,17 @@ def test_another_models_weights_are_refused(folder, model, tmp_path):
     kind = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
     other = moelab.open_model(tiny.save("qwen3_moe", tmp_path / "other", seed=1, **kind))
     backend = ConvertedBackend(folder)
-    with pytest.raises(ValueError, match="other is not the checkpoint"), prefill_through(other, backend=backend):
+    with (
+        pytest.raises(ValueError, match="other is not the checkpoint"),
+        prefill_through(other, backend=backend),
+    ):
         pass
     assert "forward" not in vars(other.base_model)
     other.config._name_or_path = ""
-    with pytest.raises(ValueError, match="not opened from a checkpoint"), prefill_through(other, backend=backend):
+    with (
+        pytest.raises(ValueError, match="not opened from a checkpoint"),
+        prefill_through(other, backend=backend),
+    ):
         pass
     with prefill_through(model, backend=backend):
         pass
@@ -182,27 +215,47 @@ def test_damaged_packages_are_not_compared(folder, model, tmp_path):
 
 @torch.no_grad()
 def test_every_tier_runs_the_smallest_that_fits(checkpoint, model, tmp_path):
-    """Against the same plan with a function a group, chunk by chunk: equal results, and rows as a loop counts them."""
+    """Against the same plan with a function a group, chunk by chunk: equal results, and rows as a
+    loop counts them."""
     one = moelab.open_model(checkpoint)
     tiers = Tiers((16, 8, 4), (16,) * 8)
-    layer = LayerPlan(tiers, (PlannedGroup(tuple(range(4)), 16, "ane", 1), PlannedGroup((4, 5, 6, 7), 16, "cpu", 1)),
-                      "cpu")
+    layer = LayerPlan(
+        tiers,
+        (PlannedGroup(tuple(range(4)), 16, "ane", 1), PlannedGroup((4, 5, 6, 7), 16, "cpu", 1)),
+        "cpu",
+    )
     plan = ANEPlan(model.spec, CHUNK, "npumoe", (layer,) * model.spec.L)
     logits, rows, ids = {}, {}, prompt(40, 2)
     for every in (False, True):
-        backend = ConvertedBackend(convert_model(checkpoint, tmp_path / str(every), plan,
-                                                 ConversionSettings(context=CONTEXT, every_tier=every), validate=False))
+        backend = ConvertedBackend(
+            convert_model(
+                checkpoint,
+                tmp_path / str(every),
+                plan,
+                ConversionSettings(context=CONTEXT, every_tier=every),
+                validate=False,
+            )
+        )
         with prefill_through(one, backend=backend, overflow="pad") as ane:
             logits[every], rows[every] = one(ids).logits, ane.total
     assert torch.allclose(logits[True], logits[False], atol=1e-5)
     assert {at[2] for at in backend._groups} > {4} and max(at[2] for at in backend._groups) <= 16
-    loads = chunk_loads(one, ids, CHUNK)                                                        # [n, L, E]
-    expected = sum(4 * min(C for C in (4, 8, 16) if C >= max(mine[:4])) + int(sum(mine[4:]))
-                   for chunk in loads for mine in chunk.tolist() if any(mine[:4]))
+    loads = chunk_loads(one, ids, CHUNK)  # [n, L, E]
+    expected = sum(
+        4 * min(C for C in (4, 8, 16) if C >= max(mine[:4])) + int(sum(mine[4:]))
+        for chunk in loads
+        for mine in chunk.tolist()
+        if any(mine[:4])
+    )
     assert rows[True].slots == expected < rows[False].slots
-    assert (rows[True].executed, rows[True].launches) == (rows[False].executed, rows[False].launches)
+    assert (rows[True].executed, rows[True].launches) == (
+        rows[False].executed,
+        rows[False].launches,
+    )
 
 
 def chunk_loads(model, ids, chunk):
     """Tokens of each expert in each chunk, of a model as it is."""
-    return loads_of_ids(record(model, ids.tolist(), max_new_tokens=0).ids, chunk, model.spec.E).numpy()
+    return loads_of_ids(
+        record(model, ids.tolist(), max_new_tokens=0).ids, chunk, model.spec.E
+    ).numpy()

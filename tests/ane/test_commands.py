@@ -24,7 +24,12 @@ from tests.models import tiny
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=1, mlp_only_layers=[])
+    return tiny.save(
+        "qwen3_moe",
+        tmp_path_factory.mktemp("model") / "tiny",
+        num_hidden_layers=1,
+        mlp_only_layers=[],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +43,61 @@ def calibration(checkpoint, tmp_path_factory):
 def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
     path = tmp_path / "plan.json"
     samples = save_samples(tmp_path / "samples.json", TABLE_5, "some Mac")
-    assert main(["ane", "plan", card, "--layers", "0,31", "--prompt", "512", "--samples", str(samples),
-                 "--save", str(path)]) == 0
+    assert (
+        main(
+            [
+                "ane",
+                "plan",
+                card,
+                "--layers",
+                "0,31",
+                "--prompt",
+                "512",
+                "--samples",
+                str(samples),
+                "--save",
+                str(path),
+            ]
+        )
+        == 0
+    )
     out, plan = capsys.readouterr().out, ANEPlan.load(path)
     assert plan.spec.name == card and plan.popularity == "assumed: typical"
-    assert f"launches {plan.launches} expert graphs" in out and "512 tokens on some Mac, modelled" in out
+    assert (
+        f"launches {plan.launches} expert graphs" in out
+        and "512 tokens on some Mac, modelled" in out
+    )
     assert plan.largest_graph_bytes <= 1200 * 2**20
 
 
 def test_what_does_not_fit_is_said(capsys):
-    assert main(["ane", "plan", "Mixtral-8x7B", "--max-graph-mb", "500", "--layers", "0", "--prompt", "64"]) == 0
+    assert (
+        main(
+            [
+                "ane",
+                "plan",
+                "Mixtral-8x7B",
+                "--max-graph-mb",
+                "500",
+                "--layers",
+                "0",
+                "--prompt",
+                "64",
+            ]
+        )
+        == 0
+    )
     assert "Does not fit: groups of 1 instead of 8 experts" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["DeepSeek-V3"], "DeepSeek-V3 has at least 1,3"),
-    (["Phi-3.5-MoE", "--device", "m2-max"], "m2-max 64 GB of memory"),
-    (["DeepSeek-V2-Lite", "--prompt", "64"], "multi-head latent attention (MLA)")])
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["DeepSeek-V3"], "DeepSeek-V3 has at least 1,3"),
+        (["Phi-3.5-MoE", "--device", "m2-max"], "m2-max 64 GB of memory"),
+        (["DeepSeek-V2-Lite", "--prompt", "64"], "multi-head latent attention (MLA)"),
+    ],
+)
 def test_what_cannot_be_is_refused(arguments, told, capsys):
     assert main(["ane", "plan", *arguments]) == 2
     assert told in capsys.readouterr().err
@@ -62,18 +105,32 @@ def test_what_cannot_be_is_refused(arguments, told, capsys):
 
 def test_costs_say_how_far_graphs_that_were_not_fitted_are_off(capsys):
     assert main(["ane", "plan", "Phi-3.5-MoE", "--layers", "0", "--prompt", "64"]) == 0
-    out, serial = capsys.readouterr().out, {quantity: summary(leave_one_out(quantity=quantity, mode="serial"))["RMS"]
-                                            for quantity in ("latency", "energy")}
+    out, serial = (
+        capsys.readouterr().out,
+        {
+            quantity: summary(leave_one_out(quantity=quantity, mode="serial"))["RMS"]
+            for quantity in ("latency", "energy")
+        },
+    )
     assert all(f"{100 * rms:.1f} %" in out and quantity in out for quantity, rms in serial.items())
     assert "left out of the fit" in out and "unknown error" in out
 
 
 def test_only_what_a_conversion_would_put_on_the_ane_is_costed(tmp_path, monkeypatch):
     """Attention that no graph computes is costed on the CPU, as conversion leaves it there."""
-    path, units = tiny.save("qwen2_moe", tmp_path / "tiny", num_hidden_layers=1, mlp_only_layers=[]), []
+    path, units = (
+        tiny.save("qwen2_moe", tmp_path / "tiny", num_hidden_layers=1, mlp_only_layers=[]),
+        [],
+    )
     real = DeviceModel.prefill
-    monkeypatch.setattr(DeviceModel, "prefill", lambda self, plan, prompt: (
-        units.append(plan.layers[0].attention), real(self, plan, prompt))[1])
+    monkeypatch.setattr(
+        DeviceModel,
+        "prefill",
+        lambda self, plan, prompt: (
+            units.append(plan.layers[0].attention),
+            real(self, plan, prompt),
+        )[1],
+    )
     for refused in (False, True):
         if refused:
             monkeypatch.setattr(convert, "attention_shape", raising)
@@ -89,7 +146,9 @@ def test_a_plan_from_a_calibration_of_that_very_model(checkpoint, calibration, c
     arguments = ["ane", "plan", str(checkpoint), "--calibration", str(calibration), "--chunk", "32"]
     assert main(arguments) == 0
     assert "calibrated on four random prompts" in capsys.readouterr().out
-    other = tiny.save("qwen3_moe", tmp_path / "other", seed=1, num_hidden_layers=1, mlp_only_layers=[])
+    other = tiny.save(
+        "qwen3_moe", tmp_path / "other", seed=1, num_hidden_layers=1, mlp_only_layers=[]
+    )
     assert main([*arguments[:2], str(other), *arguments[3:]]) == 2
     assert "another model" in capsys.readouterr().err
 
@@ -97,20 +156,42 @@ def test_a_plan_from_a_calibration_of_that_very_model(checkpoint, calibration, c
 def large_expert():
     """One that no rule complains of."""
     rng = np.random.default_rng(0)
-    return Expert(*(rng.standard_normal(shape).astype(np.float16) for shape in ((128, 64), (64, 128), (128, 64))))
+    return Expert(
+        *(
+            rng.standard_normal(shape).astype(np.float16)
+            for shape in ((128, 64), (64, 128), (128, 64))
+        )
+    )
 
 
 def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monkeypatch):
     pytest.importorskip("coremltools")
     folder = tmp_path / "ane"
-    assert main(["ane", "convert", str(checkpoint), str(folder), "--chunk", "32", "--context", "64",
-                 "--calibration", str(calibration), "--group-size", "4"]) == 0
+    assert (
+        main(
+            [
+                "ane",
+                "convert",
+                str(checkpoint),
+                str(folder),
+                "--chunk",
+                "32",
+                "--context",
+                "64",
+                "--calibration",
+                str(calibration),
+                "--group-size",
+                "4",
+            ]
+        )
+        == 0
+    )
     assert "differ from torch by" in capsys.readouterr().out
     status = main(["ane", "lint", str(folder), "--json"])
     reports = json.loads(capsys.readouterr().out)
     packages = json.loads((folder / "manifest.json").read_text())["layers"][0]
     assert len(reports) == 1 + sum("file" in group for group in packages["groups"])
-    assert status == 1 and all(report["findings"] for report in reports)                    # all of them are tiny
+    assert status == 1 and all(report["findings"] for report in reports)  # all of them are tiny
     assert main(["ane", "lint", str(folder / packages["attention"]["file"])]) == 1
     assert "softmax" in capsys.readouterr().out
     large = save_ffn(tmp_path / "large.mlpackage", [large_expert()] * 2, 32)
@@ -124,10 +205,28 @@ def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monk
 
     def with_tokenizer(converted, at):
         model = real(converted, at)
-        model.tokenizer = lambda text, **_: {"input_ids": [3 + ord(word[0]) % 90 for word in text.split()]}
+        model.tokenizer = lambda text, **_: {
+            "input_ids": [3 + ord(word[0]) % 90 for word in text.split()]
+        }
         return model
+
     monkeypatch.setattr(commands, "_model_of", with_tokenizer)
-    assert main(["ane", "parity", str(folder), "--prompts", "3", "--tokens", "64", "--checkpoint", str(checkpoint)]) == 0
+    assert (
+        main(
+            [
+                "ane",
+                "parity",
+                str(folder),
+                "--prompts",
+                "3",
+                "--tokens",
+                "64",
+                "--checkpoint",
+                str(checkpoint),
+            ]
+        )
+        == 0
+    )
     assert "same next token" in capsys.readouterr().out
     assert main(["ane", "convert", str(checkpoint), str(folder)]) == 2
     assert "not overwritten" in capsys.readouterr().err
@@ -139,15 +238,24 @@ def test_without_a_mac_it_says_so_and_ends_with_2(arguments, capsys, monkeypatch
     monkeypatch.setattr(mac.platform, "system", lambda: "Linux")
     assert main(["ane", *arguments]) == 2
     error = capsys.readouterr().err
-    assert f"ane {arguments[0]} needs a Mac" in error and "Traceback" not in error and list(tmp_path.iterdir()) == []
+    assert (
+        f"ane {arguments[0]} needs a Mac" in error
+        and "Traceback" not in error
+        and list(tmp_path.iterdir()) == []
+    )
 
 
 def test_the_format_of_weights_is_planned_with(tmp_path, capsys):
     path, bytes_of = tmp_path / "plan.json", {}
     for weights in ("fp16", "int8"):
         assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", weights, "--save", str(path)]) == 0
-        bytes_of[weights] = max(g.weight_bytes / len(g.experts) for g in ANEPlan.load(path).layers[0].groups)
-    assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", "int8", "--layers", "0", "--prompt", "64"]) == 0
+        bytes_of[weights] = max(
+            g.weight_bytes / len(g.experts) for g in ANEPlan.load(path).layers[0].groups
+        )
+    assert (
+        main(["ane", "plan", "Phi-3.5-MoE", "--weights", "int8", "--layers", "0", "--prompt", "64"])
+        == 0
+    )
     assert "of fp16 graphs, nobody has published times of int8" in capsys.readouterr().out
     assert bytes_of["fp16"] == 2 * bytes_of["int8"] == 2 * ANEPlan.load(path).spec.expert_params
     assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", "int4"]) == 2
@@ -157,11 +265,30 @@ def test_the_format_of_weights_is_planned_with(tmp_path, capsys):
 def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
     plan = tmp_path / "plan.json"
     assert main(["ane", "plan", "small", "--save", str(plan)]) == 0
-    assert main(["ane", "convert", "small", str(tmp_path / "ane"), "--plan", str(plan), "--chunk", "256"]) == 2
+    assert (
+        main(
+            [
+                "ane",
+                "convert",
+                "small",
+                str(tmp_path / "ane"),
+                "--plan",
+                str(plan),
+                "--chunk",
+                "256",
+            ]
+        )
+        == 2
+    )
     assert "--plan and --chunk" in capsys.readouterr().err
-    assert main(["ane", "plan", "Phi-3.5-MoE", "--samples", "x.json"]) == 2        # of what a prompt costs, and none is
+    assert (
+        main(["ane", "plan", "Phi-3.5-MoE", "--samples", "x.json"]) == 2
+    )  # of what a prompt costs, and none is
     assert "--prompt N" in capsys.readouterr().err
-    for wrong in (["--samples", "x", "--device", "m2-max"], ["--calibration", "x", "--skew", "even"]):
+    for wrong in (
+        ["--samples", "x", "--device", "m2-max"],
+        ["--calibration", "x", "--skew", "even"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(["ane", "plan", "Phi-3.5-MoE", *wrong])
         assert "not allowed with" in capsys.readouterr().err
@@ -173,7 +300,11 @@ def test_calibration_says_what_its_parallel_times_are(monkeypatch, tmp_path, cap
     monkeypatch.setattr(timing, "time_grid", lambda *_, **__: list(TABLE_5))
     assert main(["ane", "calibrate", str(tmp_path / "samples.json")]) == 0
     out = capsys.readouterr().out
-    assert "one Python thread a graph" in out and "held Python's lock" in out and "latency, serial" in out
+    assert (
+        "one Python thread a graph" in out
+        and "held Python's lock" in out
+        and "latency, serial" in out
+    )
 
 
 def test_bad_input(capsys):

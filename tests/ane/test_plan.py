@@ -1,4 +1,5 @@
-"""Plans: every expert in one graph that fits, the systems as Table 2 has them, and counts equal to a naive loop's."""
+"""Plans: every expert in one graph that fits, the systems as Table 2 has them, and counts equal to
+a naive loop's."""
 
 import json
 import random
@@ -11,9 +12,25 @@ from hypothesis import strategies as st
 
 from moelab import cards
 from moelab.ane.device.published import TABLE_3
-from moelab.ane.plan import FORMAT, MAX_GRAPH_BYTES, ANEPlan, attention_params, cold_experts, count, make_plan
+from moelab.ane.plan import (
+    FORMAT,
+    MAX_GRAPH_BYTES,
+    ANEPlan,
+    attention_params,
+    cold_experts,
+    count,
+    make_plan,
+)
 from moelab.ane.popularity import SKEWS, assumed_counts, assumed_loads
-from moelab.ane.systems import ABLATION, ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, OPERATORS, SYSTEMS, TABLE_2, why_no_graph
+from moelab.ane.systems import (
+    ABLATION,
+    ATTENTION_GRAPHS,
+    NO_EXPERT_GRAPHS,
+    OPERATORS,
+    SYSTEMS,
+    TABLE_2,
+    why_no_graph,
+)
 from moelab.calibration import loads_of_ids
 from moelab.experts.tiers import capacity_tiers
 from moelab.specs import MoESpec
@@ -27,7 +44,7 @@ def random_ids(tokens, seed=0, spec=SMALL):
     """[T, L, K]: K different experts for each token, some of them popular, a few "none"."""
     rng = np.random.default_rng(seed)
     popular = rng.gumbel(size=(tokens, spec.L, spec.E)) + np.linspace(2, 0, spec.E)
-    ids = np.argsort(-popular, axis=2)[:, :, :spec.K]
+    ids = np.argsort(-popular, axis=2)[:, :, : spec.K]
     ids[rng.random(ids.shape) < 0.02] = spec.E
     return ids
 
@@ -37,7 +54,9 @@ def naive(plan, ids):
     executed, slots, launches = ([0] * plan.spec.L for _ in range(3))
     for start in range(0, len(ids), plan.chunk):
         for l, layer in enumerate(plan.layers):
-            came = [e for token in ids[start:start + plan.chunk] for e in token[l] if e < plan.spec.E]
+            came = [
+                e for token in ids[start : start + plan.chunk] for e in token[l] if e < plan.spec.E
+            ]
             for group in layer.groups:
                 tokens = [came.count(e) for e in group.experts]
                 if group.unit == "ane" and sum(tokens):
@@ -60,7 +79,9 @@ def test_the_account_is_a_naive_loops(system):
         assert ours.tolist() == theirs
     assert account.routed.tolist() == [(ids[:, l] < SMALL.E).sum() for l in range(SMALL.L)]
     assert account.drop_rate == pytest.approx(1 - account.executed.sum() / account.routed.sum())
-    assert account.padded_fraction == pytest.approx(1 - account.executed.sum() / account.slots.sum())
+    assert account.padded_fraction == pytest.approx(
+        1 - account.executed.sum() / account.slots.sum()
+    )
 
 
 def test_loads_of_ids_are_counted_chunk_by_chunk():
@@ -68,16 +89,34 @@ def test_loads_of_ids_are_counted_chunk_by_chunk():
     loads = loads_of_ids(torch.tensor(ids), 20, SMALL.E)
     assert loads.shape == (3, SMALL.L, SMALL.E)
     for n, l, e in np.ndindex(loads.shape):
-        assert loads[n, l, e] == (ids[20 * n:20 * n + 20, l] == e).sum()
+        assert loads[n, l, e] == (ids[20 * n : 20 * n + 20, l] == e).sum()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(SYSTEMS)), st.sampled_from([16, 50, 256]), st.sampled_from([1, 2, 4, 8, 16]),
-       st.integers(500, 5000), st.floats(0, 0.6), st.floats(0, 40), st.integers(0, 1000))
-def test_every_expert_once_in_equal_tiers_within_the_limit(system, chunk, size, limit, cold, rows, seed):
+@given(
+    st.sampled_from(sorted(SYSTEMS)),
+    st.sampled_from([16, 50, 256]),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(500, 5000),
+    st.floats(0, 0.6),
+    st.floats(0, 40),
+    st.integers(0, 1000),
+)
+def test_every_expert_once_in_equal_tiers_within_the_limit(
+    system, chunk, size, limit, cold, rows, seed
+):
     counts = np.random.default_rng(seed).integers(0, 90, (SMALL.L, SMALL.E)) + 1
-    plan = make_plan(SMALL, counts, 300, chunk, size, max_graph_bytes=limit, system=system, cold_share=cold,
-                     min_rows=rows)
+    plan = make_plan(
+        SMALL,
+        counts,
+        300,
+        chunk,
+        size,
+        max_graph_bytes=limit,
+        system=system,
+        cold_share=cold,
+        min_rows=rows,
+    )
     for layer in plan.layers:
         assert sorted(e for group in layer.groups for e in group.experts) == list(range(SMALL.E))
         assert set(layer.groups) == set(layer.on("ane")) | set(layer.on("cpu"))
@@ -90,7 +129,9 @@ def test_every_expert_once_in_equal_tiers_within_the_limit(system, chunk, size, 
     assert plan == ANEPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
 
 
-# ------------------------------------------------------------------------------------------------------- systems
+# -------------------------------------------------------------------------------------------------------
+# systems
+
 
 def phi_plan(system="npumoe", chunk=256, **options):
     counts, tokens = assumed_counts(PHI, chunk)
@@ -103,13 +144,17 @@ def test_the_systems_are_table_2():
         layers = phi_plan(system).layers
         units = {group.unit for layer in layers for group in layer.groups}
         where[system] = {layer.attention for layer in layers}, units
-    assert where == {"cpu": ({"cpu"}, {"cpu"}), "naive": ({"cpu"}, {"ane"}), "anemll": ({"ane"}, {"cpu"}),
-                     "npumoe": ({"ane"}, {"ane", "cpu"})}
+    assert where == {
+        "cpu": ({"cpu"}, {"cpu"}),
+        "naive": ({"cpu"}, {"ane"}),
+        "anemll": ({"ane"}, {"cpu"}),
+        "npumoe": ({"ane"}, {"ane", "cpu"}),
+    }
 
 
 def test_each_step_of_the_ablation_adds_one_thing():
     base, tiers, groups, everything = (phi_plan(system) for system in ABLATION)
-    assert base.launches == tiers.launches == PHI.L * PHI.E                     # one graph an expert
+    assert base.launches == tiers.launches == PHI.L * PHI.E  # one graph an expert
     assert len({g.capacity for layer in base.layers for g in layer.groups}) == 1
     assert tiers.slots < base.slots
     assert groups.slots == tiers.slots and groups.launches < tiers.launches / 3
@@ -121,7 +166,7 @@ def test_cold_experts_are_the_rarest_within_their_share():
     assert cold_experts([50, 30, 10, 6, 4], 0.1) == {3, 4}
     assert cold_experts([50, 30, 10, 6, 4], 0.09) == {4}
     assert cold_experts([7, 0, 3, 0], 0.0) == {1, 3}
-    assert cold_experts([5], 1.0) == frozenset()                                # the busiest is never cold
+    assert cold_experts([5], 1.0) == frozenset()  # the busiest is never cold
     assert len(cold_experts([1, 1, 1, 1], 0.5)) == 2
 
 
@@ -132,10 +177,13 @@ def test_groups_too_small_for_a_launch_run_on_the_cpu():
             assert (group.unit == "ane") == (group.expected >= 64)
 
 
-# -------------------------------------------------------------------------------------------- what fits, and what not
+# -------------------------------------------------------------------------------------------- what
+# fits, and what not
+
 
 def test_eight_experts_of_phimoe_are_the_papers_limit_exactly():
-    """§4.2's 1.2 GB and §5.1's 150 MB an expert are both in MiB: 8 · 150 = 1200. Decimal, only seven would fit."""
+    """§4.2's 1.2 GB and §5.1's 150 MB an expert are both in MiB: 8 · 150 = 1200. Decimal, only
+    seven would fit."""
     assert 8 * 2 * PHI.expert_params == MAX_GRAPH_BYTES
     assert max(len(g.experts) for layer in phi_plan().layers for g in layer.on("ane")) == 8
     smaller = phi_plan(max_graph_bytes=1.2e9)
@@ -148,8 +196,14 @@ def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
     plan = phi_plan(max_graph_bytes=100e6)
     assert not any(layer.on("ane") for layer in plan.layers)
     assert "one expert has 157 MB" in plan.problems[0] and "100 MB" in plan.problems[0]
-    assert phi_plan(max_graph_bytes=100e6, bytes_per_weight=1).problems[0].startswith("groups of 1 instead of 8")
-    wide = MoESpec("wide", "test", 1, (0,), E=4, K=1, H=64, I=20000, heads=2, kv_heads=2, head_dim=32)
+    assert (
+        phi_plan(max_graph_bytes=100e6, bytes_per_weight=1)
+        .problems[0]
+        .startswith("groups of 1 instead of 8")
+    )
+    wide = MoESpec(
+        "wide", "test", 1, (0,), E=4, K=1, H=64, I=20000, heads=2, kv_heads=2, head_dim=32
+    )
     plan = make_plan(wide, np.ones((1, 4)), 4)
     assert "20,000 input channels" in plan.problems[0] and not plan.layers[0].on("ane")
 
@@ -160,7 +214,11 @@ def test_cards_are_planned_without_weights_and_described(spec, tmp_path, monkeyp
     counts, tokens = assumed_counts(spec)
     plan = make_plan(spec, counts, tokens, popularity="assumed: typical")
     text = plan.describe()
-    assert spec.name in text and "assumed: typical" in text and f"launches {plan.launches} expert graphs" in text
+    assert (
+        spec.name in text
+        and "assumed: typical" in text
+        and f"launches {plan.launches} expert graphs" in text
+    )
     assert len(text.splitlines()) == spec.L + 4
     assert ANEPlan.load(plan.save(tmp_path / "plan.json")) == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
@@ -170,7 +228,9 @@ def test_the_typical_skew_drops_and_pads_as_much_as_table_3():
     drops, pads = zip(*TABLE_3.values())
     loads = assumed_loads(PHI, 256, 128)
     account = count(make_plan(PHI, loads[:64].sum(0), 64 * 256, system="base+TG"), loads[64:])
-    assert min(drops) < account.drop_rate < max(drops) and min(pads) < account.padded_fraction < max(pads)
+    assert min(drops) < account.drop_rate < max(drops) and min(
+        pads
+    ) < account.padded_fraction < max(pads)
 
 
 @pytest.mark.parametrize("skew", SKEWS)
@@ -186,23 +246,40 @@ def test_tiers_may_be_given():
     tiers = capacity_tiers(loads.sum(0), 640, 64, slack=9.0)
     plan = make_plan(SMALL, loads.sum(0), 640, 64, tiers=tiers)
     assert [layer.tiers for layer in plan.layers] == tiers and count(plan, loads).drop_rate == 0
-    assert [layer.tiers for layer in make_plan(SMALL, loads.sum(0), 640, 64).layers] == capacity_tiers(
-        loads.sum(0), 640, 64)
+    assert [
+        layer.tiers for layer in make_plan(SMALL, loads.sum(0), 640, 64).layers
+    ] == capacity_tiers(loads.sum(0), 640, 64)
 
 
-@pytest.mark.parametrize("call, told", [
-    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, system="gpu"), "no system 'gpu'"),
-    (lambda: make_plan(SMALL, np.ones((2, 5)), 6), "2 MoE layers of 6 experts"),
-    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, tiers=capacity_tiers(np.ones(6), 3, 16)), "tiers are not those"),
-    (lambda: ANEPlan.from_dict({"format": "else"}), "make_plan"),
-    (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.ones((1, 2, 5), int)), "not chunks by 2 layers"),
-    (lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.full((1, 2, 6), 17)), "17 tokens in a chunk of 16"),
-    (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
-    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0), "bytes_per_weight is 0; it must be positive"),
-    (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=float("nan")), "slack is nan"),
-    (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens is 0"),
-    (lambda: ANEPlan.from_dict([]), "but a list; make it again"),
-    (lambda: ANEPlan.from_dict({"format": FORMAT}), "damaged: it lacks chunk, layers")])
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda: make_plan(SMALL, np.ones((2, 6)), 6, system="gpu"), "no system 'gpu'"),
+        (lambda: make_plan(SMALL, np.ones((2, 5)), 6), "2 MoE layers of 6 experts"),
+        (
+            lambda: make_plan(SMALL, np.ones((2, 6)), 6, tiers=capacity_tiers(np.ones(6), 3, 16)),
+            "tiers are not those",
+        ),
+        (lambda: ANEPlan.from_dict({"format": "else"}), "make_plan"),
+        (
+            lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.ones((1, 2, 5), int)),
+            "not chunks by 2 layers",
+        ),
+        (
+            lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.full((1, 2, 6), 17)),
+            "17 tokens in a chunk of 16",
+        ),
+        (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
+        (
+            lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0),
+            "bytes_per_weight is 0; it must be positive",
+        ),
+        (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=float("nan")), "slack is nan"),
+        (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens is 0"),
+        (lambda: ANEPlan.from_dict([]), "but a list; make it again"),
+        (lambda: ANEPlan.from_dict({"format": FORMAT}), "damaged: it lacks chunk, layers"),
+    ],
+)
 def test_bad_input_is_told(call, told):
     with pytest.raises(ValueError, match=told):
         call()
@@ -215,11 +292,13 @@ def test_a_file_that_is_no_plan_is_named(text, tmp_path):
         ANEPlan.load(tmp_path / "p.json")
 
 
-# ----------------------------------------------------------------------------------------------------- operators
+# -----------------------------------------------------------------------------------------------------
+# operators
+
 
 def test_the_operators_are_partitioned_as_the_paper_says():
     on_ane = {op.name for op in OPERATORS if op.unit == "ane"}
-    for word in ("projection", "softmax", "KV cache", "expert FFN"):                        # §3.2
+    for word in ("projection", "softmax", "KV cache", "expert FFN"):  # §3.2
         assert any(word in name for name in on_ane)
     for word in ("norm", "mask", "top-k", "gather", "scatter", "router"):
         assert any(word in op.name for op in OPERATORS) and not any(word in name for name in on_ane)
@@ -230,19 +309,29 @@ def test_the_operators_are_partitioned_as_the_paper_says():
 def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
     spec = cards.load_model(card)
     plan = make_plan(spec, *assumed_counts(spec, chunks=2), max_graph_bytes=1e12)
-    attention, experts = (spec.model_type in ATTENTION_GRAPHS, spec.model_type not in NO_EXPERT_GRAPHS)
+    attention, experts = (
+        spec.model_type in ATTENTION_GRAPHS,
+        spec.model_type not in NO_EXPERT_GRAPHS,
+    )
     assert {layer.attention for layer in plan.layers} == {"ane" if attention else "cpu"}
     assert any(layer.on("ane") for layer in plan.layers) == experts
-    assert [word for word in ("attention stays", "all experts stay") if any(word in p for p in plan.problems)] == (
-        ["attention stays"] * (not attention) + ["all experts stay"] * (not experts))
+    assert [
+        word
+        for word in ("attention stays", "all experts stay")
+        if any(word in p for p in plan.problems)
+    ] == (["attention stays"] * (not attention) + ["all experts stay"] * (not experts))
     assert (why_no_graph("attention", spec.model_type) == "") == attention
 
 
 def test_only_the_experts_shrink_with_their_format():
     limit = 2 * attention_params(PHI) - 1
     plan = phi_plan(max_graph_bytes=limit, bytes_per_weight=0.5)
-    assert {layer.attention for layer in plan.layers} == {"cpu"} and "it has 84 MB" in plan.problems[-1]
-    assert {g.weight_bytes / len(g.experts) for layer in plan.layers for g in layer.groups} == {PHI.expert_params / 2}
+    assert {layer.attention for layer in plan.layers} == {
+        "cpu"
+    } and "it has 84 MB" in plan.problems[-1]
+    assert {g.weight_bytes / len(g.experts) for layer in plan.layers for g in layer.groups} == {
+        PHI.expert_params / 2
+    }
 
 
 def test_more_graphs_than_stay_loaded_go_to_the_cpu():
@@ -254,12 +343,19 @@ def test_more_graphs_than_stay_loaded_go_to_the_cpu():
         plan = make_plan(spec, counts, tokens, max_graphs=limit)
         assert plan.launches == limit < free.launches
         assert any("groups of experts stay on the CPU" in problem for problem in plan.problems)
-        stay, go = ([group.expected for layer, before in zip(plan.layers, free.layers)
-                     for group, was in zip(layer.groups, before.groups) if was.unit == "ane" and group.unit == unit]
-                    for unit in ("ane", "cpu"))
+        stay, go = (
+            [
+                group.expected
+                for layer, before in zip(plan.layers, free.layers)
+                for group, was in zip(layer.groups, before.groups)
+                if was.unit == "ane" and group.unit == unit
+            ]
+            for unit in ("ane", "cpu")
+        )
         assert min(stay) >= max(go) and len(stay) + len(go) == free.launches
         assert [[g.experts for g in layer.groups] for layer in plan.layers] == [
-            [g.experts for g in layer.groups] for layer in free.layers]
+            [g.experts for g in layer.groups] for layer in free.layers
+        ]
 
 
 @pytest.mark.parametrize("name", ["Phi-3.5-MoE", "Qwen3-30B-A3B", "Mixtral-8x7B"])
@@ -268,14 +364,28 @@ def test_what_the_paper_ran_fits(name):
     plan = make_plan(spec, *assumed_counts(spec))
     assert not any("groups of experts stay" in problem for problem in plan.problems)
     attention = sum(layer.attention == "ane" for layer in plan.layers)
-    assert make_plan(spec, *assumed_counts(spec), max_graphs=attention + 3).launches == 3       # attention's count, too
+    assert (
+        make_plan(spec, *assumed_counts(spec), max_graphs=attention + 3).launches == 3
+    )  # attention's count, too
 
 
-@pytest.mark.parametrize("name", ["Phi-3.5-MoE", "Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen1.5-MoE-A2.7B",
-                                  "DeepSeek-MoE-16B", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Phi-3.5-MoE",
+        "Qwen3-30B-A3B",
+        "Mixtral-8x7B",
+        "Qwen1.5-MoE-A2.7B",
+        "DeepSeek-MoE-16B",
+        "DeepSeek-V3",
+    ],
+)
 def test_the_weights_that_a_machine_must_hold(name):
     """The published parameters, less latent attention and a second embedding."""
-    spec, published = cards.load_model(name), cards.load_card(name)["figures"]["total_params"]["value"]
+    spec, published = (
+        cards.load_model(name),
+        cards.load_card(name)["figures"]["total_params"]["value"],
+    )
     plan = make_plan(spec, *assumed_counts(spec, chunks=2))
     assert 0.95 * published < plan.weight_bytes / 2 < 1.01 * published
     half = make_plan(spec, *assumed_counts(spec, chunks=2), bytes_per_weight=1)
@@ -284,7 +394,8 @@ def test_the_weights_that_a_machine_must_hold(name):
 
 @pytest.mark.stress
 def test_a_damaged_plan_is_refused_in_words(tmp_path):
-    """One value of a saved plan changed, of any kind: the same plan again, one that can be, or a ValueError."""
+    """One value of a saved plan changed, of any kind: the same plan again, one that can be, or a
+    ValueError."""
     good = make_plan(SMALL, np.full((2, 6), 64), 256)
     rng, path = random.Random(0), tmp_path / "plan.json"
     for n in range(depth(200, 2000)):
@@ -295,7 +406,7 @@ def test_a_damaged_plan_is_refused_in_words(tmp_path):
             at = at[key]
             if rng.random() < 0.1:
                 break
-        inner[key] = rng.choice([None, -1, 0, 10 ** 9, 1.5, "ane", "x", [], {}, [0, 0], True])
+        inner[key] = rng.choice([None, -1, 0, 10**9, 1.5, "ane", "x", [], {}, [0, 0], True])
         path.write_text(json.dumps(fields))
         try:
             plan = ANEPlan.load(path)

@@ -1,4 +1,5 @@
-"""Prefill through a plan: against loops over tokens, the model as it is, and the executors of static shapes."""
+"""Prefill through a plan: against loops over tokens, the model as it is, and the executors of
+static shapes."""
 
 from types import SimpleNamespace
 
@@ -21,8 +22,11 @@ from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny
 
 E, H, K = 8, 12, 3
-GROUPS = (PlannedGroup((2, 0, 5), 16, "ane", 1), PlannedGroup((7,), 32, "ane", 1),
-          PlannedGroup((1, 3, 4, 6), 16, "cpu", 1))
+GROUPS = (
+    PlannedGroup((2, 0, 5), 16, "ane", 1),
+    PlannedGroup((7,), 32, "ane", 1),
+    PlannedGroup((1, 3, 4, 6), 16, "cpu", 1),
+)
 
 
 def plan_of(spec, chunk=16, groups=GROUPS):
@@ -30,7 +34,9 @@ def plan_of(spec, chunk=16, groups=GROUPS):
     for group in groups:
         for e in group.experts:
             capacity[e] = group.capacity
-    layer = LayerPlan(Tiers(tuple(sorted(set(capacity), reverse=True)), tuple(capacity)), groups, "ane")
+    layer = LayerPlan(
+        Tiers(tuple(sorted(set(capacity), reverse=True)), tuple(capacity)), groups, "ane"
+    )
     return ANEPlan(spec, chunk, "npumoe", (layer,) * spec.L)
 
 
@@ -38,53 +44,89 @@ TOY = MoESpec("toy", "toy", 1, (0,), E, K, H, 8)
 
 
 def oracle(x, ids, weights, experts, importance, capacity):
-    """Token by token in double precision: each expert keeps its `capacity` [E] most important choices."""
+    """Token by token in double precision: each expert keeps its `capacity` [E] most important
+    choices."""
     out, executed = torch.zeros(x.shape, dtype=torch.float64), 0
     double = {name: p.double() for name, p in experts.named_parameters(recurse=False)}
     for e in range(E):
         mine = [(t, k) for t in range(len(x)) for k in range(ids.shape[1]) if ids[t, k] == e]
-        mine.sort(key=lambda c: -float(importance[c[0], c[1]]))                         # stable: ties in token order
-        for t, k in mine[:capacity[e]]:
+        mine.sort(key=lambda c: -float(importance[c[0], c[1]]))  # stable: ties in token order
+        for t, k in mine[: capacity[e]]:
             gate, up = (double["gate_up_proj"][e] @ x[t].double()).chunk(2)
-            out[t] += float(weights[t, k]) * (double["down_proj"][e] @ (torch.nn.functional.silu(gate) * up))
+            out[t] += float(weights[t, k]) * (
+                double["down_proj"][e] @ (torch.nn.functional.silu(gate) * up)
+            )
             executed += 1
     return out, executed
 
 
 @settings(max_examples=25, deadline=None)
-@given(T=st.integers(2, 64), seed=st.integers(0, 99), skew=st.sampled_from((0.0, 1.5)),
-       order=st.sampled_from(("saliency", "router", "token", "strongest")), none=st.booleans())
+@given(
+    T=st.integers(2, 64),
+    seed=st.integers(0, 99),
+    skew=st.sampled_from((0.0, 1.5)),
+    order=st.sampled_from(("saliency", "router", "token", "strongest")),
+    none=st.booleans(),
+)
 def test_each_expert_keeps_its_most_important_tokens(T, seed, skew, order, none):
     experts, (ids, weights) = make_experts(E, H, 8, seed=seed), make_routing(T, E, K, skew, seed)
     if none:
         ids[::3, 1] = E
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(seed))
     norms = torch.randn(T, generator=torch.Generator().manual_seed(seed + 1)).abs()
-    importance = {"saliency": norms[:, None].expand(T, K), "router": weights, "strongest": -norms[:, None].expand(T, K),
-                  "token": -torch.arange(T)[:, None].expand(T, K)}[order]
+    importance = {
+        "saliency": norms[:, None].expand(T, K),
+        "router": weights,
+        "strongest": -norms[:, None].expand(T, K),
+        "token": -torch.arange(T)[:, None].expand(T, K),
+    }[order]
     plan = plan_of(TOY, 64)
-    capacity = [T if g.unit == "cpu" else g.capacity for e in range(E) for g in GROUPS if e in g.experts]
+    capacity = [
+        T if g.unit == "cpu" else g.capacity for e in range(E) for g in GROUPS if e in g.experts
+    ]
     expected, executed = oracle(x, ids, weights, experts, importance, capacity)
     executor = PlannedExperts(plan, TorchBackend(plan), order=order, saliency={0: norms})
     assert torch.allclose(executor(x, ids, weights, experts).double(), expected, atol=1e-4)
     found, on_cpu = executor.by_layer[0], sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
     launched = [g for g in GROUPS if g.unit == "ane" and any((ids == e).any() for e in g.experts)]
-    assert found == Account(1, len(launched), int((ids != E).sum()), executed, on_cpu,
-                            sum(g.slots for g in launched) + on_cpu)
+    assert found == Account(
+        1,
+        len(launched),
+        int((ids != E).sum()),
+        executed,
+        on_cpu,
+        sum(g.slots for g in launched) + on_cpu,
+    )
     assert (executor.tally.routed, executor.tally.executed, executor.tally.slots) == (
-        found.routed, found.executed, found.slots)
+        found.routed,
+        found.executed,
+        found.slots,
+    )
 
 
 @settings(max_examples=15, deadline=None)
-@given(T=st.integers(2, 64), seed=st.integers(0, 99), layout=st.sampled_from(("gated", "bias", "ungated", "interleaved",
-                                                                              "transposed", "ungated bias")))
+@given(
+    T=st.integers(2, 64),
+    seed=st.integers(0, 99),
+    layout=st.sampled_from(
+        ("gated", "bias", "ungated", "interleaved", "transposed", "ungated bias")
+    ),
+)
 def test_padding_loses_nothing_and_launches_until_all_are_served(T, seed, layout):
-    experts, (ids, weights) = make_experts(E, H, 8, layout, seed=seed), make_routing(T, E, K, 2.0, seed)
+    experts, (ids, weights) = (
+        make_experts(E, H, 8, layout, seed=seed),
+        make_routing(T, E, K, 2.0, seed),
+    )
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(seed))
     plan = plan_of(TOY, 64)
     executor = PlannedExperts(plan, TorchBackend(plan), overflow="pad")
-    expected = sum(weights[:, k, None] * torch.stack([experts.ffn(x[t:t + 1], experts.weights(int(ids[t, k])))[0]
-                                                      for t in range(T)]) for k in range(K))
+    expected = sum(
+        weights[:, k, None]
+        * torch.stack(
+            [experts.ffn(x[t : t + 1], experts.weights(int(ids[t, k])))[0] for t in range(T)]
+        )
+        for k in range(K)
+    )
     assert torch.allclose(executor(x, ids, weights, experts), expected, atol=1e-4)
     launches = [max(-(-int((ids == e).sum()) // g.capacity) for e in g.experts) for g in GROUPS[:2]]
     found = executor.by_layer[0]
@@ -98,7 +140,9 @@ def test_groups_that_are_all_on_the_ane_do_what_grouped_does():
     x, plan = torch.randn(60, H), plan_of(TOY, 64, groups)
     planned = PlannedExperts(plan, TorchBackend(plan), order="router")
     grouped = Grouped([[Group(g.experts, g.capacity) for g in groups]], order="router")
-    assert torch.allclose(planned(x, ids, weights, experts), grouped(x, ids, weights, experts), atol=1e-5)
+    assert torch.allclose(
+        planned(x, ids, weights, experts), grouped(x, ids, weights, experts), atol=1e-5
+    )
     assert planned.tally == grouped.tally and planned.tally.dropped > 0
     assert planned.total.launches == grouped.launched == 2
 
@@ -110,7 +154,11 @@ def test_counts_are_those_that_the_plan_accounts_for():
     executor(torch.randn(64, H), ids, weights, experts)
     account, found = count(plan, loads_of_ids(ids[:, None], 64, E).numpy()), executor.total
     assert (found.routed, found.executed, found.slots, found.launches) == (
-        account.routed.sum(), account.executed.sum(), account.slots.sum(), account.launches.sum())
+        account.routed.sum(),
+        account.executed.sum(),
+        account.slots.sum(),
+        account.launches.sum(),
+    )
     assert found.drop_rate == pytest.approx(account.drop_rate) and found.drop_rate > 0
     assert found.padded_fraction == pytest.approx(account.padded_fraction)
 
@@ -129,13 +177,17 @@ def test_more_tokens_than_a_chunk_and_unknown_options_are_refused():
     experts, plan = make_experts(E, H, 8), plan_of(TOY, 16)
     backend = TorchBackend(plan)
     with pytest.raises(ValueError, match="prefill_through"):
-        PlannedExperts(plan, backend, order="router")(torch.randn(17, H), *make_routing(17, E, K), experts)
+        PlannedExperts(plan, backend, order="router")(
+            torch.randn(17, H), *make_routing(17, E, K), experts
+        )
     for options in ({"order": "best"}, {"overflow": "spill"}):
         with pytest.raises(ValueError, match=next(iter(options.values()))):
             PlannedExperts(plan, backend, **options)
 
 
-# --------------------------------------------------------------------------------------------------- a whole model
+# ---------------------------------------------------------------------------------------------------
+# a whole model
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -157,7 +209,9 @@ def test_lossless_prefill_in_chunks_is_the_models_own(model):
         assert found.past_key_values.get_seq_length() == 41
         assert [(c.chunks, c.routed) for c in ane.by_layer] == [(3, 41 * K)] * 2
         assert model(ids, use_cache=False).past_key_values is None
-        assert torch.allclose(model(ids, logits_to_keep=1).logits, expected.logits[:, -1:], atol=1e-5)
+        assert torch.allclose(
+            model(ids, logits_to_keep=1).logits, expected.logits[:, -1:], atol=1e-5
+        )
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False).logits
         assert torch.allclose(embedded, expected.logits, atol=1e-5)
     assert "forward" not in vars(model.base_model)
@@ -170,7 +224,11 @@ def test_lossless_prefill_in_chunks_is_the_models_own(model):
 def test_other_architectures(name, tmp_path):
     model = moelab.open_model(tiny.save(name, tmp_path / "m"))
     members = tuple(range(model.spec.E))
-    plan = plan_of(model.spec, 16, (PlannedGroup(members[:2], 16, "ane", 1), PlannedGroup(members[2:], 16, "cpu", 1)))
+    plan = plan_of(
+        model.spec,
+        16,
+        (PlannedGroup(members[:2], 16, "ane", 1), PlannedGroup(members[2:], 16, "cpu", 1)),
+    )
     expected = model(prompt(37)).logits
     with prefill_through(model, plan, overflow="pad"):
         assert torch.allclose(model(prompt(37)).logits, expected, atol=2e-5)
@@ -184,24 +242,33 @@ def test_generate_decodes_on_the_models_own_cache(model):
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
         chunked = model.generate(ids, max_new_tokens=5, do_sample=False, prefill_chunk_size=8)
         assert torch.equal(chunked, expected)
-        assert ane.total.routed == 2 * 2 * 35 * K               # decode steps are not counted
+        assert ane.total.routed == 2 * 2 * 35 * K  # decode steps are not counted
 
 
 @torch.no_grad()
 def test_a_prompts_chunks_have_capacities_of_their_own(model):
-    """Pruning chunk by chunk: the executor sees each chunk once, with the norms of its own tokens."""
+    """Pruning chunk by chunk: the executor sees each chunk once, with the norms of its own
+    tokens."""
     groups = (PlannedGroup(tuple(range(8)), 3, "ane", 1),)
     plan, ids, seen = plan_of(model.spec, 16, groups), prompt(40), []
     norms = {}
-    hooks = [layer.self_attn.register_forward_hook(
-        lambda _m, _a, out, i=i: norms.setdefault(i, []).append(out[0].norm(dim=-1)[0]))
-        for i, layer in enumerate(model.base_model.layers)]
+    hooks = [
+        layer.self_attn.register_forward_hook(
+            lambda _m, _a, out, i=i: norms.setdefault(i, []).append(out[0].norm(dim=-1)[0])
+        )
+        for i, layer in enumerate(model.base_model.layers)
+    ]
     with prefill_through(model, plan) as ane:
         layers = discover(model)
         for layer in layers:
             seen.append([])
-            hooks.append(layer.experts.register_forward_pre_hook(
-                lambda _m, args, rows=seen[-1], i=layer.index: rows.append((args[1], ane.saliency[i]))))
+            hooks.append(
+                layer.experts.register_forward_pre_hook(
+                    lambda _m, args, rows=seen[-1], i=layer.index: rows.append(
+                        (args[1], ane.saliency[i])
+                    )
+                )
+            )
         model(ids)
         total = ane.total
     for hook in hooks:
@@ -237,31 +304,42 @@ def test_what_cannot_run_is_refused(model):
 def test_it_goes_back_to_what_was_there_before(model):
     def before(x, ids, weights, experts):
         return torch.zeros_like(x)
+
     with plugged(model, before):
-        with prefill_through(model, plan_of(model.spec), order="router"), \
-                prefill_through(model, plan_of(model.spec), overflow="pad"):
+        with (
+            prefill_through(model, plan_of(model.spec), order="router"),
+            prefill_through(model, plan_of(model.spec), overflow="pad"),
+        ):
             pass
         assert discover(model)[0].experts.executor is before
 
 
-@pytest.mark.parametrize("S", [5, 33, 48])                   # 33 tokens in chunks of 16 leave one alone
+@pytest.mark.parametrize("S", [5, 33, 48])  # 33 tokens in chunks of 16 leave one alone
 def test_the_account_is_what_the_runtime_does(S):
     model = moelab.open_model(None, dtype=torch.float32)
     spec, chunk, called = model.spec, 16, [[] for _ in range(model.spec.L)]
     even = np.full((spec.L, spec.E), 10)
-    plan = make_plan(spec, even, 10 * spec.E // spec.K, chunk, group_size=2, cold_share=0.1, min_rows=0)
+    plan = make_plan(
+        spec, even, 10 * spec.E // spec.K, chunk, group_size=2, cold_share=0.1, min_rows=0
+    )
     with torch.no_grad(), prefill_through(model, plan, order="token") as ane:
         run = ane.run
 
         def listening(x, ids, weights, experts):
             called[experts.layer].append(torch.bincount(ids.flatten(), minlength=spec.E).numpy())
             return run(x, ids, weights, experts)
+
         ane.run = listening
         model(torch.arange(5, 5 + S)[None])
         total, tally, by_layer = ane.total, ane.tally, ane.by_layer
-    account = count(plan, np.stack(called, 1))              # [n, L, E]
+    account = count(plan, np.stack(called, 1))  # [n, L, E]
     assert (account.routed.sum(), account.executed.sum(), account.slots.sum()) == (
-        tally.routed, tally.executed, tally.slots)
+        tally.routed,
+        tally.executed,
+        tally.slots,
+    )
     assert account.launches.tolist() == [layer.launches for layer in by_layer]
     chunks = -(-S // chunk)
-    assert 0 < total.launches < chunks * plan.launches, "no group was without tokens: the test says nothing"
+    assert 0 < total.launches < chunks * plan.launches, (
+        "no group was without tokens: the test says nothing"
+    )

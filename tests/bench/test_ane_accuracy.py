@@ -1,4 +1,5 @@
-"""The bench of accuracy under drops: its plan, its counts, and that all modes answer the same prompts."""
+"""The bench of accuracy under drops: its plan, its counts, and that all modes answer the same
+prompts."""
 
 from __future__ import annotations
 
@@ -18,27 +19,38 @@ from moelab.recording import record
 @pytest.fixture(scope="module")
 def trace():
     model = open_model()
-    return record(model, [p for s in ("needle", "code") for p in datasets.prompts(s, 2, tokens=96, split="train")])
+    return record(
+        model,
+        [p for s in ("needle", "code") for p in datasets.prompts(s, 2, tokens=96, split="train")],
+    )
 
 
 def test_the_slack_is_that_which_drops_what_was_wanted(trace):
     plan, slack, rate = ane_accuracy.fitting_plan(trace, 64, 0.12)
     dropped = routed = 0
-    for s in range(4):                                          # token by token, each prompt with chunks of its own
+    for s in range(4):  # token by token, each prompt with chunks of its own
         ids = trace.ids[trace.sequence == s].numpy()
         for chunk in np.split(ids, range(64, len(ids), 64)):
             for l, layer in enumerate(plan.layers):
                 routed += chunk[:, l].size
-                dropped += sum(max(0, int((chunk[:, l] == e).sum()) - group.capacity)
-                               for group in layer.on("ane") for e in group.experts)
+                dropped += sum(
+                    max(0, int((chunk[:, l] == e).sum()) - group.capacity)
+                    for group in layer.on("ane")
+                    for e in group.experts
+                )
     assert rate == pytest.approx(dropped / routed) and plan.chunk == 64
-    rates = [ane_accuracy.fitting_plan(trace, 64, 0.0, factor)[2] for factor in (slack - 0.1, slack + 0.1)]
+    rates = [
+        ane_accuracy.fitting_plan(trace, 64, 0.0, factor)[2]
+        for factor in (slack - 0.1, slack + 0.1)
+    ]
     assert all(abs(rate - 0.12) <= abs(other - 0.12) for other in rates)
     assert ane_accuracy.fitting_plan(trace, 64, 0.12, 1.3)[1] == 1.3
 
 
 def test_every_mode_answers_the_same_prompts():
-    results = ane_accuracy.run(tasks=["needle"], prompts=3, tokens=96, chunk=64, calibration=2, drop=0.15)
+    results = ane_accuracy.run(
+        tasks=["needle"], prompts=3, tokens=96, chunk=64, calibration=2, drop=0.15
+    )
     rows = results["accuracy (measured), drops and padding (exact)"]
     assert set(rows) == {f"needle: {mode}" for mode in ("dense", *ane_accuracy.MODES)}
     dense = rows.pop("needle: dense")
@@ -47,7 +59,9 @@ def test_every_mode_answers_the_same_prompts():
     for row in rows.values():
         assert 0 < row["dropped"] < 1 and 0 < row["padded"] < 1
         assert row["difference"] == pytest.approx(row["score"] - dense["score"])
-        assert row["dropped"] == pytest.approx(first["dropped"], abs=0.05)      # later layers route what is left
+        assert row["dropped"] == pytest.approx(
+            first["dropped"], abs=0.05
+        )  # later layers route what is left
     assert set(results["NPUMoE Table 3 (paper), PhiMoE"]) == set(TABLE_3)
     json.dumps(results, allow_nan=False)
 
@@ -57,21 +71,27 @@ def test_prompts_have_chunks_of_their_own(trace):
     wanted = []
     for s in range(4):
         ids = trace.ids[trace.sequence == s].numpy()
-        wanted += [[[(chunk[:, l] == e).sum() for e in range(trace.spec.E)] for l in range(trace.spec.L)]
-                   for chunk in np.split(ids, range(64, len(ids), 64))]
+        wanted += [
+            [[(chunk[:, l] == e).sum() for e in range(trace.spec.E)] for l in range(trace.spec.L)]
+            for chunk in np.split(ids, range(64, len(ids), 64))
+        ]
     assert loads.tolist() == np.array(wanted).tolist()
 
 
 def test_candidates_differ_as_they_should(trace):
     B, (T, L, K), E = 256, trace.ids.shape, trace.spec.E
     plans, slack = ane_accuracy.candidates(trace, B, 0.12, 8)
-    busiest = [max(int((trace.ids[:, l] == e).sum()) for e in range(E)) for l in range(L)]     # tokens of r·mean
-    room = {"printed": 1 / K, "factor_k": 1, "plan": slack}                                    # × B/T of these
+    busiest = [
+        max(int((trace.ids[:, l] == e).sum()) for e in range(E)) for l in range(L)
+    ]  # tokens of r·mean
+    room = {"printed": 1 / K, "factor_k": 1, "plan": slack}  # × B/T of these
     for name, factor in room.items():
         assert [layer.tiers.levels[0] for layer in plans[name].layers] == [
-            16 * math.ceil(round(factor * B / T * n / 16, 9)) for n in busiest]
+            16 * math.ceil(round(factor * B / T * n / 16, 9)) for n in busiest
+        ]
     assert {layer.tiers.levels for layer in plans["one_capacity"].layers} == {
-        (max(layer.tiers.levels[0] for layer in plans["factor_k"].layers),)}
+        (max(layer.tiers.levels[0] for layer in plans["factor_k"].layers),)
+    }
     assert list(plans) == [*room, "one_capacity"]
 
 
@@ -79,17 +99,22 @@ def test_answers_and_losses_of_a_plan():
     model = open_model()
     with_drops = ane_accuracy.recorded(model, 1, 96, "train")
     plan, *_ = ane_accuracy.fitting_plan(with_drops, 64, 0.2)
-    answers = ane_accuracy.pruned_answers(model, plan, ("needle", "yesno"), n=2, windows=2, tokens=96)
+    answers = ane_accuracy.pruned_answers(
+        model, plan, ("needle", "yesno"), n=2, windows=2, tokens=96
+    )
     for task in ("needle", "yesno"):
         assert answers.points(task) == pytest.approx(
-            100 * (answers.pruned[task]["score"] - answers.dense[task]["score"]))
+            100 * (answers.pruned[task]["score"] - answers.dense[task]["score"])
+        )
         assert 0 < answers.counts[task].drop_rate < 1
     assert answers.points(answers.worst) == min(map(answers.points, ("needle", "yesno")))
-    assert answers.spread("drop_rate") == tuple(sorted(of.drop_rate for of in answers.counts.values()))
+    assert answers.spread("drop_rate") == tuple(
+        sorted(of.drop_rate for of in answers.counts.values())
+    )
     found = ane_accuracy.loss_by_order(model, with_drops, (0.4, 1.5), 256, 8, windows=2, tokens=96)
     assert set(found.cost) == set(ane_accuracy.MODES)
     for of in found.cost.values():
-        assert of[0.4][0] > of[1.5][0]                      # less room, more dropped
+        assert of[0.4][0] > of[1.5][0]  # less room, more dropped
     ranked = [loss for _, loss, _ in found.at(0.4).values()]
     assert ranked == sorted(ranked) and set(found.at(0.4)) == set(ane_accuracy.MODES.values())
     mean, low, high = found.beside_random[0.4]
@@ -100,4 +125,7 @@ def test_prompts_are_as_long_as_asked_in_the_models_own_tokens():
     model = open_model()
     model.tokenizer = lambda text, **_: {"input_ids": [ord(letter) % 90 + 3 for letter in text]}
     lengths = ane_accuracy.recorded(model, 2, 700, "train").sequence.bincount()
-    assert len(lengths) == 2 * len(ane_accuracy.CALIBRATION) and 350 < lengths.min() <= lengths.max() <= 700
+    assert (
+        len(lengths) == 2 * len(ane_accuracy.CALIBRATION)
+        and 350 < lengths.min() <= lengths.max() <= 700
+    )

@@ -1,4 +1,5 @@
-"""A conversion and its checks on a tiny model: what is written, what fp16 does, and what noise does."""
+"""A conversion and its checks on a tiny model: what is written, what fp16 does, and what noise
+does."""
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from tests.models import tiny
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=2, mlp_only_layers=[])
+    return tiny.save(
+        "qwen3_moe",
+        tmp_path_factory.mktemp("model") / "tiny",
+        num_hidden_layers=2,
+        mlp_only_layers=[],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,9 @@ def test_the_first_layers_are_planned_and_the_others_left(plan):
     partly = ane_conversion.on_first_layers(plan, 1)
     assert partly.layers[0] == plan.layers[0] and plan.layers[1].on("ane")
     assert partly.layers[1].attention == "cpu" and not partly.layers[1].on("ane")
-    assert [g.experts for g in partly.layers[1].groups] == [g.experts for g in plan.layers[1].groups]
+    assert [g.experts for g in partly.layers[1].groups] == [
+        g.experts for g in plan.layers[1].groups
+    ]
     assert ane_conversion.on_first_layers(plan, 9) == plan
 
 
@@ -36,10 +44,17 @@ def test_a_conversion_says_what_it_wrote(checkpoint, plan, tmp_path):
     kinds = found.kinds()
     assert found.model.manifest["settings"]["context"] == 64
     assert [one.difference for one in kinds["attention"]] == [None]
-    assert sum(map(len, kinds.values())) == len(found.packages) == len(found.model.packages) == 1 + partly.launches
+    assert (
+        sum(map(len, kinds.values()))
+        == len(found.packages)
+        == len(found.model.packages)
+        == 1 + partly.launches
+    )
     assert found.difference == 0.0
     tensors = 4 + 3 * sum(len(group.experts) for group in partly.layers[0].on("ane"))
-    assert 0 <= found.weight_bytes - found.expected_bytes <= 192 * (tensors + len(kinds)) + 1024   # headers, alignment
+    assert (
+        0 <= found.weight_bytes - found.expected_bytes <= 192 * (tensors + len(kinds)) + 1024
+    )  # headers, alignment
     assert 0 < ane_conversion.fp16_error(found.model) < 1e-2
 
 

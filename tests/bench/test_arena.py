@@ -66,13 +66,16 @@ def test_wrong_evictions_against_a_loop_over_the_future():
         now = token * trace.spec.L + layer
         words = one.chose.replace(",", "").split()
         expert, of, after = int(words[1]), int(words[4]), int(words[7])
-        later = [n for n, (at, experts) in enumerate(ids) if n > now and at == of and expert in experts]
+        later = [
+            n for n, (at, experts) in enumerate(ids) if n > now and at == of and expert in experts
+        ]
         assert later[0] - now == after
         assert one.cost > 0
 
 
 def _model():
     from moelab import open_model
+
     return open_model()
 
 
@@ -84,6 +87,7 @@ def test_what_raises_is_told_and_breaks_nothing():
     class NeedsMore(MyLRU):
         def __init__(self, size):
             pass
+
     assert "TypeError" in arena(NeedsMore, **SMALL).own.error
 
 
@@ -98,10 +102,17 @@ def test_predictors():
 
     class Guess(Random):
         pass
+
     contest = arena(Mine, **SMALL)
     router = next(of for of in contest.standings if of.name == "router")
     assert contest.own.scores == router.scores and set(contest.ceiling.values()) == {100.0}
-    assert {of.name for of in contest.standings} >= {"quasi", "frequency", "static", "previous", "random"}
+    assert {of.name for of in contest.standings} >= {
+        "quasi",
+        "frequency",
+        "static",
+        "previous",
+        "random",
+    }
     guess = arena(Guess, **SMALL)
     others = [of for of in guess.standings if not of.own]
     assert others[-1].name == "random" and guess.place >= len(guess.standings) - 1
@@ -118,9 +129,13 @@ def test_schedules_stay_above_the_bound(monkeypatch):
     class Lazy(GPUNDP):
         def plan(self, step, costs):
             return None
+
     contest = arena(Mine)
-    assert contest.lower and contest.own.scores == next(
-        of for of in contest.standings if of.name == "MoE-OnDemand").scores
+    assert (
+        contest.lower
+        and contest.own.scores
+        == next(of for of in contest.standings if of.name == "MoE-OnDemand").scores
+    )
     for standing in contest.standings:
         assert all(0 < contest.share(standing, model) <= 1 for model in standing.scores)
     assert set(contest.own.scores) == set(MODELS) and contest.wrong[MODELS[0]]
@@ -134,18 +149,27 @@ def test_what_is_neither():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_bound_is_below_every_split_of_a_layer(seed):
-    """Against all ways of putting quarters of experts on units and GPU, by the closed form's own account."""
+    """Against all ways of putting quarters of experts on units and GPU, by the closed form's own
+    account."""
     from moelab.cards import load_model
     from moelab.ndp.bound import layer_bound
     from moelab.ndp.closed_form import layer_seconds
     from moelab.ndp.costs import Costs
     from moelab.ndp.plans import LayerStep, make_plan
     from moelab.ndp.sweep import Assumptions
+
     rng = np.random.default_rng(seed)
     A, N = int(rng.integers(1, 4)), int(rng.integers(1, 5))
     costs = Costs(load_model("Qwen3-30B-A3B"), Assumptions().hardware(N))
     tokens, here = np.sort(rng.integers(1, 60, A))[::-1], rng.random(A) < 0.5
     step = LayerStep(np.arange(A), tokens, np.arange(A) % N, here, int(tokens.sum()), False)
-    best = min(layer_seconds(make_plan(step, N, resident=here * np.array(y) / 4, moved=~here * np.array(y) / 4,
-                                       split=True), costs) for y in itertools.product(range(5), repeat=A))
+    best = min(
+        layer_seconds(
+            make_plan(
+                step, N, resident=here * np.array(y) / 4, moved=~here * np.array(y) / 4, split=True
+            ),
+            costs,
+        )
+        for y in itertools.product(range(5), repeat=A)
+    )
     assert 0 < layer_bound(tokens, here.sum(), costs) <= best

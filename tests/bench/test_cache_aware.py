@@ -1,4 +1,5 @@
-"""The bench of cache-aware routing: its counts against the routing that was recorded, and what its rows must say."""
+"""The bench of cache-aware routing: its counts against the routing that was recorded, and what its
+rows must say."""
 
 from moelab import open_model
 from moelab.bench import cache_aware as bench

@@ -1,4 +1,5 @@
-"""Dataset-free prefetching in the engine: what is resident, what is counted, against sets and a recording."""
+"""Dataset-free prefetching in the engine: what is resident, what is counted, against sets and a
+recording."""
 
 import numpy as np
 import pytest
@@ -30,8 +31,11 @@ def found(small, store):
     rng = np.random.default_rng(0)
     fixed = bench.most_used(rng.random((small.spec.L, small.spec.E)), X)
     ids = small.tokenizer("def add(a, b):\n    return a + b\n")["input_ids"]
-    choose = {"free": lambda counts: bench.most_used(counts, X), "fixed": lambda counts: fixed,
-              "again": lambda counts: bench.most_used(counts, X)}
+    choose = {
+        "free": lambda counts: bench.most_used(counts, X),
+        "fixed": lambda counts: fixed,
+        "again": lambda counts: bench.most_used(counts, X),
+    }
     with bench.Prefetcher(store, X) as prefetcher:
         return ids, prefetcher.answers(ids, STEPS, choose)
 
@@ -39,9 +43,11 @@ def found(small, store):
 def test_the_answer_is_that_of_transformers_whatever_is_resident(small, found):
     ids, answers = found
     with torch.inference_mode():
-        whole = small.generate(torch.tensor([ids]), max_new_tokens=STEPS + 1, min_new_tokens=STEPS + 1, do_sample=False)
+        whole = small.generate(
+            torch.tensor([ids]), max_new_tokens=STEPS + 1, min_new_tokens=STEPS + 1, do_sample=False
+        )
     for answer in answers.values():
-        assert answer.tokens.tolist() == whole[0, len(ids):].tolist()
+        assert answer.tokens.tolist() == whole[0, len(ids) :].tolist()
 
 
 def test_counts_and_wanted_experts_are_those_of_a_recording(small, found):
@@ -51,17 +57,25 @@ def test_counts_and_wanted_experts_are_those_of_a_recording(small, found):
     for answer in answers.values():
         for layer in range(small.spec.L):
             for expert in range(small.spec.E):
-                assert answer.counts[layer, expert] == sum(token[layer].count(expert) for token in prefill)
-                assert answer.wanted[:, layer, expert].tolist() == [expert in token[layer] for token in decode]
+                assert answer.counts[layer, expert] == sum(
+                    token[layer].count(expert) for token in prefill
+                )
+                assert answer.wanted[:, layer, expert].tolist() == [
+                    expert in token[layer] for token in decode
+                ]
 
 
 def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
-    """Its counters against sets: nothing but the chosen stays in memory, from the first decode step to the last."""
+    """Its counters against sets: nothing but the chosen stays in memory, from the first decode step
+    to the last."""
     spec = small.spec
     for answer in found[1].values():
         assert answer.resident.sum(1).tolist() == [X] * spec.L
-        hits = sum(len(set(np.flatnonzero(step[layer])) & set(np.flatnonzero(answer.resident[layer])))
-                   for step in answer.wanted for layer in range(spec.L))
+        hits = sum(
+            len(set(np.flatnonzero(step[layer])) & set(np.flatnonzero(answer.resident[layer])))
+            for step in answer.wanted
+            for layer in range(spec.L)
+        )
         assert answer.hits == hits and answer.requests == STEPS * spec.L * spec.K
         assert answer.utilisation == pytest.approx(hits / (X * spec.L * STEPS))
         assert answer.hit_rate * spec.K == pytest.approx(answer.utilisation * X)
@@ -74,7 +88,7 @@ def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
 def test_the_policy_keeps_the_chosen():
     policy = bench.Chosen()
     residency = Residency(1, 8, Pools(F=2), policy, scope="layer")
-    residency.begin(0, {0: 1, 1: 1, 2: 1})                              # nothing is chosen yet
+    residency.begin(0, {0: 1, 1: 1, 2: 1})  # nothing is chosen yet
     policy.keys = {ExpertKey(0, 5), ExpertKey(0, 1)}
     residency.begin(0, {1: 1, 5: 1})
     for step in ({0: 1, 7: 1}, {1: 1, 3: 1}, {5: 2, 6: 1}):
@@ -84,22 +98,36 @@ def test_the_policy_keeps_the_chosen():
 
 def test_the_table_pairs_prompts():
     def answer(hits):
-        return bench.Answer(np.zeros(2), None, np.ones((1, 2), bool), np.ones((5, 1, 2), bool), hits, 10, 0)
-    one, two = ({way: answer(hits) for way, hits in zip(bench.WAYS, row)} for row in ((6, 4, 2), (8, 6, 8)))
+        return bench.Answer(
+            np.zeros(2), None, np.ones((1, 2), bool), np.ones((5, 1, 2), bool), hits, 10, 0
+        )
+
+    one, two = (
+        {way: answer(hits) for way, hits in zip(bench.WAYS, row)} for row in ((6, 4, 2), (8, 6, 8))
+    )
     rows = bench.table({"code": [one], "prose": [two]})
-    assert rows["code"][bench.WAYS[1]]["lead"] == pytest.approx((0.2, np.nan, np.nan), nan_ok=True)     # one prompt
+    assert rows["code"][bench.WAYS[1]]["lead"] == pytest.approx(
+        (0.2, np.nan, np.nan), nan_ok=True
+    )  # one prompt
     assert rows["all"][bench.WAYS[0]]["utilisation"][0] == pytest.approx(0.7)
-    assert rows["all"][bench.WAYS[2]]["lead"] == pytest.approx((0.2, 0.2 - 2.5412, 0.2 + 2.5412), rel=1e-4)
+    assert rows["all"][bench.WAYS[2]]["lead"] == pytest.approx(
+        (0.2, 0.2 - 2.5412, 0.2 + 2.5412), rel=1e-4
+    )
     same = {source: np.eye(2) * [[row], [0]] for source, row in (("code", 5), ("prose", 3))}
     chosen = bench.ways(same, "code", 1)
     assert set(chosen) == set(bench.WAYS)
-    assert chosen[bench.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [[False, True], [True, False]]
+    assert chosen[bench.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [
+        [False, True],
+        [True, False],
+    ]
 
 
 def test_a_checkpoint_need_not_be_converted(found):
     ids, answers = found
     with bench.Prefetcher(None, X) as prefetcher:
-        again = prefetcher.answers(ids, STEPS, {"free": lambda counts: bench.most_used(counts, X)})["free"]
+        again = prefetcher.answers(ids, STEPS, {"free": lambda counts: bench.most_used(counts, X)})[
+            "free"
+        ]
     assert np.array_equal(again.tokens, answers["free"].tokens)
     assert (again.hits, again.requests) == (answers["free"].hits, answers["free"].requests)
 
@@ -116,15 +144,33 @@ def test_an_answer_has_steps(store):
 
 def test_the_hit_curve_is_a_naive_loops(small):
     rng, spec = np.random.default_rng(0), small.spec
-    answers = [bench.Answer(None, rng.integers(0, 9, (spec.L, spec.E)), None,
-                                   rng.random((3, spec.L, spec.E)) < 0.2, 0, 1, 0) for _ in range(2)]
+    answers = [
+        bench.Answer(
+            None,
+            rng.integers(0, 9, (spec.L, spec.E)),
+            None,
+            rng.random((3, spec.L, spec.E)) < 0.2,
+            0,
+            1,
+            0,
+        )
+        for _ in range(2)
+    ]
     curve = bench.hit_curve(answers, spec)
     for x, percent in curve["dataset-free"]:
         shares = []
         for answer in answers:
-            hits = sum(sum(answer.wanted[:, l, e].sum() for e in sorted(
-                range(spec.E), key=lambda e: (-answer.counts[l, e], e))[:x]) for l in range(spec.L))
+            hits = sum(
+                sum(
+                    answer.wanted[:, l, e].sum()
+                    for e in sorted(range(spec.E), key=lambda e: (-answer.counts[l, e], e))[:x]
+                )
+                for l in range(spec.L)
+            )
             shares.append(hits / answer.wanted.sum())
         assert percent == pytest.approx(100 * np.mean(shares))
     assert all(free <= ceiling for (_, free), (_, ceiling) in zip(*list(curve.values())[:2]))
-    assert dict(curve["chance"])[spec.K] == pytest.approx(100 * spec.K / spec.E) and dict(curve["chance"])[spec.E] == 100
+    assert (
+        dict(curve["chance"])[spec.K] == pytest.approx(100 * spec.K / spec.E)
+        and dict(curve["chance"])[spec.E] == 100
+    )

@@ -1,4 +1,5 @@
-"""The engine's benchmark on a tiny model: engines agree bit for bit, what is missing is said, tables are whole."""
+"""The engine's benchmark on a tiny model: engines agree bit for bit, what is missing is said,
+tables are whole."""
 
 import json
 import random
@@ -22,7 +23,9 @@ from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.viz.scale_figure import beside_memory
 
-SPEC = MoESpec("tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32)
+SPEC = MoESpec(
+    "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32
+)
 PROMPTS, DECODE = [5, 9], 3
 
 
@@ -38,9 +41,15 @@ def place(tmp_path_factory):
 
 def options(place, **more):
     rng = random.Random(0)
-    return {"model": str(place / "model"), "tokens": [[rng.randrange(96) for _ in range(sum(PROMPTS) + DECODE)]],
-            "prompts": PROMPTS, "store": str(place / "huffman"), "budget": 0.5, "experts": str(place / "experts.bin"),
-            "slots": 8} | more
+    return {
+        "model": str(place / "model"),
+        "tokens": [[rng.randrange(96) for _ in range(sum(PROMPTS) + DECODE)]],
+        "prompts": PROMPTS,
+        "store": str(place / "huffman"),
+        "budget": 0.5,
+        "experts": str(place / "experts.bin"),
+        "slots": 8,
+    } | more
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +60,44 @@ def eager(place):
 @pytest.fixture
 def here(monkeypatch):
     """Engines run in this process: starting one takes longer than all that these tests measure."""
+
     def run(interpreter, *words):
-        return subprocess.CompletedProcess(words, 0, json.dumps(peers.run(words[2], json.loads(words[3]))), "")
+        return subprocess.CompletedProcess(
+            words, 0, json.dumps(peers.run(words[2], json.loads(words[3]))), ""
+        )
+
     monkeypatch.setattr(harness, "_python", run)
 
 
 def test_eager_is_what_transformers_computes(place, eager):
-    """The oracle feeds each whole prefix to a model of its own, without a cache of keys and values."""
+    """The oracle feeds each whole prefix to a model of its own, without a cache of keys and
+    values."""
     import torch
     import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
     (tokens,), best = options(place)["tokens"], []
     for begin, end in [(0, 5), *((5, 14 + i) for i in range(DECODE + 1))]:
         with torch.no_grad():
             best.append(model(torch.tensor([tokens[begin:end]])).logits[0, -1])
-    found = sum(int(logits[said]) >= int(logits.max() - 0.1) for said, logits in zip(eager["best"], best))
+    found = sum(
+        int(logits[said]) >= int(logits.max() - 0.1) for said, logits in zip(eager["best"], best)
+    )
     assert len(eager["best"]) == len(best) == 2 + DECODE and found == len(best)
     assert len(eager["ttft_s"]) == 2 and len(eager["tpot_s"]) == DECODE
 
 
-@pytest.mark.parametrize("name, more", [
-    ("mapped", {}), ("lru baseline", {}), ("lru baseline", {"slots": 11}), ("moelab", {}), ("moelab", {"budget": 1.0}),
-    ("moelab", {"options": {"workers": 2, "bandwidth": 1e8}})])
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("mapped", {}),
+        ("lru baseline", {}),
+        ("lru baseline", {"slots": 11}),
+        ("moelab", {}),
+        ("moelab", {"budget": 1.0}),
+        ("moelab", {"options": {"workers": 2, "bandwidth": 1e8}}),
+    ],
+)
 def test_engines_agree_with_eager_bit_for_bit(place, eager, name, more):
     report = peers.run(name, options(place, **more))
     assert report["digest"] == eager["digest"] and report["best"] == eager["best"]
@@ -83,7 +108,10 @@ def test_engines_agree_with_eager_bit_for_bit(place, eager, name, more):
 
 def test_accelerate_agrees_with_eager(place, eager, tmp_path):
     pytest.importorskip("accelerate")
-    assert peers.run("accelerate", options(place, layers=1, offload=str(tmp_path)))["digest"] == eager["digest"]
+    assert (
+        peers.run("accelerate", options(place, layers=1, offload=str(tmp_path)))["digest"]
+        == eager["digest"]
+    )
 
 
 def test_the_lru_baseline_is_an_lru_of_experts(place):
@@ -98,7 +126,11 @@ def test_the_lru_baseline_is_an_lru_of_experts(place):
             found = [key for key in keys if key in kept]
             if number >= len(PROMPTS):
                 hits, total = hits + len(found), total + len(keys)
-            kept = ([key for key in kept if key not in found] + found + [k for k in keys if k not in found])[-9:]
+            kept = (
+                [key for key in kept if key not in found]
+                + found
+                + [k for k in keys if k not in found]
+            )[-9:]
     assert report["decode_hit_rate"] == hits / total
 
 
@@ -108,19 +140,26 @@ def test_the_lru_baseline_refuses_fewer_slots_than_a_layer_has_experts(place):
 
 
 def test_an_engine_is_a_process_whose_last_line_is_its_report(place, eager):
-    done = subprocess.run([sys.executable, "-m", "moelab.bench.peers", "mapped", json.dumps(options(place))],
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "moelab.bench.peers", "mapped", json.dumps(options(place))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     line = done.stdout.splitlines()[-1]
     assert json.loads(line)["digest"] == eager["digest"]
 
 
 def test_what_is_not_installed_is_said(place, monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    assert peers.run("llama.cpp", options(place, gguf="none"))["missing"].startswith("not installed")
+    assert peers.run("llama.cpp", options(place, gguf="none"))["missing"].startswith(
+        "not installed"
+    )
 
 
 def bench(place, reports):
     """A benchmark whose engines report what they are told to."""
+
     class Told(harness.EngineBenchmark):
         def report(self, arm, decode=None):
             name, options, _ = arm
@@ -129,26 +168,53 @@ def bench(place, reports):
                 return reports[name + f" {form}" * (form != "model")]
             fast = options.get("options", {}).get("executor")
             return reports[f"{name} fast" + f", {form}" * (form != "raw") if fast else name]
+
     return Told(SPEC, place, 5, DECODE, 2, {})
 
 
 def report(tpot, digest="same"):
-    return {"ttft_s": [1.0, 0.5], "tpot_s": [tpot] * DECODE, "decode_read_bytes": 3e6 * DECODE, "load_s": 2.0,
-            "peak_rss_bytes": 1e9, "digest": digest, "best": [1, 2], "limit": "no limit", "decode_major_faults": 6,
-            "decode_hit_rate": 0.5}
+    return {
+        "ttft_s": [1.0, 0.5],
+        "tpot_s": [tpot] * DECODE,
+        "decode_read_bytes": 3e6 * DECODE,
+        "load_s": 2.0,
+        "peak_rss_bytes": 1e9,
+        "digest": digest,
+        "best": [1, 2],
+        "limit": "no limit",
+        "decode_major_faults": 6,
+        "decode_hit_rate": 0.5,
+    }
 
 
 def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_missing(place):
-    told = {"moelab": report(0.1), "eager": report(0.2), "moelab fast": report(0.05, "other"),
-            "moelab fast, bf12": report(0.025, "other"), "llama.cpp": {"result": "not installed (x)"}}
+    told = {
+        "moelab": report(0.1),
+        "eager": report(0.2),
+        "moelab fast": report(0.05, "other"),
+        "moelab fast, bf12": report(0.025, "other"),
+        "llama.cpp": {"result": "not installed (x)"},
+    }
     made = bench(place, told)
     rows = engine.resident(made)["everything resident"]
     assert list(rows) == list(told) and rows["llama.cpp"] == {"result": "not installed (x)"}
     assert rows["moelab fast"]["output"] == "best token 100% as eager"
-    assert rows["moelab"]["TPOT s"] == 0.1 and rows["moelab"]["÷ eager"] == 0.5 and rows["moelab"]["MB a token"] == 3
+    assert (
+        rows["moelab"]["TPOT s"] == 0.1
+        and rows["moelab"]["÷ eager"] == 0.5
+        and rows["moelab"]["MB a token"] == 3
+    )
     assert rows["moelab"]["output"] == "= eager" and rows["moelab"]["2nd TTFT s"] == 0.5
-    assert made.aims["everything resident: TPOT ÷ eager"] == {"measured": 0.5, "aim": "≤ 1.0", "met": True}
-    assert made.aims["resident, fast: TPOT of bf12 ÷ bf16"] == {"measured": 0.5, "aim": "≤ 0.85", "met": True}
+    assert made.aims["everything resident: TPOT ÷ eager"] == {
+        "measured": 0.5,
+        "aim": "≤ 1.0",
+        "met": True,
+    }
+    assert made.aims["resident, fast: TPOT of bf12 ÷ bf16"] == {
+        "measured": 0.5,
+        "aim": "≤ 0.85",
+        "met": True,
+    }
     assert made.samples["resident: moelab"] == [0.1] * DECODE * 2
     made = bench(place, told | {"moelab": report(0.3, "other")})
     assert engine.resident(made)["everything resident"]["moelab"]["output"] == "≠ EAGER"
@@ -157,41 +223,83 @@ def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_miss
 
 def test_few_bits_are_compared_with_like(place, monkeypatch):
     missing = {"result": "not installed (x)"}
-    told = {"moelab": report(0.2), "eager": report(0.2), "moelab fast": report(0.1, "other"), "llama.cpp": report(0.4),
-            "moelab fast, int8": report(0.07), "llama.cpp Q8_0": report(0.05), "moelab fast, int4": report(0.03),
-            "llama.cpp Q4_0": missing}
+    told = {
+        "moelab": report(0.2),
+        "eager": report(0.2),
+        "moelab fast": report(0.1, "other"),
+        "llama.cpp": report(0.4),
+        "moelab fast, int8": report(0.07),
+        "llama.cpp Q8_0": report(0.05),
+        "moelab fast, int4": report(0.03),
+        "llama.cpp Q4_0": missing,
+    }
     made = bench(place, told)
     (rows,) = engine.few_bits(made).values()
-    assert list(rows) == ["moelab fast", "moelab fast, int8", "moelab fast, int8, dense too", "llama.cpp Q8_0",
-                          "moelab fast, int4", "moelab fast, int4, dense too", "llama.cpp Q4_0"]
-    assert {name: (pytest.approx(aim["measured"]), aim["met"]) for name, aim in made.aims.items()} == {
-        "few bits: TPOT of int8 experts ÷ bf16": (0.7, True), "few bits: TPOT of int8 ÷ llama.cpp Q8_0": (1.4, False),
-        "few bits: TPOT of int4 experts ÷ bf16": (0.3, True)}
-    monkeypatch.setattr(engine, "SHARES", (6130, 3710))         # of a tiny model, more than a process takes
+    assert list(rows) == [
+        "moelab fast",
+        "moelab fast, int8",
+        "moelab fast, int8, dense too",
+        "llama.cpp Q8_0",
+        "moelab fast, int4",
+        "moelab fast, int4, dense too",
+        "llama.cpp Q4_0",
+    ]
+    assert {
+        name: (pytest.approx(aim["measured"]), aim["met"]) for name, aim in made.aims.items()
+    } == {
+        "few bits: TPOT of int8 experts ÷ bf16": (0.7, True),
+        "few bits: TPOT of int8 ÷ llama.cpp Q8_0": (1.4, False),
+        "few bits: TPOT of int4 experts ÷ bf16": (0.3, True),
+    }
+    monkeypatch.setattr(
+        engine, "SHARES", (6130, 3710)
+    )  # of a tiny model, more than a process takes
     others = dict.fromkeys(("lru baseline", "mapped", "accelerate", "ftllm"), missing)
-    made = bench(place, told | others | {"moelab fast, bf12": report(0.05), "llama.cpp Q4_0": report(0.02)})
+    made = bench(
+        place, told | others | {"moelab fast, bf12": report(0.05), "llama.cpp Q4_0": report(0.02)}
+    )
     more, less = engine.peers(made).items()
-    assert more[1]["moelab, int4, dense too"]["÷ moelab"] == pytest.approx(0.15) == less[1][
-        "moelab, int4, dense too"]["÷ moelab"]
+    assert (
+        more[1]["moelab, int4, dense too"]["÷ moelab"]
+        == pytest.approx(0.15)
+        == less[1]["moelab, int4, dense too"]["÷ moelab"]
+    )
     assert made.aims[f"{more[0]}: TPOT of int4 ÷ llama.cpp Q4_0"]["measured"] == pytest.approx(1.5)
-    assert made.aims[f"{less[0]}: TPOT of int4, s"]["met"] and f"{more[0]}: TPOT of int4, s" not in made.aims
-    assert made.aims[f"{less[0]}: TPOT of bf12 ÷ raw, fast, prefetching"]["measured"] == pytest.approx(0.5)
+    assert (
+        made.aims[f"{less[0]}: TPOT of int4, s"]["met"]
+        and f"{more[0]}: TPOT of int4, s" not in made.aims
+    )
+    assert made.aims[f"{less[0]}: TPOT of bf12 ÷ raw, fast, prefetching"][
+        "measured"
+    ] == pytest.approx(0.5)
 
 
 def test_linear_layers_in_few_bits_leave_experts_as_many_bytes_as_they_no_longer_take(place):
-    linears = [module.weight for name, module in open_model(place / "model").named_modules()
-               if type(module) is torch.nn.Linear and not name.endswith("gate")]
+    linears = [
+        module.weight
+        for name, module in open_model(place / "model").named_modules()
+        if type(module) is torch.nn.Linear and not name.endswith("gate")
+    ]
     less = sum(w.nbytes - len(fewbit.pack("int4", w)) for w in linears)
-    assert bench(place, {}).rounded_bytes("int4") == pytest.approx(less, rel=0.01)     # blobs are aligned
+    assert bench(place, {}).rounded_bytes("int4") == pytest.approx(
+        less, rel=0.01
+    )  # blobs are aligned
 
 
 def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
     killed = ("moelab", "moelab fast", "moelab fast, bf12", "moelab fast, huffman")
-    made = bench(place, dict.fromkeys(killed, {"result": "killed"}) | {
-        "eager": report(0.2), "llama.cpp": report(0.1)})
+    made = bench(
+        place,
+        dict.fromkeys(killed, {"result": "killed"})
+        | {"eager": report(0.2), "llama.cpp": report(0.1)},
+    )
     sections = engine.resident(made) | engine.throttled(made)
-    assert all(row == {"result": "killed"} for rows in sections.values() for name, row in rows.items()
-               if name not in ("eager", "llama.cpp"))
+    assert all(
+        row == {"result": "killed"}
+        for rows in sections.values()
+        for name, row in rows.items()
+        if name not in ("eager", "llama.cpp")
+    )
     assert not made.aims
 
 
@@ -206,6 +314,7 @@ def test_times_are_compared_with_those_of_the_same_forwards(place, here, monkeyp
         def report(self, arm, decode=None):
             reports.append(super().report(arm, decode))
             return reports[-1]
+
     (row,) = engine.simulated(Kept(SPEC, place, 5, DECODE, 1, {}))["simulated"].values()
     assert row["equal"].startswith("hits, misses") and row["simulated TTFT s"] > 0
     assert row["measured TTFT s"] == pytest.approx(sum(reports[0]["ttft_s"]) / 2, rel=0.2)
@@ -215,52 +324,82 @@ def test_the_model_is_written_in_every_form_once(tmp_path):
     bench = harness.EngineBenchmark(SPEC, tmp_path, 5, 3, 1, {})
     bench.prepare(external=False)
     written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert {path.name for path in written} == {"model", "huffman", "bf12", "raw", "int8", "int4", "experts.bin",
-                                                "experts.json"}
+    assert {path.name for path in written} == {
+        "model",
+        "huffman",
+        "bf12",
+        "raw",
+        "int8",
+        "int4",
+        "experts.bin",
+        "experts.json",
+    }
     bench.prepare(external=False)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
 
 def test_each_form_runs_once_before_anything_is_measured(place, monkeypatch):
     ran = []
-    monkeypatch.setattr(harness.peers, "run", lambda name, options: ran.append((name, options)) or {})
+    monkeypatch.setattr(
+        harness.peers, "run", lambda name, options: ran.append((name, options)) or {}
+    )
     harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {}, here=True).warm()
     given = {Path(options["store"]).name: options["options"] for _, options in ran}
-    assert list(given) == list(harness.FORMS) and all(one["executor"] == "fast" for one in given.values())
+    assert list(given) == list(harness.FORMS) and all(
+        one["executor"] == "fast" for one in given.values()
+    )
     assert {one.get("dense") for one in given.values()} == {None, "int8", "int4"}
 
 
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
     made = harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {"lru baseline": "/no/such/python"})
-    assert made.report(("lru baseline", {}, None))["result"].startswith("not installed (no interpreter")
+    assert made.report(("lru baseline", {}, None))["result"].startswith(
+        "not installed (no interpreter"
+    )
     assert made.report(("nobody", {}, None))["result"] == "failed: KeyError: 'nobody'"
 
 
 def test_no_control_group_is_said_and_limits_nothing(tmp_path):
     with control_group.memory_limit(10**9, tmp_path) as group:
-        assert group.procs is None and "nothing was limited" in group.reason and group.peak_bytes is None
+        assert (
+            group.procs is None
+            and "nothing was limited" in group.reason
+            and group.peak_bytes is None
+        )
 
 
 def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_path, monkeypatch):
     (tmp_path / "v2").mkdir()
     (tmp_path / "v2" / "cgroup.controllers").write_text("memory")
-    monkeypatch.setattr(control_group, "_remove",
-                        lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()])
+    monkeypatch.setattr(
+        control_group,
+        "_remove",
+        lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()],
+    )
     (tmp_path / "v1" / "memory").mkdir(parents=True)
     (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("-1")
-    for root, parent, file in ((tmp_path / "v2", "", "memory.max"), (tmp_path / "v1", "memory",
-                                                                     "memory.limit_in_bytes")):
+    for root, parent, file in (
+        (tmp_path / "v2", "", "memory.max"),
+        (tmp_path / "v1", "memory", "memory.limit_in_bytes"),
+    ):
         with control_group.memory_limit(12345, root) as group:
-            assert (group.procs.parent / file).read_text() == "12345" and group.procs.parent.parent == root / parent
+            assert (
+                group.procs.parent / file
+            ).read_text() == "12345" and group.procs.parent.parent == root / parent
         assert not group.procs.parent.exists()
 
 
-def test_without_a_separate_file_system_the_folder_is_used_and_the_reason_given(tmp_path, monkeypatch):
+def test_without_a_separate_file_system_the_folder_is_used_and_the_reason_given(
+    tmp_path, monkeypatch
+):
     def refuse(*words):
         raise OSError(f"{words[0]}: Permission denied")
+
     monkeypatch.setattr(machine, "_command", refuse)
     with machine.disk(tmp_path / "place", 1e6) as (folder, words):
-        assert folder == tmp_path / "place" and "Permission denied" in words and "read-ahead" in words
+        assert (
+            folder == tmp_path / "place" and "Permission denied" in words and "read-ahead" in words
+        )
     assert not list(folder.iterdir())
 
 
@@ -301,9 +440,17 @@ def test_experts_are_unstacked_as_the_hub_has_them(place, tmp_path):
     import torch
 
     import moelab
-    stacked, apart = (moelab.open_model(path).state_dict()
-                      for path in (place / "model", external_engines.write_unstacked(place / "model", tmp_path / "hub")))
-    assert stacked.keys() == apart.keys() and all(torch.equal(stacked[key], apart[key]) for key in stacked)
+
+    stacked, apart = (
+        moelab.open_model(path).state_dict()
+        for path in (
+            place / "model",
+            external_engines.write_unstacked(place / "model", tmp_path / "hub"),
+        )
+    )
+    assert stacked.keys() == apart.keys() and all(
+        torch.equal(stacked[key], apart[key]) for key in stacked
+    )
 
 
 def test_gguf_holds_the_checkpoint(place, tmp_path):
@@ -311,6 +458,7 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
     import numpy as np
     import torch
     from safetensors.torch import load_file
+
     file = external_engines.write_gguf(place / "model", tmp_path / "model.gguf")
     written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     (shard,) = (place / "model").glob("*.safetensors")
@@ -321,14 +469,27 @@ def test_gguf_holds_the_checkpoint(place, tmp_path):
 
 @pytest.mark.parametrize("kind, bits, steps", [("Q8_0", 8.5, 127), ("Q4_0", 4.5, 8)])
 def test_gguf_in_few_bits_holds_the_checkpoint_rounded(place, tmp_path, kind, bits, steps):
-    """gguf's own reader and dequantizer say what was written: no weight is further away than a step of its block, the
-    widest weight's share; what is not multiplied stays as it was."""
-    gguf = pytest.importorskip("gguf", reason="gguf quantizes and reads; it comes with llama.cpp's Python packages")
+    """gguf's own reader and dequantizer say what was written: no weight is further away than a step
+    of its block, the widest weight's share; what is not multiplied stays as it was."""
+    gguf = pytest.importorskip(
+        "gguf", reason="gguf quantizes and reads; it comes with llama.cpp's Python packages"
+    )
     import numpy as np
     from gguf.quants import dequantize
-    exact, rounded = ({tensor.name: tensor for tensor in gguf.GGUFReader(external_engines.write_gguf(
-        place / "model", tmp_path / name, name)).tensors} for name in ("BF16", kind))
-    assert list(exact) == list(rounded) and {t.tensor_type.name for t in rounded.values()} == {"F32", kind}
+
+    exact, rounded = (
+        {
+            tensor.name: tensor
+            for tensor in gguf.GGUFReader(
+                external_engines.write_gguf(place / "model", tmp_path / name, name)
+            ).tensors
+        }
+        for name in ("BF16", kind)
+    )
+    assert list(exact) == list(rounded) and {t.tensor_type.name for t in rounded.values()} == {
+        "F32",
+        kind,
+    }
     for name, tensor in rounded.items():
         weights, truth = (dequantize(of.data, of.tensor_type) for of in (tensor, exact[name]))
         assert tensor.shape.tolist() == exact[name].shape.tolist() and weights.shape == truth.shape
@@ -345,22 +506,40 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
     """One arm by itself, then the others beside it."""
     how = {"prompt": 5, "decode": 3, "executor": "exact"}
     alone = scale.run(SPEC, ("huffman",), "60%", str(tmp_path / "here"), **how)
-    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "kind": "measured", "results": alone}))
+    (tmp_path / "scale.json").write_text(
+        json.dumps({"bench": "scale", "kind": "measured", "results": alone})
+    )
     how |= {"merge": str(tmp_path / "scale.json")}
     found = scale.run(SPEC, ("bf12", "int4"), "60%", str(tmp_path / "here"), **how)
     conditions, rows, limits, turns, samples = found.values()
     assert list(rows) == list(limits) == list(turns) == ["huffman", "bf12", "int4"]
-    assert all(found[section]["huffman"] == alone[section]["huffman"] for section in list(found)[1:4])
+    assert all(
+        found[section]["huffman"] == alone[section]["huffman"] for section in list(found)[1:4]
+    )
     assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 3
     assert all(turn["MB read on demand"] > 0 for turn in turns.values())
     for name, fraction in (("bf12", 0.7), ("huffman", 0.6), ("int4", 0.2)):
-        assert fraction < limits[name]["stored fraction"] < fraction + 0.2 and limits[name]["limit s"] > 0
+        assert (
+            fraction < limits[name]["stored fraction"] < fraction + 0.2
+            and limits[name]["limit s"] > 0
+        )
     figure = beside_memory(conditions, rows, limits)
     assert {trace.name for trace in figure.data} == {
-        "weights", "peak of the process", "this machine's memory", "on demand", "limit on demand"}
+        "weights",
+        "peak of the process",
+        "this machine's memory",
+        "on demand",
+        "limit on demand",
+    }
     bars, marks = figure.data[-2:]
-    assert list(bars.x) == ["bf12", "huffman", "int4"] == [*marks.x] and all(y > 0 for y in (*bars.y, *marks.y))
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["bf12", "huffman", "int4"]   # for next time
+    assert list(bars.x) == ["bf12", "huffman", "int4"] == [*marks.x] and all(
+        y > 0 for y in (*bars.y, *marks.y)
+    )
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
+        "bf12",
+        "huffman",
+        "int4",
+    ]  # for next time
     with pytest.raises(ValueError, match="5, then 3 more, batch 1 instead of .* 6, then 3 more"):
         scale.run(SPEC, ("int4",), "60%", None, **how | {"prompt": 6})
     with pytest.raises(ValueError, match="no 50% of experts in memory"):
@@ -378,14 +557,25 @@ def test_an_arm_that_fails_takes_the_place_of_its_earlier_result(tmp_path, monke
     with pytest.raises(ValueError, match="no arm has run, .* bf12: failed: killed"):
         beside_memory(conditions, rows, others[0])
     arm = {"TPOT s": 1.0}
-    before = {"conditions": conditions, "60% of experts in memory": {"bf12": arm, "int4": arm},
-              "against the limit": {"bf12": arm}, "turns": {"bf12": arm}, "samples": {"bf12: bf12": [1.0]}}
-    (tmp_path / "scale.json").write_text(json.dumps({"bench": "scale", "kind": "measured", "results": before}))
-    _, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3, merge=tmp_path / "scale.json").values()
+    before = {
+        "conditions": conditions,
+        "60% of experts in memory": {"bf12": arm, "int4": arm},
+        "against the limit": {"bf12": arm},
+        "turns": {"bf12": arm},
+        "samples": {"bf12: bf12": [1.0]},
+    }
+    (tmp_path / "scale.json").write_text(
+        json.dumps({"bench": "scale", "kind": "measured", "results": before})
+    )
+    _, rows, *others = scale.run(
+        SPEC, ("bf12",), "60%", prompt=5, decode=3, merge=tmp_path / "scale.json"
+    ).values()
     assert rows["int4"] == arm and rows["bf12"]["result"] == "failed: killed" and not any(others)
 
 
-def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_path, here, monkeypatch):
+def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(
+    tmp_path, here, monkeypatch
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     scale.run(SPEC, ("int4",), "60%", None, prompt=5, decode=3, executor="exact")
     assert not any(tmp_path.iterdir())
@@ -394,17 +584,30 @@ def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(tmp_pa
 def test_what_is_done_is_kept_when_a_person_stops_the_bench(monkeypatch, tmp_path):
     def stopped(bench):
         raise KeyboardInterrupt
-    monkeypatch.setattr(engine, "SECTIONS", {"one": lambda bench: {"one": {"a": 1}}, "two": stopped, "three": stopped})
+
+    monkeypatch.setattr(
+        engine,
+        "SECTIONS",
+        {"one": lambda bench: {"one": {"a": 1}}, "two": stopped, "three": stopped},
+    )
     monkeypatch.setattr(harness.EngineBenchmark, "prepare", lambda bench, external: None)
     monkeypatch.setattr(harness.EngineBenchmark, "warm", lambda bench: None)
     found = engine.run(["one", "two", "three"], tmp_path)
-    assert found["one"] == {"a": 1} and found["conditions"]["stopped in"] == "two" and "three" not in found
+    assert (
+        found["one"] == {"a": 1}
+        and found["conditions"]["stopped in"] == "two"
+        and "three" not in found
+    )
 
 
 def test_joules_of_gpus_are_counted_where_nvml_tells_them(tmp_path, monkeypatch):
     nvml = SimpleNamespace(
-        NVMLError=OSError, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1500 * (handle + 1))
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1500 * (handle + 1),
+    )
     monkeypatch.setattr(peers, "RAPL", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert peers.joules() == 4.5

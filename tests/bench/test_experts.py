@@ -1,4 +1,5 @@
-"""The measurement of executors: a tiny run has every arm, its ratios are right, its arms compute the same."""
+"""The measurement of executors: a tiny run has every arm, its ratios are right, its arms compute
+the same."""
 
 import threading
 
@@ -15,9 +16,17 @@ def test_a_tiny_run_has_all_sections(monkeypatch):
     found = experts.run(**SIZES, tokens=6, cold=0, rounds=1, dtypes=["bf16"])
     for title in ("bf16 prefill, 6 tokens", "bf16 decode, 1 token"):
         rows = found[title]
-        assert {f"transformers {name}" for name in experts.STOCK} | {"exact", "sorted", "gemv"} <= set(rows)
+        assert {f"transformers {name}" for name in experts.STOCK} | {
+            "exact",
+            "sorted",
+            "gemv",
+        } <= set(rows)
         assert all(row["ms"] > 0 and row["GB/s"] > 0 for row in rows.values())
-        assert any(row["× transformers' best"] == 1 for name, row in rows.items() if name.startswith("transformers"))
+        assert any(
+            row["× transformers' best"] == 1
+            for name, row in rows.items()
+            if name.startswith("transformers")
+        )
     assert experts.PACKED.keys() <= found["bf16 decode, 1 token"].keys()
     assert len(found["aims"]) == 3 + len(experts.PACKED)
     assert all(isinstance(row["met"], bool) for row in found["aims"].values())
@@ -33,7 +42,7 @@ def test_all_arms_compute_the_same():
         for i in range(3):
             results = {name: arm(i).float() for name, arm in arms.items()}
             expected = results["transformers eager"]
-            for name, result in results.items():            # what rounds to few bits is near on the whole
+            for name, result in results.items():  # what rounds to few bits is near on the whole
                 if name in experts.PACKED and not name.endswith("bf12"):
                     assert (result - expected).norm() < 0.2 * expected.norm(), name
                 else:
@@ -41,25 +50,54 @@ def test_all_arms_compute_the_same():
 
 
 def test_rows_of_known_timings():
-    samples = {"transformers a": [4.0, 8.0, 4.0], "transformers b": [5.0, 10.0, 5.0], "fast": [2.0, 4.0, 1.0]}
+    samples = {
+        "transformers a": [4.0, 8.0, 4.0],
+        "transformers b": [5.0, 10.0, 5.0],
+        "fast": [2.0, 4.0, 1.0],
+    }
     rows = experts.ExpertTimes(samples, read=8e9, flops=1e9, bandwidth=8e9, rate=1e9).rows()
-    assert rows["fast"]["× transformers' best"] == 2 and rows["transformers b"]["× transformers' best"] == 0.8
-    assert rows["fast"]["GB/s"] == 4 and rows["fast"]["of bandwidth"] == 0.5 == rows["fast"]["of roofline"]
+    assert (
+        rows["fast"]["× transformers' best"] == 2
+        and rows["transformers b"]["× transformers' best"] == 0.8
+    )
+    assert (
+        rows["fast"]["GB/s"] == 4
+        and rows["fast"]["of bandwidth"] == 0.5 == rows["fast"]["of roofline"]
+    )
 
 
 def test_a_packed_kind_reads_its_own_bytes():
     layers = experts.Layers(**SIZES, dtype=torch.bfloat16, cold=6e5)
     layers.arms(1, 2)
     assert 0.75 <= layers.stored["gemv of bf12"] < 0.8 and 0.5 < layers.stored["gemv of int8"] < 0.6
-    rows = experts.ExpertTimes({"transformers a": [4.0], "gemv of int8": [1.0]}, 8e9, 1e9, 8e9, 1e9,
-                               stored={"gemv of int8": 0.5}).rows()
-    assert rows["gemv of int8"]["of bandwidth"] == 0.5 and rows["transformers a"]["of bandwidth"] == 0.25
+    rows = experts.ExpertTimes(
+        {"transformers a": [4.0], "gemv of int8": [1.0]},
+        8e9,
+        1e9,
+        8e9,
+        1e9,
+        stored={"gemv of int8": 0.5},
+    ).rows()
+    assert (
+        rows["gemv of int8"]["of bandwidth"] == 0.5
+        and rows["transformers a"]["of bandwidth"] == 0.25
+    )
 
 
 def test_times_are_read_by_medians():
-    of = experts.ExpertTimes({"transformers eager": [4.0, 9.0, 4.0], "transformers grouped_mm": [3.0, 3.0, 8.0],
-                              "gemv": [1.0, 2.0, 9.0], "sorted": [3.0, 2.5, 2.5],
-                              "gemv of split planes": [0.5] * 3}, 0.5e9, 1e9, 1e9, 1e9)
+    of = experts.ExpertTimes(
+        {
+            "transformers eager": [4.0, 9.0, 4.0],
+            "transformers grouped_mm": [3.0, 3.0, 8.0],
+            "gemv": [1.0, 2.0, 9.0],
+            "sorted": [3.0, 2.5, 2.5],
+            "gemv of split planes": [0.5] * 3,
+        },
+        0.5e9,
+        1e9,
+        1e9,
+        1e9,
+    )
     assert of.ours == (2.0, "gemv") and of.stock == (3.0, "transformers grouped_mm")
     assert of.speedup == 1.5 and of.reached == 0.5 and of.bound == "FLOPs ÷ rate"
 
@@ -70,16 +108,23 @@ def test_a_tiny_bench_has_every_arm_and_leaves_nothing():
     card = bench.machine(1)
     assert card["memory_bandwidth_gbs"] > 0 and card["bf16_tflops"] > 0
     of = bench.executors(3, 2)
-    assert not set(of.samples) & {*experts.LEFT_OUT, "memory"} and {"gemv", "all_experts"} <= set(of.samples)
+    assert not set(of.samples) & {*experts.LEFT_OUT, "memory"} and {"gemv", "all_experts"} <= set(
+        of.samples
+    )
     assert all(len(samples) == 2 for samples in of.samples.values()) and of.reached > 0
     found = bench.loading((2, 4), 1)
-    assert list(found) == [2, 4] and all(set(arms) == set(experts.LOADING) for arms in found.values())
+    assert list(found) == [2, 4] and all(
+        set(arms) == set(experts.LOADING) for arms in found.values()
+    )
     bench.close()
     assert torch.get_num_threads() == before and threading.active_count() == threads
 
 
 def test_where_loading_all_begins_to_pay():
-    found = {1: {"selective": [1.0, 1.0, 9.0], "all_experts": [4.0]}, 8: {"selective": [2.0], "all_experts": [1.0]}}
+    found = {
+        1: {"selective": [1.0, 1.0, 9.0], "all_experts": [4.0]},
+        8: {"selective": [2.0], "all_experts": [1.0]},
+    }
     ratios = experts.all_over_selective(found)
     assert ratios == {1: 4.0, 8: 0.5} and experts.crossing(ratios) == 8
     assert experts.crossing({1: 1.5}) is None
@@ -89,4 +134,8 @@ def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():
     samples, stored, bound = experts.stored_ways("huffman", K=2, H=128, I=64, rounds=2, cold=0)
     assert list(samples) == list(stored) == ["bf16", "bf12", "huffman, decoded first"]
     assert all(len(found) == 2 and min(found) > 0 for found in samples.values())
-    assert stored["bf16"] == 1 and 0.75 < stored["bf12"] < 0.8 and 0.6 < bound < stored["huffman, decoded first"] < 0.75
+    assert (
+        stored["bf16"] == 1
+        and 0.75 < stored["bf12"] < 0.8
+        and 0.6 < bound < stored["huffman, decoded first"] < 0.75
+    )

@@ -1,4 +1,5 @@
-"""The bench of a GPU as far as a CPU goes: its tokens, of a small model, behind the link of `tests.offloading`."""
+"""The bench of a GPU as far as a CPU goes: its tokens, of a small model, behind the link of
+`tests.offloading`."""
 
 from functools import partial
 
@@ -12,7 +13,9 @@ from moelab.offloading.link import PinnedReader
 from moelab.specs import MoESpec
 from tests.offloading.test_link import CPU, Ordered
 
-SPEC = MoESpec("small", "qwen3_moe", 2, (0, 1), 8, 2, 128, 128, vocab=128, heads=4, kv_heads=2, head_dim=32)
+SPEC = MoESpec(
+    "small", "qwen3_moe", 2, (0, 1), 8, 2, 128, 128, vocab=128, heads=4, kv_heads=2, head_dim=32
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
@@ -24,13 +27,20 @@ def test_it_needs_a_gpu():
 def test_tokens_of_every_arm(monkeypatch, tmp_path):
     def opened(folder, mode=None, device=None, of=gpu.open_model, **options):
         return of(folder, **options)
+
     monkeypatch.setattr(gpu, "open_model", opened)
     monkeypatch.setattr("moelab.offloading.slots.link_to", Ordered)
     monkeypatch.setattr("moelab.offloading.offload.Reader", partial(PinnedReader, device=CPU))
     synthesize(tmp_path / "model", SPEC)
     convert(tmp_path / "model", tmp_path / "bf12", codec="bf12")
-    rows = dict(gpu.tokens(tmp_path, CPU, list(range(3, 15)), 1e9, 1, 8, (0.4,), SPEC.experts_bytes))
-    assert len(rows) == 2 + 2 * len(gpu.ARMS) and all(row["TPOT ms"] > 0 < row["TTFT ms"] for row in rows.values())
+    rows = dict(
+        gpu.tokens(tmp_path, CPU, list(range(3, 15)), 1e9, 1, 8, (0.4,), SPEC.experts_bytes)
+    )
+    assert len(rows) == 2 + 2 * len(gpu.ARMS) and all(
+        row["TPOT ms"] > 0 < row["TTFT ms"] for row in rows.values()
+    )
     raw, packed = (rows[f"{form}, exact, 40% on the GPU"] for form in ("raw", "bf12"))
-    assert 0 < raw["hit rate"] <= packed["hit rate"]                # the same memory holds more experts of twelve bits
+    assert (
+        0 < raw["hit rate"] <= packed["hit rate"]
+    )  # the same memory holds more experts of twelve bits
     assert raw["MB copied"] > packed["MB copied"] > 0

@@ -29,8 +29,12 @@ def result(**figures):
 
 
 def test_gains_pair_the_cells_that_both_have():
-    cells = {("m", 2, LITERAL, 0): result(moe_decode=3.0), ("m", 2, BETTER, 0): result(moe_decode=2.0),
-             ("m", 1, LITERAL, 0): None, ("m", 1, BETTER, 0): None}
+    cells = {
+        ("m", 2, LITERAL, 0): result(moe_decode=3.0),
+        ("m", 2, BETTER, 0): result(moe_decode=2.0),
+        ("m", 1, LITERAL, 0): None,
+        ("m", 1, BETTER, 0): None,
+    }
     sweep = Sweep(ASSUMED, cells)
     assert ndp.gains(sweep) == {"moe_prefill": [1.0], "moe_decode": [1.5], "end_to_end": [1.0]}
 
@@ -43,22 +47,33 @@ def test_a_step_is_measured_by_its_events():
 
 def test_what_moves_a_figure_most_comes_first():
     names = FIT[:2]
-    table = {"as chosen": dict.fromkeys(names, 2.0), "zipf = 1": {names[0]: 2.0, names[1]: 1.0},
-             "bias = 0": {names[0]: 2.2, names[1]: 2.0}}
-    assert ndp.moved(table, names) == {"zipf = 1": pytest.approx(1.0), "bias = 0": pytest.approx(0.1)}
+    table = {
+        "as chosen": dict.fromkeys(names, 2.0),
+        "zipf = 1": {names[0]: 2.0, names[1]: 1.0},
+        "bias = 0": {names[0]: 2.2, names[1]: 2.0},
+    }
+    assert ndp.moved(table, names) == {
+        "zipf = 1": pytest.approx(1.0),
+        "bias = 0": pytest.approx(0.1),
+    }
 
 
 def test_agreement_counts_each_half():
-    found = {name: (ndp.CLAIMS[name].value if isinstance(ndp.CLAIMS[name].value, float) else 0.9, 0, 0)
-             for name in (*FIT, *JUDGED)}
+    found = {
+        name: (ndp.CLAIMS[name].value if isinstance(ndp.CLAIMS[name].value, float) else 0.9, 0, 0)
+        for name in (*FIT, *JUDGED)
+    }
     assert ndp.agreeing(found) == {half: len(names) for half, names in HALVES.items()}
     found[FIT[0]] = (9.0, 0, 0)
     assert ndp.agreeing(found)["fit"] == len(FIT) - 1
 
 
 def test_distances_are_per_cent():
-    row = {f"{phase}: {what}": value for phase in ("prefill", "decode")
-           for what, value in (("least", 1.0), ("mean", 1.1), ("most", 1.5))}
+    row = {
+        f"{phase}: {what}": value
+        for phase in ("prefill", "decode")
+        for what, value in (("least", 1.0), ("mean", 1.1), ("most", 1.5))
+    }
     assert ndp.distances({"TP": row})["decode"]["TP"] == pytest.approx((10, 0, 50))
 
 
@@ -71,39 +86,61 @@ def test_the_design_space_ends_where_the_experts_fit():
     space = ndp.design_space((1, 6), ASSUMED)
     paper = next(iter(VARIANTS))
     assert math.isnan(space[MODELS[3]][paper][1]) and space[MODELS[3]][paper][6] > 0
-    # on demand, a slower link costs its K experts a layer: 2 experts × 32 layers × 3 · 4096 · 14336 weights
+    # on demand, a slower link costs its K experts a layer: 2 experts × 32 layers × 3 · 4096 · 14336
+    # weights
     demand = ndp.design_space((6,), ASSUMED, "MoE-OnDemand")[MODELS[3]]
     sent = 2 * 32 * 3 * 4096 * 14336 * 2
-    link = 0.85 * 32e9 * 128 / 130                                          # PCIe 4, of which 0.85 are reached
+    link = 0.85 * 32e9 * 128 / 130  # PCIe 4, of which 0.85 are reached
     assert demand["PCIe 4"][6] - demand[paper][6] == pytest.approx(sent / (2 * link), rel=1e-6)
 
 
 def test_prompts_by_length_and_a_filled_memory():
-    found = ndp.prefill_seconds(MODELS[3], {"demand": "MoE-OnDemand", "TP": "NDP+TP"}, (8, 64), ASSUMED)
-    assert found["demand"][1][1] < 2 * found["demand"][0][1] and found["TP"][1][1] > 4 * found["TP"][0][1]
+    found = ndp.prefill_seconds(
+        MODELS[3], {"demand": "MoE-OnDemand", "TP": "NDP+TP"}, (8, 64), ASSUMED
+    )
+    assert (
+        found["demand"][1][1] < 2 * found["demand"][0][1]
+        and found["TP"][1][1] > 4 * found["TP"][0][1]
+    )
     sweep = paper_sweep(ASSUMED, MODELS[:1], (2,), (LITERAL,), (0,), 16, 8)
     assert ndp.filling(sweep, 0, 16, 8) > 0
 
 
 def test_an_offloaded_generation_is_simulated_on_hypothetical_hardware(tmp_path):
-    """Record what an offloaded model routes, and time it: on demand by hand, K experts a layer and token."""
+    """Record what an offloaded model routes, and time it: on demand by hand, K experts a layer and
+    token."""
     model = moelab.open_model(moelab.convert(None, tmp_path / "store", codec="raw"), memory="50%")
-    trace = moelab.record(model, ["def add(a, b):\n", "import os\n"], max_new_tokens=4, min_new_tokens=4)
+    trace = moelab.record(
+        model, ["def add(a, b):\n", "import os\n"], max_new_tokens=4, min_new_tokens=4
+    )
     model.moelab.close()
     spec, routing = trace.spec, recorded_routing(trace, 1)
     assert len(routing.decode) == 3
     taken = ndp.decode_times(routing, {"a": "MoE-OnDemand", "b": "NDP+TP"}, ASSUMED, N=4)
     costs = Costs(spec, ASSUMED.hardware(4))
-    assert taken["a"] == pytest.approx(3 * spec.L * (spec.K * costs.transfer() + float(costs.gpu(1))))
+    assert taken["a"] == pytest.approx(
+        3 * spec.L * (spec.K * costs.transfer() + float(costs.gpu(1)))
+    )
     assert set(taken) == {"a", "b"} and taken["b"] > 0
 
 
 def test_increments_are_ratios_of_levels():
-    found = {name: (2.0, 2.0, 2.0) for name in (*FIT, *JUDGED)} | {"decode NDP+TP+LB": (2.2, 2.2, 2.2)}
+    found = {name: (2.0, 2.0, 2.0) for name in (*FIT, *JUDGED)} | {
+        "decode NDP+TP+LB": (2.2, 2.2, 2.2)
+    }
     rows = {row["what a technique adds"]: row for row in tables.increments(found)}
-    assert (rows["decode: +LB on +TP"]["paper"], rows["decode: +LB on +TP"]["ours"]) == ("+10.1%", "+10.0%")
-    assert rows["decode: +PRE on +TP"]["paper"] == "+12.1%" and rows["decode: +LB on +TP+PRE"]["paper"] == "+8.1%"
-    assert tables.recorded({"real": {"x": 3.0, "y": 1.5}}, "x")[1] == {"schedule": "y", "real, over x": "2.00×"}
+    assert (rows["decode: +LB on +TP"]["paper"], rows["decode: +LB on +TP"]["ours"]) == (
+        "+10.1%",
+        "+10.0%",
+    )
+    assert (
+        rows["decode: +PRE on +TP"]["paper"] == "+12.1%"
+        and rows["decode: +LB on +TP+PRE"]["paper"] == "+8.1%"
+    )
+    assert tables.recorded({"real": {"x": 3.0, "y": 1.5}}, "x")[1] == {
+        "schedule": "y",
+        "real, over x": "2.00×",
+    }
 
 
 def test_cut_experts_compute_the_same():
@@ -123,7 +160,8 @@ def test_one_layer_by_both_engines():
 
 
 def test_a_cached_expert_is_not_sent():
-    """On demand with popular experts on the GPU, by hand: of K experts those that are not there cross the link."""
+    """On demand with popular experts on the GPU, by hand: of K experts those that are not there
+    cross the link."""
     assumed = replace(ASSUMED, cached="all")
     routing, machine = assumed.routing(MODELS[1], 0, 16, 8), assumed.hardware(2)
     run = NDPRun(machine, assumed.system("MoE-OnDemand"), routing)
@@ -131,7 +169,7 @@ def test_a_cached_expert_is_not_sent():
     assert run.x == experts_that_fit(costs, 24) > 8
     for ids in routing.decode:
         for layer, chosen in enumerate(ids):
-            popular = np.argsort(-routing.history[layer], kind="stable")[:run.x]
+            popular = np.argsort(-routing.history[layer], kind="stable")[: run.x]
             sent = len(set(chosen.tolist()) - set(popular.tolist()))
             seconds += sent * costs.transfer() + (1 if sent else len(chosen)) * float(costs.gpu(1))
     found = simulate(machine, assumed.system("MoE-OnDemand"), routing)
@@ -142,10 +180,14 @@ def test_a_cached_expert_is_not_sent():
 
 def test_a_sweep_is_completed_by_what_it_lacks():
     sizes = dict(units=(2,), prompt=4, answer=4)
-    part, both = (paper_sweep(ASSUMED, systems=names, seeds=(0,), **sizes)
-                  for names in (["MoNDE"], ["MoNDE", "NDP+TP"]))
+    part, both = (
+        paper_sweep(ASSUMED, systems=names, seeds=(0,), **sizes)
+        for names in (["MoNDE"], ["MoNDE", "NDP+TP"])
+    )
     found = ndp.completed(part, ["MoNDE", "NDP+TP"], 0, **sizes)
-    times = [{key: of and of.end_to_end for key, of in sweep.cells.items()} for sweep in (found, both)]
+    times = [
+        {key: of and of.end_to_end for key, of in sweep.cells.items()} for sweep in (found, both)
+    ]
     assert times[0] == times[1]
     assert ndp.completed(both, ["NDP+TP"], 0, **sizes) is both
 
@@ -153,7 +195,11 @@ def test_a_sweep_is_completed_by_what_it_lacks():
 def test_equal_memory_helps_the_others_more():
     found = ndp.means(Sweep(ASSUMED), units=(3,), prompt=8, answer=8)
     assert set(found) == {"MoE-OnDemand", "Fiddler", "MoNDE"}
-    assert all(of["equal memory: mean"] < of["the paper: mean"] for name, of in found.items() if name != "MoNDE")
+    assert all(
+        of["equal memory: mean"] < of["the paper: mean"]
+        for name, of in found.items()
+        if name != "MoNDE"
+    )
 
 
 def test_balancing_adds_nothing_where_dram_is_shared():
@@ -161,15 +207,24 @@ def test_balancing_adds_nothing_where_dram_is_shared():
     swept = paper_sweep(ASSUMED, seeds=(0,), **sizes)
     found = ndp.dram(swept, Sweep(ndp.physical(ASSUMED)), **sizes)
     assert found["NDP+TP+LB"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
-    assert found["NDP+TP+LB, improved"]["shared"] == pytest.approx(found["NDP+TP"]["shared"], rel=1e-12)
+    assert found["NDP+TP+LB, improved"]["shared"] == pytest.approx(
+        found["NDP+TP"]["shared"], rel=1e-12
+    )
     assert found["NDP+TP+LB"]["free"] > found["NDP+TP"]["free"] * 1.01
-    assert found["NDP+TP+PRE"]["shared"] > found["NDP+TP"]["shared"] * 1.05     # what is on the GPU is not read
+    assert (
+        found["NDP+TP+PRE"]["shared"] > found["NDP+TP"]["shared"] * 1.05
+    )  # what is on the GPU is not read
 
 
 def test_all_combinations_in_a_table():
-    few = {name: options[:1] for name, options in CHOICES.items()} | {"zipf": (0.2, 1.0), "bias": (0.3,)}
+    few = {name: options[:1] for name, options in CHOICES.items()} | {
+        "zipf": (0.2, 1.0),
+        "bias": (0.3,),
+    }
     found = readings(few, prompt=16, answer=4)
     assumed = Assumptions(**{name: options[0] for name, options in few.items()})
     changed = ndp.sensitivity(found, assumed)
-    assert set(changed) == {"as chosen", "zipf = 1.0"} and changed["zipf = 1.0"] == found.at(replace(assumed, zipf=1.0))
+    assert set(changed) == {"as chosen", "zipf = 1.0"} and changed["zipf = 1.0"] == found.at(
+        replace(assumed, zipf=1.0)
+    )
     assert len(tables.assumed(ASSUMED, found)) == len(CHOICES)

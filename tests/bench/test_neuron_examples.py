@@ -7,14 +7,23 @@ from moelab.bench import neuron_examples
 
 def test_figures_are_what_a_calculator_says():
     found = {name: value for name, (value, _) in neuron_examples.figures().items()}
-    assert found["router_mb"] == 2880 * 128 * 2 / 1e6 and found["routers_mb"] == 36 * 2880 * 128 * 2 / 1e6
-    assert found["router_share"] == pytest.approx(36 * 2880 * 128 * 2 / 24e9, rel=0.08)         # GB or GiB
+    assert (
+        found["router_mb"] == 2880 * 128 * 2 / 1e6
+        and found["routers_mb"] == 36 * 2880 * 128 * 2 / 1e6
+    )
+    assert found["router_share"] == pytest.approx(36 * 2880 * 128 * 2 / 24e9, rel=0.08)  # GB or GiB
     assert (found["blocks_provisioned"], found["blocks_needed"]) == (-(-2000 // 256) + 7, 8)
-    assert found["padding_to_provisioned"] == (15 - 8) / 8 and found["padding_algorithmic"] == (8 * 256 - 2000) / 2000
+    assert (
+        found["padding_to_provisioned"] == (15 - 8) / 8
+        and found["padding_algorithmic"] == (8 * 256 - 2000) / 2000
+    )
     assert found["token_skipping_saves"] == 2880 / (4 * 2880 + 3 * 2880**2)
     assert found["intensity_decode_batch_32"] == pytest.approx(
-        2 * 32 * 4096 * 12288 / (2 * (32 * 4096 + 32 * 12288 + 4096 * 12288)))
-    assert {found[f"provisioned_savings_{name}"] for name in ("DeepSeek", "GPT-OSS", "Llama4")} == {0.5}
+        2 * 32 * 4096 * 12288 / (2 * (32 * 4096 + 32 * 12288 + 4096 * 12288))
+    )
+    assert {found[f"provisioned_savings_{name}"] for name in ("DeepSeek", "GPT-OSS", "Llama4")} == {
+        0.5
+    }
     assert found["experts_needed_256_8_32"] == pytest.approx(256 * (1 - (1 - 8 / 256) ** 32))
 
 
@@ -26,15 +35,25 @@ def test_the_worst_padding_fills_every_block():
 
 def test_gathering_ids_costs_too():
     bytes_before, weights = 128 * 2, 8 * 2
-    assert neuron_examples.gather_ratios() == {name: bytes_before / (weights + 8 * size)
-                                     for name, size in (("int64", 8), ("int32", 4), ("uint8", 1))}
+    assert neuron_examples.gather_ratios() == {
+        name: bytes_before / (weights + 8 * size)
+        for name, size in (("int64", 8), ("int32", 4), ("uint8", 1))
+    }
 
 
 def test_block_sizes_by_hand():
     first, again, *others = neuron_examples.block_sizes()
-    assert (first.device, first.model, first.T, first.reuse, again.reuse) == (again.device, again.model, 4096, True, False)
-    assert first.real == 4096 * 4 / 128                         # FLOPs a byte of a bf16 weight that T·K/E tokens use
-    assert {one.dtype for one in others} == {"bf16", "fp8"} and len(others) == 2 * len(neuron_examples.ASKED) - 2
+    assert (first.device, first.model, first.T, first.reuse, again.reuse) == (
+        again.device,
+        again.model,
+        4096,
+        True,
+        False,
+    )
+    assert first.real == 4096 * 4 / 128  # FLOPs a byte of a bf16 weight that T·K/E tokens use
+    assert {one.dtype for one in others} == {"bf16", "fp8"} and len(others) == 2 * len(
+        neuron_examples.ASKED
+    ) - 2
     fp8 = next(one for one in others if one.dtype == "fp8")
     assert fp8.real == 2 * 8192 * 4 / 128
 
@@ -45,4 +64,8 @@ def test_ways_of_parallel_execution_use_all_devices():
 
 
 def test_the_guides_six_tokens():
-    assert neuron_examples.six_tokens().tokens.tolist()[:3] == [[0, 2, 5, -1], [1, 4, -1, -1], [3, -1, -1, -1]]
+    assert neuron_examples.six_tokens().tokens.tolist()[:3] == [
+        [0, 2, 5, -1],
+        [1, 4, -1, -1],
+        [3, -1, -1, -1],
+    ]

@@ -13,7 +13,7 @@ def test_placements_are_judged_by_what_they_have_not_seen():
     found = parallel.placed(known, seen, devices=4, spare=4)
     assert list(found) == ["in order", "EPLB, none spare", "EPLB, 4 spare"]
     assert [one.device_load for one in found["in order"]] == [(2, 2, 2, 10), (8, 8, 2, 2)]
-    assert found["EPLB, none spare"][1].ratio == pytest.approx(1.0)                 # 4 + 1 on each
+    assert found["EPLB, none spare"][1].ratio == pytest.approx(1.0)  # 4 + 1 on each
     for by_layer in found.values():
         assert [sum(one.device_load) for one in by_layer] == pytest.approx(seen.sum(1).tolist())
 
@@ -23,4 +23,6 @@ def test_placements_are_judged_by_what_they_have_not_seen():
 def test_bytes_are_counted_whether_or_not_it_is_timed(rounds):
     found = parallel.run(16, (2,), rounds=rounds)
     assert ("one layer (measured)" in found) == (rounds > 0)
-    assert all(row["as predicted"] for row in found["volume on 2 ranks, 16 tokens (exact)"].values())
+    assert all(
+        row["as predicted"] for row in found["volume on 2 ranks, 16 tokens (exact)"].values()
+    )

@@ -14,7 +14,8 @@ def found():
 
 
 def top(trace, layer, k):
-    """The k experts of a layer that most prefill tokens visited, and how often each was, by a loop."""
+    """The k experts of a layer that most prefill tokens visited, and how often each was, by a
+    loop."""
     counts = [0] * trace.spec.E
     for row, phase in enumerate(trace.phase.tolist()):
         for expert in trace.ids[row, layer].tolist() if phase == PREFILL else ():
@@ -26,26 +27,36 @@ def test_the_pooled_overlap_is_what_a_loop_counts(found):
     k, L = 4, found.calibration.spec.L
     for n, name in enumerate(found.names):
         for layer in range(L):
-            offline, seen = (top(found.traces[name, split], layer, k) for split in ("train", "test"))
-            if sorted(offline)[-k] == sorted(offline)[-k - 1] or sorted(seen)[-k] == sorted(seen)[-k - 1]:
-                continue                                        # a tie: which one is of the k is arbitrary
+            offline, seen = (
+                top(found.traces[name, split], layer, k) for split in ("train", "test")
+            )
+            if (
+                sorted(offline)[-k] == sorted(offline)[-k - 1]
+                or sorted(seen)[-k] == sorted(seen)[-k - 1]
+            ):
+                continue  # a tie: which one is of the k is arbitrary
             best = [set(sorted(range(len(c)), key=c.__getitem__)[-k:]) for c in (offline, seen)]
             assert found.pooled(k)[n, layer] == pytest.approx(len(best[0] & best[1]) / k)
 
 
 def test_sources_and_their_relatives_are_kept_apart(found):
     assert set(found.offline) == {"code", *RELATED} and found.names == ["code", "needle"]
-    assert found.across(4, PREFILL).shape == (3, 2) and set(found.same_domain(4)) == {"prefill", "decode"}
+    assert found.across(4, PREFILL).shape == (3, 2) and set(found.same_domain(4)) == {
+        "prefill",
+        "decode",
+    }
     diagonal = found.pooled(4).nanquantile(0.5, 1)
     assert torch.allclose(found.across(4, PREFILL)[:2].diag().double(), diagonal.double())
-    assert found.tokens == sum(len(found.traces[name, split]) for name in found.names for split in ("train", "test"))
+    assert found.tokens == sum(
+        len(found.traces[name, split]) for name in found.names for split in ("train", "test")
+    )
 
 
 def test_no_expert_overflows_its_largest_load(found):
     tried = Capacities.tried(found, found.chunk_sizes(16, 32, 1 << 20)[-1])
     assert [len(row) for row in tried.rows(128)] == [4] * 5
     lost = list(tried.lost.values())
-    assert (lost[1] >= lost[2]).all()                           # the factor K makes room
+    assert (lost[1] >= lost[2]).all()  # the factor K makes room
     assert 1 < fair_imbalance(10**9, 32, 4) < 1.001 < fair_imbalance(64, 32, 4)
 
 
@@ -55,9 +66,12 @@ def test_a_comparison_needs_two():
 
 
 def test_overlap_by_size_of_the_calibration(found):
-    offline, unseen = ({name: found.traces[name, split] for name in ("code", "needle")} for split in ("train", "test"))
+    offline, unseen = (
+        {name: found.traces[name, split] for name in ("code", "needle")}
+        for split in ("train", "test")
+    )
     rows = by_size(offline, unseen, [("code", "needle")], [1, 2], 4)
-    assert list(rows) == [1]                                    # of two prompts there is but one group
+    assert list(rows) == [1]  # of two prompts there is but one group
     assert rows[1]["groups"] == 2
     rows = by_size(offline, unseen, [("code", "needle"), ("needle", "code")], [1], 4)
     loops = []
@@ -65,11 +79,18 @@ def test_overlap_by_size_of_the_calibration(found):
         agreed = []
         for a, b in (("code", "needle"), ("needle", "code")):
             part = offline[a].select(offline[a].sequence == group)
-            layers = [len(set(best(part, layer)) & set(best(unseen[b], layer))) / 4 for layer in range(part.spec.L)]
-            agreed.append(sorted(layers)[(len(layers) - 1) // 2] / 2 + sorted(layers)[len(layers) // 2] / 2)
+            layers = [
+                len(set(best(part, layer)) & set(best(unseen[b], layer))) / 4
+                for layer in range(part.spec.L)
+            ]
+            agreed.append(
+                sorted(layers)[(len(layers) - 1) // 2] / 2 + sorted(layers)[len(layers) // 2] / 2
+            )
         loops.append(sum(agreed) / 2)
     assert rows[1]["overlap"] == pytest.approx(sum(loops) / 2)
-    assert rows[1]["tokens"] == pytest.approx(sum(int((t.phase == PREFILL).sum()) for t in offline.values()) / 4)
+    assert rows[1]["tokens"] == pytest.approx(
+        sum(int((t.phase == PREFILL).sum()) for t in offline.values()) / 4
+    )
 
 
 def best(trace, layer):

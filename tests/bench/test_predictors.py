@@ -1,4 +1,5 @@
-"""The contest of predictors: its controls, its names, and that all of it runs on the small model."""
+"""The contest of predictors: its controls, its names, and that all of it runs on the small
+model."""
 
 from statistics import median
 from types import SimpleNamespace
@@ -8,7 +9,16 @@ import torch
 
 from moelab import open_model
 from moelab.bench import prefetch
-from moelab.bench.predictors import CONTEST, PARTS, TASKS, TRAINED, Contest, by_layer, mean, training_metrics
+from moelab.bench.predictors import (
+    CONTEST,
+    PARTS,
+    TASKS,
+    TRAINED,
+    Contest,
+    by_layer,
+    mean,
+    training_metrics,
+)
 from moelab.specs import Event
 
 
@@ -28,24 +38,38 @@ def test_the_controls_come_out(contest):
 
 def test_estimators_are_taught_scored_and_executed(contest):
     learned, seconds = contest.teach(320, 2, seed=0)
-    assert seconds > 0 and {kind: [len(of) for of in found.values()] for kind, found in learned.items()} == {
-        kind: [2, 2, 1] for kind in learned}
+    assert seconds > 0 and {
+        kind: [len(of) for of in found.values()] for kind, found in learned.items()
+    } == {kind: [2, 2, 1] for kind in learned}
     assert set(training_metrics(learned)) >= {f"recall_residual_{part}" for part in PARTS}
     scored = contest.scores(TRAINED)
     # the hybrid is in each layer what it chose
-    router, ours, hybrid = (of.recall for of in (contest.scores(("quasi",))["quasi"], scored["residual"],
-                                                 scored["residual_hybrid"]))
-    choice = torch.tensor(contest.choices["residual"][:len(hybrid)])
+    router, ours, hybrid = (
+        of.recall
+        for of in (
+            contest.scores(("quasi",))["quasi"],
+            scored["residual"],
+            scored["residual_hybrid"],
+        )
+    )
+    choice = torch.tensor(contest.choices["residual"][: len(hybrid)])
     assert torch.equal(hybrid, torch.where(choice, ours, router))
     assert learned["residual"][320] == [mean(scored["residual"])]
     assert by_layer("recall_s", scored["residual"])["recall_s_0"] == float(ours[0])
     costs, loss = contest.executed(("quasi", *CONTEST[-1:]), 2, 2, 48, seed=0)
-    assert list(costs) == list(TASKS) and loss > 0 and costs["loss"]["quasi"][0] < costs["loss"]["random"][0]
+    assert (
+        list(costs) == list(TASKS)
+        and loss > 0
+        and costs["loss"]["quasi"][0] < costs["loss"]["random"][0]
+    )
     assert contest.identical([5, 6, 7, 8], 3) == {"hint": True, "router-free": True}
 
 
 def test_a_token_of_median_duration_and_its_waits():
-    taken = [SimpleNamespace(seconds=s, events=[Event("compute", "wait", 0, 0, 1.0, 1.0 + s)]) for s in (3.0, 1.0, 2.0)]
+    taken = [
+        SimpleNamespace(seconds=s, events=[Event("compute", "wait", 0, 0, 1.0, 1.0 + s)])
+        for s in (3.0, 1.0, 2.0)
+    ]
     of = prefetch.typical({"hint": taken})
     assert of["hint"][0].end - 1 == median(one.seconds for one in taken)
     assert prefetch.waits(of) == "waiting hint 2000.0 ms (measured)"

@@ -1,4 +1,5 @@
-"""Reading from a store on disk: everything is read and decoded, threads overlap, and the sums are right."""
+"""Reading from a store on disk: everything is read and decoded, threads overlap, and the sums are
+right."""
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ EXPERTS = [synthetic_expert(1 << 16, seed) for seed in range(5)]
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stores")
-    return [reading.write_store(folder / codec, EXPERTS, codec) for codec in ("raw", "zstd-huffman")]
+    return [
+        reading.write_store(folder / codec, EXPERTS, codec) for codec in ("raw", "zstd-huffman")
+    ]
 
 
 def test_the_stores_hold_the_experts(stores):
@@ -58,18 +61,32 @@ def test_an_error_of_a_decoder_comes_out(stores, monkeypatch):
 
 def test_a_slower_disk_takes_its_time(stores):
     seconds = sum(e.numel() * 2 for e in EXPERTS) / 2e6
-    assert reading.duration(reading.timeline(stores[0], "buffered", None, bandwidth=2e6)) >= 0.95 * seconds
+    assert (
+        reading.duration(reading.timeline(stores[0], "buffered", None, bandwidth=2e6))
+        >= 0.95 * seconds
+    )
 
 
 def test_comparison_and_summary(stores):
     samples, timelines = reading.compare(*stores, "buffered", threads=(1, 3), repeats=2)
-    assert list(samples) == list(timelines) == ["uncompressed, read only", "compressed, read only",
-                                                "read, then decoded", "overlapped, 1 decoding", "overlapped, 3 decoding"]
+    assert (
+        list(samples)
+        == list(timelines)
+        == [
+            "uncompressed, read only",
+            "compressed, read only",
+            "read, then decoded",
+            "overlapped, 1 decoding",
+            "overlapped, 3 decoding",
+        ]
+    )
     assert all(len(values) == 2 for values in samples.values())
     assert samples["read, then decoded"][-1] == reading.duration(timelines["read, then decoded"])
     known = {"uncompressed, read only": [2, 4, 2], "overlapped, 1 decoding": [1, 2, 4]}
-    assert reading.summary(known, 4e9) == {"uncompressed, read only": {"GB/s": 2, "÷ uncompressed": 1},
-                                           "overlapped, 1 decoding": {"GB/s": 2, "÷ uncompressed": 2}}
+    assert reading.summary(known, 4e9) == {
+        "uncompressed, read only": {"GB/s": 2, "÷ uncompressed": 1},
+        "overlapped, 1 decoding": {"GB/s": 2, "÷ uncompressed": 2},
+    }
 
 
 def test_a_study_of_disks():
@@ -77,5 +94,7 @@ def test_a_study_of_disks():
     assert set(found.samples) == {0.0, 5e7} and found.gain(reading.BASE)[0] == 1
     assert found.rate(0.5) == pytest.approx(found.here["compressed, read only"]["GB/s"] / 2)
     rates, modelled, measured = found.curves(0.6, {1: 3.0})
-    assert all(len(values) == len(rates) for values in modelled.values()) and set(measured) == set(modelled)
+    assert all(len(values) == len(rates) for values in modelled.values()) and set(measured) == set(
+        modelled
+    )
     assert {row.partition(":")[0] for row in found.spans()} == {"in turn", "at once"}

@@ -1,4 +1,5 @@
-"""The two findings about prediction: recall, its leads and misses against loops, and that all of it runs."""
+"""The two findings about prediction: recall, its leads and misses against loops, and that all of it
+runs."""
 
 import pytest
 import torch
@@ -19,8 +20,12 @@ def scored(seed, P=5, L=3):
     return Score(torch.full((P, L), 40), found, torch.zeros(L, 2), torch.ones(L, 2))
 
 
-FOUND = {"next router on s": [scored(0)], "next router on q": [scored(1)],
-         "residual, 50 tokens": [scored(2), scored(3)], "appendix-a, 50 tokens": [scored(4), scored(5)]}
+FOUND = {
+    "next router on s": [scored(0)],
+    "next router on q": [scored(1)],
+    "residual, 50 tokens": [scored(2), scored(3)],
+    "appendix-a, 50 tokens": [scored(4), scored(5)],
+}
 
 
 def share(of, prompt=slice(None)):
@@ -31,7 +36,9 @@ def test_recall_is_the_mean_of_trainings_over_all_prompts():
     rows = bench.recalls(FOUND)
     for name, of in FOUND.items():
         assert rows[name]["recall"] == pytest.approx(sum(map(share, of)) / len(of))
-        assert rows[name]["least"] == pytest.approx(min(map(share, of))) and rows[name]["trainings"] == len(of)
+        assert rows[name]["least"] == pytest.approx(min(map(share, of))) and rows[name][
+            "trainings"
+        ] == len(of)
         assert rows[name]["from"] < rows[name]["recall"] < rows[name]["to"]
 
 
@@ -42,8 +49,17 @@ def test_leads_are_differences_of_recall_paired_by_prompt():
     recall = {name: sum(map(share, of)) / len(of) for name, of in FOUND.items()}
     for other, row in zip((better, "appendix-a, 50 tokens"), rows.values()):
         assert row["points"] == pytest.approx(100 * (recall["residual, 50 tokens"] - recall[other]))
-        by_prompt = [100 * sum(share(a, p) - share(b, p) for a in FOUND["residual, 50 tokens"] for b in FOUND[other])
-                     / 2 / len(FOUND[other]) for p in range(5)]             # all prompts have as many requests
+        by_prompt = [
+            100
+            * sum(
+                share(a, p) - share(b, p)
+                for a in FOUND["residual, 50 tokens"]
+                for b in FOUND[other]
+            )
+            / 2
+            / len(FOUND[other])
+            for p in range(5)
+        ]  # all prompts have as many requests
         error = torch.tensor(by_prompt, dtype=torch.double).std() / 5**0.5
         assert (row["to"] - row["from"]) / 2 == pytest.approx(2.776 * float(error), rel=1e-3)
 
@@ -52,11 +68,17 @@ SPEC = MoESpec("made", "qwen3_moe", 2, (0, 1), 6, 2, 8, 8, vocab=9, heads=1, kv_
 
 
 def test_misses_are_what_a_list_counts():
-    ids = torch.rand(30, 2, 6, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.int16)
+    ids = (
+        torch.rand(30, 2, 6, generator=torch.Generator().manual_seed(0))
+        .topk(2)
+        .indices.to(torch.int16)
+    )
     row = torch.arange(30)
-    trace = RoutingTrace(ids, torch.ones(ids.shape), torch.full((30,), DECODE), row % 3, row // 3, row, SPEC, "")
-    recent, missed = [], [0, 0, 0]                                      # the last used comes last
-    for t in sorted(range(30), key=lambda t: t % 3):                    # prompt after prompt
+    trace = RoutingTrace(
+        ids, torch.ones(ids.shape), torch.full((30,), DECODE), row % 3, row // 3, row, SPEC, ""
+    )
+    recent, missed = [], [0, 0, 0]  # the last used comes last
+    for t in sorted(range(30), key=lambda t: t % 3):  # prompt after prompt
         for layer in range(2):
             wanted = [(layer, e) for e in sorted(ids[t, layer].tolist())]
             missed[t % 3] += sum(key not in recent for key in wanted)
@@ -65,39 +87,76 @@ def test_misses_are_what_a_list_counts():
 
 
 def test_every_other_prompt_is_compared():
-    ids = torch.rand(60, 2, 6, generator=torch.Generator().manual_seed(0)).topk(2).indices.to(torch.int16)
+    ids = (
+        torch.rand(60, 2, 6, generator=torch.Generator().manual_seed(0))
+        .topk(2)
+        .indices.to(torch.int16)
+    )
     row, hidden = torch.arange(60), torch.randn(60, 2, 8)
-    trace = RoutingTrace(ids, torch.ones(ids.shape), torch.full((60,), DECODE), row % 6, row // 6, row, SPEC, "",
-                         router_inputs=hidden, residuals=hidden)
+    trace = RoutingTrace(
+        ids,
+        torch.ones(ids.shape),
+        torch.full((60,), DECODE),
+        row % 6,
+        row // 6,
+        row,
+        SPEC,
+        "",
+        router_inputs=hidden,
+        residuals=hidden,
+    )
     found = bench.missed(trace, trace, "0.5", {"LRU": ("lru", "model"), "ours": bench.OURS})[0.5]
     some = trace.select(trace.sequence % 2 == 0)
-    assert found["LRU"].tolist() == [n for n in bench.misses(some, "lru", "model", 0.5).tolist() if n]
+    assert found["LRU"].tolist() == [
+        n for n in bench.misses(some, "lru", "model", 0.5).tolist() if n
+    ]
     assert len(found["LRU"]) == len(found["ours"]) == 3
     compared = bench.compare(fit(trace), some, 0.5)
-    assert compared.keys() == {*((name, "model") for name in POLICIES), *((name, "layer") for name in bench.BY_LAYER)}
+    assert compared.keys() == {
+        *((name, "model") for name in POLICIES),
+        *((name, "layer") for name in bench.BY_LAYER),
+    }
     assert compared["lru", "model"][::2].tolist() == found["LRU"].tolist()
 
 
 @pytest.mark.stress
 def test_the_bench_runs_on_every_model_that_is_given(tmp_path, monkeypatch):
-    """With three of the policies, as most of the time is theirs; `compare` plays all of them in the test above."""
+    """With three of the policies, as most of the time is theirs; `compare` plays all of them in the
+    test above."""
     names = depth(["small"], ["small", "same"])
     monkeypatch.setattr(bench, "POLICIES", few := ("lru", "next-token", "belady"))
     monkeypatch.setattr(bench, "BY_LAYER", ("lru",))
     (tmp_path / "same").symlink_to(small_model())
-    folders = [str(small_model()), str(tmp_path / "same")][:len(names)]
-    sections = bench.run(model=folders, tokens=[100], seeds=2, train_prompts=2, test_prompts=2, prompt_tokens=64,
-                         new_tokens=2, budgets=[0.5], windows=2, untrained=True)
-    one, *others = (list(sections.values())[4 * i:4 * i + 4] for i in range(len(names)))
-    assert all(other == one for other in others) and {title.partition(" (")[0] for title in sections} == {
-        *names, *(f"{name}, untrained" for name in names)}
-    losses = [rows["language loss, nats a token"] for title, rows in sections.items() if "its router" in title]
-    assert max(losses[:len(names)]) < min(losses[len(names):])      # random weights know less
+    folders = [str(small_model()), str(tmp_path / "same")][: len(names)]
+    sections = bench.run(
+        model=folders,
+        tokens=[100],
+        seeds=2,
+        train_prompts=2,
+        test_prompts=2,
+        prompt_tokens=64,
+        new_tokens=2,
+        budgets=[0.5],
+        windows=2,
+        untrained=True,
+    )
+    one, *others = (list(sections.values())[4 * i : 4 * i + 4] for i in range(len(names)))
+    assert all(other == one for other in others) and {
+        title.partition(" (")[0] for title in sections
+    } == {*names, *(f"{name}, untrained" for name in names)}
+    losses = [
+        rows["language loss, nats a token"]
+        for title, rows in sections.items()
+        if "its router" in title
+    ]
+    assert max(losses[: len(names)]) < min(losses[len(names) :])  # random weights know less
     router, recalls, leads, evictions = one
     assert router["experts never used"] >= 0 and 0 < router["language loss, nats a token"] < 7
     assert recalls["residual, 100 tokens"]["trainings"] == 2 and len(leads) == 2
     assert len(evictions) == len(few) + 1 and next(iter(evictions)) == "belady"
-    assert evictions["lru"]["misses ÷ lru"] == 1 == evictions["next-token"]["next-token ÷ its misses"]
+    assert (
+        evictions["lru"]["misses ÷ lru"] == 1 == evictions["next-token"]["next-token ÷ its misses"]
+    )
 
 
 def test_two_models_of_one_name_are_refused(tmp_path):

@@ -1,4 +1,5 @@
-"""ZipMoE's models on its boards, simulated: rivals by hand, orders that must hold, and what its claims ask for."""
+"""ZipMoE's models on its boards, simulated: rivals by hand, orders that must hold, and what its
+claims ask for."""
 
 from statistics import fmean
 
@@ -23,11 +24,16 @@ def test_the_popularity_is_one_of_k_experts():
 
 
 def test_rivals_read_what_they_must(qwen):
-    """On demand and streaming by their bytes; with all experts in memory nobody but the latter reads."""
+    """On demand and streaming by their bytes; with all experts in memory nobody but the latter
+    reads."""
     spec, steps = load_model("Qwen1.5-MoE-A2.7B"), qwen.steps("alike", 1, 0)
     read = spec.expert_bytes / 3.5e9
     busy = 2 * (14.3e9 - spec.L * spec.E * spec.expert_params) / spec.L
-    compute = busy / 204.8e9 + busy / 27e12 + 4 * (spec.expert_bytes / 204.8e9 + 2 * spec.expert_params / 27e12)
+    compute = (
+        busy / 204.8e9
+        + busy / 27e12
+        + 4 * (spec.expert_bytes / 204.8e9 + 2 * spec.expert_params / 27e12)
+    )
     half = qwen.rivals(spec.experts_bytes // 2, steps, 1, 6)
     pools = (spec.experts_bytes // 2 - 8 * spec.expert_bytes) // spec.expert_bytes
     assert half["on demand"] == pytest.approx(24 * (compute + 4 * (1 - pools / 1440) * read))
@@ -63,8 +69,9 @@ def test_threads_cross_where_fig_4_does():
     """The rate of a thread was taken from there, so this is arithmetic: 3.5 GB/s over 1.2."""
     rows = zipmoe.threads(1.2)
     for row in rows.values():
-        assert row["decompression ÷ read, 2 threads"] == pytest.approx(3.5 / 2.4) and \
-            row["decompression ÷ read, 3 threads"] == pytest.approx(3.5 / 3.6)
+        assert row["decompression ÷ read, 2 threads"] == pytest.approx(3.5 / 2.4) and row[
+            "decompression ÷ read, 3 threads"
+        ] == pytest.approx(3.5 / 3.6)
         assert row["a miss ÷ uncompressed, 6 threads"] <= row["a miss ÷ uncompressed, 1 threads"]
 
 
@@ -77,11 +84,17 @@ def test_bounds_are_over_all_rows_and_claims_name_what_is_there(monkeypatch):
     monkeypatch.setattr(zipmoe, "BATCHES", (1, 4))
     found = zipmoe.run(prompt=16)
     bounds = found["least and most over all of them (simulated)"]
-    for what, rows, names in (("TPOT", "TPOT (simulated)", [f"less than {r}" for r in zipmoe.RIVALS]),
-                              ("throughput", "throughput (simulated)", [f"÷ {r}" for r in zipmoe.RIVALS])):
+    for what, rows, names in (
+        ("TPOT", "TPOT (simulated)", [f"less than {r}" for r in zipmoe.RIVALS]),
+        ("throughput", "throughput (simulated)", [f"÷ {r}" for r in zipmoe.RIVALS]),
+    ):
         for kind, is_switch in (("decoders", False), ("encoder-decoder", True)):
-            values = [row[n] for name, row in found[rows].items() if name.startswith("Switch") == is_switch
-                      for n in names]
+            values = [
+                row[n]
+                for name, row in found[rows].items()
+                if name.startswith("Switch") == is_switch
+                for n in names
+            ]
             assert bounds[f"{what}, {kind}"] == {"least": min(values), "most": max(values)}
     for _, *names in [claim.metric for claim in load() if claim.metric[:1] == ("bench zipmoe",)]:
         for name in names:

@@ -11,7 +11,10 @@ from moelab.cache.residency import Pools, Residency
 from moelab.specs import ExpertKey, State
 
 L, E = 3, 6
-STEPS = st.lists(st.tuples(st.integers(0, L - 1), st.sets(st.integers(0, E - 1), min_size=1, max_size=4)), max_size=50)
+STEPS = st.lists(
+    st.tuples(st.integers(0, L - 1), st.sets(st.integers(0, E - 1), min_size=1, max_size=4)),
+    max_size=50,
+)
 
 
 class Drawn:
@@ -32,14 +35,22 @@ def test_it_keeps_what_is_expected_most(steps, capacity, draw):
         s = np.array([[draw.randint(0, 3) for _ in range(E)] for _ in range(2)], np.float32)
         residency.see(layer, s)
         found = residency.begin(layer, dict.fromkeys(experts, 1))
-        uses[layer] *= 0.5 ** 0.5
+        uses[layer] *= 0.5**0.5
         uses[layer, list(experts)] += 1
-        expected |= {ExpertKey(layer, e): value for e, value in enumerate(np.round(s.sum(0) + uses[layer].astype(
-            np.float32) * (1 + layer), 1).tolist())}
+        expected |= {
+            ExpertKey(layer, e): value
+            for e, value in enumerate(
+                np.round(s.sum(0) + uses[layer].astype(np.float32) * (1 + layer), 1).tolist()
+            )
+        }
         hits = [ExpertKey(layer, e) for e in sorted(experts) if ExpertKey(layer, e) in cache]
         assert [r.key for r in found.requests if r.state is State.FULL] == hits
-        for key in (ExpertKey(layer, e) for e in sorted(experts) if ExpertKey(layer, e) not in cache):
-            offered = [other for other in cache if other not in hits] + [key]       # the newcomer may be refused
+        for key in (
+            ExpertKey(layer, e) for e in sorted(experts) if ExpertKey(layer, e) not in cache
+        ):
+            offered = [other for other in cache if other not in hits] + [
+                key
+            ]  # the newcomer may be refused
             if len(cache) < capacity:
                 cache.append(key)
             elif (victim := min(offered, key=lambda other: (expected[other], other))) != key:

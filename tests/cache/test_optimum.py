@@ -1,4 +1,5 @@
-"""Ceilings against all decisions that a cache could take, on instances small enough to try them all."""
+"""Ceilings against all decisions that a cache could take, on instances small enough to try them
+all."""
 
 from itertools import combinations
 
@@ -11,14 +12,25 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.specs import State
 
-SMALL = st.lists(st.tuples(st.integers(0, 1), st.sets(st.integers(0, 2), min_size=1).map(
-    lambda experts: dict.fromkeys(experts, 1))), max_size=7)
-LARGER = st.lists(st.tuples(st.integers(0, 2), st.dictionaries(st.integers(0, 5), st.integers(1, 3), min_size=1,
-                                                               max_size=4)), max_size=60)
+SMALL = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sets(st.integers(0, 2), min_size=1).map(lambda experts: dict.fromkeys(experts, 1)),
+    ),
+    max_size=7,
+)
+LARGER = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.dictionaries(st.integers(0, 5), st.integers(1, 3), min_size=1, max_size=4),
+    ),
+    max_size=60,
+)
 
 
 def best_by_trial(steps, capacity):
-    """After each step keep any set of what was kept or used, of every size; the most hits of all those ways."""
+    """After each step keep any set of what was kept or used, of every size; the most hits of all
+    those ways."""
     reached = {frozenset(): 0}
     for layer, tokens in steps:
         used = frozenset((layer, expert) for expert in tokens)
@@ -45,7 +57,12 @@ def test_the_best_fixed_set(steps, capacity):
     keys = sorted({(layer, expert) for layer, tokens in steps for expert in tokens})
     best = 0
     for chosen in combinations(keys, min(capacity, len(keys))):
-        uses = [(layer, expert) for layer, tokens in steps for expert in tokens if (layer, expert) in chosen]
+        uses = [
+            (layer, expert)
+            for layer, tokens in steps
+            for expert in tokens
+            if (layer, expert) in chosen
+        ]
         best = max(best, len(uses) - len(set(uses)))
     assert static_hits(steps, capacity) == best <= belady_hits(steps, capacity)
 
@@ -55,13 +72,23 @@ def test_the_best_fixed_set(steps, capacity):
 @given(LARGER, st.integers(0, 8), st.sampled_from([None, 0, 3]))
 @settings(max_examples=25, deadline=None)
 def test_no_policy_is_above(name, scope, steps, capacity, margin):
-    pools = Pools(F=capacity) if margin is None else Pools(F=capacity // 2, E=capacity - capacity // 2)
+    pools = (
+        Pools(F=capacity) if margin is None else Pools(F=capacity // 2, E=capacity - capacity // 2)
+    )
     residency = Residency(3, 6, pools, Belady(steps) if name == "belady" else name, scope, margin)
     for step in steps:
         residency.begin(*step)
-    parts = [steps] if scope == "model" else [[step for step in steps if step[0] == layer] for layer in range(3)]
+    parts = (
+        [steps]
+        if scope == "model"
+        else [[step for step in steps if step[0] == layer] for layer in range(3)]
+    )
     ceiling = sum(belady_hits(part, capacity) for part in parts)
-    assert sum(residency.counters.hits.values()) <= ceiling <= request_count(steps) - compulsory_misses(steps)
+    assert (
+        sum(residency.counters.hits.values())
+        <= ceiling
+        <= request_count(steps) - compulsory_misses(steps)
+    )
     assert residency.counters.misses - residency.counters.rereads == compulsory_misses(steps)
 
 

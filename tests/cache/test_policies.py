@@ -12,8 +12,13 @@ from moelab.registry import find
 from moelab.specs import ExpertKey, State
 
 L, E = 3, 6
-STEPS = st.lists(st.tuples(st.integers(0, L - 1), st.dictionaries(st.integers(0, E - 1), st.integers(1, 4), min_size=1,
-                                                                  max_size=4)), max_size=60)
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, L - 1),
+        st.dictionaries(st.integers(0, E - 1), st.integers(1, 4), min_size=1, max_size=4),
+    ),
+    max_size=60,
+)
 
 
 class Naive:
@@ -21,7 +26,7 @@ class Naive:
 
     def __init__(self, capacity, rank):
         self.capacity, self.rank, self.now = capacity, rank, 0
-        self.cache, self.uses, self.entered = [], [], {}        # uses: (time, key), every use so far
+        self.cache, self.uses, self.entered = [], [], {}  # uses: (time, key), every use so far
 
     def step(self, layer, tokens):
         keys = [ExpertKey(layer, expert) for expert in sorted(tokens)]
@@ -54,8 +59,10 @@ def run(residency, steps):
     """(hits, residents) after each step."""
     for layer, tokens in steps:
         step = residency.begin(layer, tokens)
-        yield [request.key for request in step.requests if request.state is State.FULL], sorted(
-            residency.resident(State.FULL))
+        yield (
+            [request.key for request in step.requests if request.state is State.FULL],
+            sorted(residency.resident(State.FULL)),
+        )
 
 
 @pytest.mark.parametrize("name", NAIVE)
@@ -63,45 +70,61 @@ def run(residency, steps):
 @settings(max_examples=80, deadline=None)
 def test_against_lists(name, steps, capacity):
     naive = Naive(capacity, NAIVE[name])
-    for (layer, tokens), found in zip(steps, run(Residency(L, E, Pools(F=capacity), name), steps), strict=True):
+    for (layer, tokens), found in zip(
+        steps, run(Residency(L, E, Pools(F=capacity), name), steps), strict=True
+    ):
         assert found == naive.step(layer, tokens)
 
 
 @given(STEPS, st.integers(1, L * E))
 @settings(max_examples=80, deadline=None)
 def test_lfu_evicts_the_fewest_uses(steps, capacity):
-    """Uses that were refused a place count too; among equals the older step goes, then the lower key."""
+    """Uses that were refused a place count too; among equals the older step goes, then the lower
+    key."""
     residency, uses, last = Residency(L, E, Pools(F=capacity), "lfu"), {}, {}
     for number, (layer, tokens) in enumerate(steps):
         for expert in tokens:
             key = ExpertKey(layer, expert)
             uses[key], last[key] = uses.get(key, 0) + 1, number
-        offered = {key for key in residency.resident(State.FULL) if key.layer != layer or key.expert not in tokens}
+        offered = {
+            key
+            for key in residency.resident(State.FULL)
+            if key.layer != layer or key.expert not in tokens
+        }
         step = residency.begin(layer, tokens)
-        expected = sorted(offered, key=lambda key: (uses[key], last[key], key))[:len(step.evicted)]
+        expected = sorted(offered, key=lambda key: (uses[key], last[key], key))[: len(step.evicted)]
         assert [key for key, _ in step.evicted] == expected
 
 
 @given(STEPS, st.integers(1, L * E))
 @settings(max_examples=80, deadline=None)
 def test_lrfu_evicts_the_fewest_uses_of_which_old_ones_count_less(steps, capacity):
-    """By the definition: 2^(−turns of the layer since ÷ half-life) for each use, of all the history."""
+    """By the definition: 2^(−turns of the layer since ÷ half-life) for each use, of all the
+    history."""
     residency, turns, uses = Residency(L, E, Pools(F=capacity), "lrfu"), [0] * L, {}
     for layer, tokens in steps:
         turns[layer] += 1
         for expert in tokens:
             uses.setdefault(ExpertKey(layer, expert), []).append(turns[layer])
-        offered = {key for key in residency.resident(State.FULL) if key.layer != layer or key.expert not in tokens}
-        score = {key: sum(2 ** ((turn - max(turns)) / LRFU.half_life) for turn in uses[key]) for key in offered}
+        offered = {
+            key
+            for key in residency.resident(State.FULL)
+            if key.layer != layer or key.expert not in tokens
+        }
+        score = {
+            key: sum(2 ** ((turn - max(turns)) / LRFU.half_life) for turn in uses[key])
+            for key in offered
+        }
         evicted = [key for key, _ in residency.begin(layer, tokens).evicted]
-        least = sorted(score.values())[:len(evicted)]
+        least = sorted(score.values())[: len(evicted)]
         assert [score[key] for key in evicted] == pytest.approx(least)
 
 
 @given(STEPS, st.integers(1, L * E), st.integers(0, 3))
 @settings(max_examples=80, deadline=None)
 def test_marking_spares_what_its_phase_used(steps, capacity, seed):
-    """Fiat et al.: no victim was used in the phase, and a phase ends only when all candidates are marked."""
+    """Fiat et al.: no victim was used in the phase, and a phase ends only when all candidates are
+    marked."""
     residency, marked = Residency(L, E, Pools(F=capacity), Marking(seed)), set()
     for layer, tokens in steps:
         used = {ExpertKey(layer, expert) for expert in tokens}
@@ -114,24 +137,30 @@ def test_marking_spares_what_its_phase_used(steps, capacity, seed):
             resident.discard(victim)
 
 
-@pytest.mark.parametrize("capacity, steps, victim", [
-    # not used when its layer last ran, though another layer's ran more recently
-    (3, [(0, {0: 1}), (1, {0: 1}), (0, {1: 1}), (1, {0: 1}), (2, {0: 1})], (0, 0)),
-    # the running layer's own is stale as soon as it is not asked for
-    (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {1: 1})], (1, 0)),
-    # none is stale: layer 2 comes next, layer 0 only in the next pass
-    (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {0: 1, 1: 1})], (0, 0)),
-    # within a layer, the least recently used
-    (3, [(0, {1: 1}), (0, {0: 1}), (0, {2: 1}), (0, {3: 1})], (0, 1)),
-])
+@pytest.mark.parametrize(
+    "capacity, steps, victim",
+    [
+        # not used when its layer last ran, though another layer's ran more recently
+        (3, [(0, {0: 1}), (1, {0: 1}), (0, {1: 1}), (1, {0: 1}), (2, {0: 1})], (0, 0)),
+        # the running layer's own is stale as soon as it is not asked for
+        (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {1: 1})], (1, 0)),
+        # none is stale: layer 2 comes next, layer 0 only in the next pass
+        (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {0: 1, 1: 1})], (0, 0)),
+        # within a layer, the least recently used
+        (3, [(0, {1: 1}), (0, {0: 1}), (0, {2: 1}), (0, {3: 1})], (0, 1)),
+    ],
+)
 def test_least_stale_by_hand(capacity, steps, victim):
     residency = Residency(3, 4, Pools(F=capacity), "least-stale")
     decisions = [residency.begin(*step) for step in steps]
-    assert [step.evicted for step in decisions] == [[]] * (len(steps) - 1) + [[(ExpertKey(*victim), State.FULL)]]
+    assert [step.evicted for step in decisions] == [[]] * (len(steps) - 1) + [
+        [(ExpertKey(*victim), State.FULL)]
+    ]
 
 
 def test_least_stale_escapes_the_cliff():
-    """A cyclic scan larger than the cache: LRU never hits, least-stale keeps what comes up soonest."""
+    """A cyclic scan larger than the cache: LRU never hits, least-stale keeps what comes up
+    soonest."""
     scan = [(layer, {0: 1, 1: 1}) for _ in range(20) for layer in range(4)]
     hits = {}
     for policy in ("lru", "least-stale"):
@@ -150,7 +179,11 @@ def test_belady_evicts_what_is_needed_last(steps, capacity):
         after = set(residency.resident(State.FULL))
 
         def next_use(key, number=number):
-            later = (n for n in range(number + 1, len(steps)) if steps[n][0] == key.layer and key.expert in steps[n][1])
+            later = (
+                n
+                for n in range(number + 1, len(steps))
+                if steps[n][0] == key.layer and key.expert in steps[n][1]
+            )
             return next(later, len(steps))
 
         used = {ExpertKey(layer, expert) for expert in tokens}
@@ -199,7 +232,9 @@ def test_classes_get_an_instance_a_pool_and_instances_are_shared():
 def test_errors_are_for_people():
     with pytest.raises(ValueError, match="there is no cache 'lur'. Did you mean 'lru'"):
         make_policy("lur")
-    with pytest.raises(ValueError, match=r"no cache policy: it needs the methods touch\(key, step\)"):
+    with pytest.raises(
+        ValueError, match=r"no cache policy: it needs the methods touch\(key, step\)"
+    ):
         make_policy(3)
 
     class Wrong(MostRecent):
@@ -215,7 +250,10 @@ def test_errors_are_for_people():
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "next-token"])
 def test_same_steps_same_decisions(name):
     draw = random.Random(5)
-    steps = [(draw.randrange(L), {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)}) for _ in range(300)]
+    steps = [
+        (draw.randrange(L), {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)})
+        for _ in range(300)
+    ]
     runs = []
     for _ in range(2):
         residency = Residency(L, E, Pools(F=7), Belady(steps) if name == "belady" else name)

@@ -1,4 +1,5 @@
-"""Invariants of the pools under any sequence of steps, and ZipMoE's dispatch rule against a naive one."""
+"""Invariants of the pools under any sequence of steps, and ZipMoE's dispatch rule against a naive
+one."""
 
 import math
 import random
@@ -28,44 +29,57 @@ def contents(residency):
 @given(STEPS, POOLS, st.sampled_from([None, 0, 2, 100]), st.randoms(use_true_random=False))
 @settings(max_examples=20, deadline=None)
 def test_invariants(policy, scope, steps, pools, margin, draw):
-    residency = Residency(L, E, pools, Belady(steps) if policy == "belady" else policy, scope, margin)
+    residency = Residency(
+        L, E, pools, Belady(steps) if policy == "belady" else policy, scope, margin
+    )
     totals = dict.fromkeys(("requests", "hits", "evicted"), 0)
     for layer, tokens in steps:
         before = contents(residency)
         step = residency.begin(layer, tokens)
         after = contents(residency)
-        for state in HIERARCHY:                                             # capacities hold, in every scope
+        for state in HIERARCHY:  # capacities hold, in every scope
             if scope == "model":
                 assert len(after[state]) <= pools[state]
             else:
-                assert all(sum(key.layer == of for key in after[state]) <= pools[state] for of in range(L))
+                assert all(
+                    sum(key.layer == of for key in after[state]) <= pools[state] for of in range(L)
+                )
         every = [key for state in HIERARCHY for key in after[state]]
-        assert len(every) == len(set(every))                                # no key in two pools
+        assert len(every) == len(set(every))  # no key in two pools
 
         used = {request.key for request in step.requests}
-        assert [request.key for request in step.requests] == sorted(ExpertKey(layer, expert) for expert in tokens)
+        assert [request.key for request in step.requests] == sorted(
+            ExpertKey(layer, expert) for expert in tokens
+        )
         for request in step.requests:
             assert request.tokens == tokens[request.key.expert]
             was = next((state for state in HIERARCHY if request.key in before[state]), State.MISSED)
             assert request.state is was and residency.state(request.key) is request.keep
-            assert request.keep is State.MISSED or LEVEL[request.keep] >= LEVEL[was]        # only upward
-        for key, state in step.evicted:                                     # pinned experts never leave for others
+            assert request.keep is State.MISSED or LEVEL[request.keep] >= LEVEL[was]  # only upward
+        for key, state in step.evicted:  # pinned experts never leave for others
             assert key not in used and key in before[state] and residency.state(key) is State.MISSED
-        for state in HIERARCHY:                                             # nobody else moved
+        for state in HIERARCHY:  # nobody else moved
             assert before[state] - used - {key for key, _ in step.evicted} == after[state] - used
-            # places are taken while the step runs: those who were there and stay or leave late, and the newcomers
-            held = {r.key for r in step.requests if state in (r.state, r.keep)} | (after[state] - used)
+            # places are taken while the step runs: those who were there and stay or leave late, and
+            # the newcomers
+            held = {r.key for r in step.requests if state in (r.state, r.keep)} | (
+                after[state] - used
+            )
             assert scope == "layer" or len(held) <= pools[state]
 
         totals["requests"] += len(step.requests)
         totals["hits"] += sum(request.state is not State.MISSED for request in step.requests)
         totals["evicted"] += len(step.evicted) + sum(
-            request.state is not State.MISSED and request.keep is State.MISSED for request in step.requests)
+            request.state is not State.MISSED and request.keep is State.MISSED
+            for request in step.requests
+        )
         if draw.random() < 0.1 and every:
             lost = draw.sample(every, draw.randint(1, len(every)))
             residency.forget(lost)
             assert all(residency.state(key) is State.MISSED for key in lost)
-            assert set(every) - set(lost) == {key for state in HIERARCHY for key in residency.resident(state)}
+            assert set(every) - set(lost) == {
+                key for state in HIERARCHY for key in residency.resident(state)
+            }
     counters = residency.counters
     assert counters.steps == len(steps) and counters.evictions == totals["evicted"]
     assert counters.requests == totals["requests"] and sum(counters.hits.values()) == totals["hits"]
@@ -75,13 +89,18 @@ def test_invariants(policy, scope, steps, pools, margin, draw):
 @settings(max_examples=120, deadline=None)
 def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope, cascade):
     """§3.4 by sorting all experts at every step; without the cascade, to the letter."""
-    residency, frequency = Residency(L, E, pools, "zipmoe" if cascade else "zipmoe-printed", scope, margin), {}
+    residency, frequency = (
+        Residency(L, E, pools, "zipmoe" if cascade else "zipmoe-printed", scope, margin),
+        {},
+    )
     group = [state for state in HIERARCHY if pools[state]]
     for layer, tokens in steps:
         before = contents(residency)
         for expert, n in tokens.items():
             frequency[layer, expert] = frequency.get((layer, expert), 0) + n
-        everyone = [ExpertKey(of, e) for of in range(L) for e in range(E) if scope == "model" or of == layer]
+        everyone = [
+            ExpertKey(of, e) for of in range(L) for e in range(E) if scope == "model" or of == layer
+        ]
         by_rank = sorted(everyone, key=lambda key: (-frequency.get(key, 0), key))
         step = residency.begin(layer, tokens)
         used = {request.key for request in step.requests}
@@ -93,9 +112,9 @@ def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope,
                     goal = state
                     break
             if goal is State.MISSED:
-                assert request.keep is State.MISSED                         # "evicted immediately after execution"
+                assert request.keep is State.MISSED  # "evicted immediately after execution"
             elif LEVEL[goal] <= LEVEL[request.state]:
-                assert request.keep is request.state                        # never down
+                assert request.keep is request.state  # never down
             else:
                 offered = [s for s in group if LEVEL[request.state] < LEVEL[s] <= LEVEL[goal]]
                 offered = offered if cascade else offered[:1]
@@ -104,33 +123,50 @@ def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope,
                     if request.keep is state:
                         break
                     rivals = {r.key for r in step.requests if state in (r.state, r.keep)}
-                    rivals |= {key for key in before[state] - used if key in everyone and
-                               residency.state(key) is state}               # refused: all who stay there rank higher
+                    rivals |= {
+                        key
+                        for key in before[state] - used
+                        if key in everyone and residency.state(key) is state
+                    }  # refused: all who stay there rank higher
                     assert len(rivals) >= pools[state]
-                    assert all(by_rank.index(key) < by_rank.index(request.key) for key in rivals
-                               if key not in before[state] & used)
-        for victim, state in step.evicted:                                  # the fewest tokens of those who may leave
-            stayed = [key for key in before[state] - used if key in everyone and residency.state(key) is state]
+                    assert all(
+                        by_rank.index(key) < by_rank.index(request.key)
+                        for key in rivals
+                        if key not in before[state] & used
+                    )
+        for victim, state in step.evicted:  # the fewest tokens of those who may leave
+            stayed = [
+                key
+                for key in before[state] - used
+                if key in everyone and residency.state(key) is state
+            ]
             assert all(by_rank.index(key) < by_rank.index(victim) for key in stayed)
 
 
-@pytest.mark.parametrize("policy, states", [("zipmoe", 6 * "F" + 10 * "C" + 6 * "S" + 10 * "M"),
-                                            ("zipmoe-printed", 6 * "F" + 4 * "M" + 10 * "C" + 6 * "S" + 6 * "M")])
+@pytest.mark.parametrize(
+    "policy, states",
+    [
+        ("zipmoe", 6 * "F" + 10 * "C" + 6 * "S" + 10 * "M"),
+        ("zipmoe-printed", 6 * "F" + 4 * "M" + 10 * "C" + 6 * "S" + 6 * "M"),
+    ],
+)
 def test_the_ranks_past_a_full_pool_are_held_in_the_next_one(policy, states):
-    """One expert at a time, as often as its rank says, δ = 4: to the letter, the four ranks past F are in no pool."""
+    """One expert at a time, as often as its rank says, δ = 4: to the letter, the four ranks past F
+    are in no pool."""
     residency = Residency(1, 32, Pools(F=6, C=10, S=6), policy, margin=4)
     for expert in [e for _ in range(3) for e in range(32) for _ in range(40 - e)]:
         residency.begin(0, {expert: 1})
-    for expert in range(32):                                                # once more, now that the ranks are known
+    for expert in range(32):  # once more, now that the ranks are known
         residency.begin(0, {expert: 1})
     assert "".join(residency.state(ExpertKey(0, e)) for e in range(32)) == states
 
 
 def test_lru_cliff():
-    """A global LRU that is a step smaller than one token's demand hits nothing, one as large as it all that repeats.
+    """A global LRU that is a step smaller than one token's demand hits nothing, one as large as it
+    all that repeats.
 
-    Between the two, an expert of the step is hit before the step's other newcomer could evict it: it is pinned.
-    """
+    Between the two, an expert of the step is hit before the step's other newcomer could evict it:
+    it is pinned."""
     token = [(layer, {0: 1, 1: 1}) for layer in range(8)]
     for capacity, rate in ((14, 0.0), (15, 0.45), (16, 0.9)):
         residency = Residency(8, 4, Pools(F=capacity))
@@ -139,8 +175,18 @@ def test_lru_cliff():
         assert residency.counters.hit_rate() == pytest.approx(rate)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 5), min_size=2, max_size=2).map(
-    lambda experts: dict.fromkeys(experts, 1))), min_size=1, max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.sets(st.integers(0, 5), min_size=2, max_size=2).map(
+                lambda experts: dict.fromkeys(experts, 1)
+            ),
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
 @settings(max_examples=100, deadline=None)
 def test_lru_with_room_for_one_step_a_layer_reaches_the_overlap(steps):
     residency, before, found = Residency(3, 6, Pools(F=2), "lru", "layer"), {}, 0
@@ -148,7 +194,9 @@ def test_lru_with_room_for_one_step_a_layer_reaches_the_overlap(steps):
         residency.begin(layer, experts)
         found += len(before.get(layer, set()) & set(experts))
         before[layer] = set(experts)
-    assert residency.counters.hit_rate() == pytest.approx(found / sum(len(experts) for _, experts in steps))
+    assert residency.counters.hit_rate() == pytest.approx(
+        found / sum(len(experts) for _, experts in steps)
+    )
 
 
 def test_one_pool_of_any_kind():
@@ -164,7 +212,11 @@ def test_one_pool_of_any_kind():
 def test_no_room_because_all_are_pinned():
     residency = Residency(1, 6, Pools(F=2))
     step = residency.begin(0, {0: 1, 1: 1, 2: 1})
-    assert [r.keep for r in step.requests] == [State.FULL, State.FULL, State.MISSED] and not step.evicted
+    assert [r.keep for r in step.requests] == [
+        State.FULL,
+        State.FULL,
+        State.MISSED,
+    ] and not step.evicted
     assert residency.counters.not_kept == 1
 
 
@@ -179,8 +231,13 @@ def test_no_pools_keep_nothing():
 def test_an_expert_climbs_and_its_old_place_is_free_only_afterwards():
     residency = Residency(1, 4, Pools(F=1, E=1), "lru", margin=0)
     assert [r.keep for r in residency.begin(0, {0: 9, 1: 2}).requests] == [State.FULL, State.E]
-    step = residency.begin(0, {1: 20, 2: 10})       # ranks: 1, 2, 0; expert 2 would go to E, where 1 still is
-    assert [(r.state, r.keep) for r in step.requests] == [(State.E, State.FULL), (State.MISSED, State.MISSED)]
+    step = residency.begin(
+        0, {1: 20, 2: 10}
+    )  # ranks: 1, 2, 0; expert 2 would go to E, where 1 still is
+    assert [(r.state, r.keep) for r in step.requests] == [
+        (State.E, State.FULL),
+        (State.MISSED, State.MISSED),
+    ]
     assert step.evicted == [(ExpertKey(0, 0), State.FULL)]
     assert residency.begin(0, {2: 1}).requests[0].keep is State.E
 
@@ -219,16 +276,19 @@ def test_bytes_of_pools():
     assert Pools(F=2, C=3, S=5, E=7).nbytes(full=100, sm=50, e=20) == 200 + 3 * 70 + 250 + 140
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: Residency(2, 4, Pools(F=1), "mru"), "there is no cache 'mru'"),
-    (lambda: Residency(2, 4, Pools(F=1), scope="expert"), "whole 'model' or of each 'layer'"),
-    (lambda: Residency(2, 4, Pools(F=1), margin=-1), "margin is -1"),
-    (lambda: Residency(0, 4, Pools(F=1)), "L=0 layers"),
-    (lambda: Pools(S=-2), "pool S holds -2"),
-    (lambda: Residency(2, 4, Pools(F=1)).begin(2, {0: 1}), "layer 2 is out of range.*0 to 1"),
-    (lambda: Residency(2, 4, Pools(F=1)).begin(0, {4: 1}), "experts 0 to 3"),
-    (lambda: Residency(2, 4, Pools(F=1)).begin(0, {1: 0}), "at least one token"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Residency(2, 4, Pools(F=1), "mru"), "there is no cache 'mru'"),
+        (lambda: Residency(2, 4, Pools(F=1), scope="expert"), "whole 'model' or of each 'layer'"),
+        (lambda: Residency(2, 4, Pools(F=1), margin=-1), "margin is -1"),
+        (lambda: Residency(0, 4, Pools(F=1)), "L=0 layers"),
+        (lambda: Pools(S=-2), "pool S holds -2"),
+        (lambda: Residency(2, 4, Pools(F=1)).begin(2, {0: 1}), "layer 2 is out of range.*0 to 1"),
+        (lambda: Residency(2, 4, Pools(F=1)).begin(0, {4: 1}), "experts 0 to 3"),
+        (lambda: Residency(2, 4, Pools(F=1)).begin(0, {1: 0}), "at least one token"),
+    ],
+)
 def test_errors_are_for_people(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -1,4 +1,5 @@
-"""Selection probabilities against enumeration of all subsets, leave-one-out programs and the paper's iteration."""
+"""Selection probabilities against enumeration of all subsets, leave-one-out programs and the
+paper's iteration."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ def enumerated(q, k):
 
 def left_out(q, k, ranks):
     """f of some ranks by a dynamic program for each of them left out."""
+
     def hits(others):
         p = np.eye(1, k + 1)[0]
         for chance in others:
             p = np.append(p[0] * (1 - chance), p[1:] * (1 - chance) + p[:-1] * chance)
         return p
+
     return np.array([q[i] * hits(np.delete(q, i))[k - 1] for i in ranks]) / hits(q)[k]
 
 
@@ -54,12 +57,19 @@ def test_they_reproduce_what_was_counted(case):
     assert np.abs(enumerated(q, k)[0] - f).max() < 1e-8
     assert ((q == 0) == (f == 0)).all() and ((q == 1) == (f == 1)).all()
     assert abs(q.sum() - k) < 1e-6
-    assert all(abs(q[i] - q[j]) < 1e-6 for i in range(len(f)) for j in range(len(f)) if f[i] == f[j])
+    assert all(
+        abs(q[i] - q[j]) < 1e-6 for i in range(len(f)) for j in range(len(f)) if f[i] == f[j]
+    )
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(2, 7).flatmap(lambda E: st.tuples(
-    st.lists(st.floats(1e-6, 1 - 1e-6), min_size=E, max_size=E), st.integers(1, E))))
+@given(
+    st.integers(2, 7).flatmap(
+        lambda E: st.tuples(
+            st.lists(st.floats(1e-6, 1 - 1e-6), min_size=E, max_size=E), st.integers(1, E)
+        )
+    )
+)
 def test_inclusion_equals_enumeration(case):
     q, k = np.array(case[0]), case[1]
     f, pairs = inclusion(q, k)
@@ -71,12 +81,17 @@ def test_inclusion_equals_enumeration(case):
 
 def skewed(E, k, how):
     ranks = np.arange(1, E + 1)
-    f = {"zipf": ranks ** -1.5, "steep": ranks ** -5.0, "geometric": 0.8 ** ranks, "equal": ranks ** 0.0,
-         "two kinds": np.where(ranks < k, 1 - 1e-9, 1e-9)}[how]
+    f = {
+        "zipf": ranks**-1.5,
+        "steep": ranks**-5.0,
+        "geometric": 0.8**ranks,
+        "equal": ranks**0.0,
+        "two kinds": np.where(ranks < k, 1 - 1e-9, 1e-9),
+    }[how]
     f = np.minimum(k * f / f.sum(), 1 - 1e-9) if how != "two kinds" else f
     odds = f / (1 - f)
     low, high = -80.0, 80.0
-    for _ in range(100):                                        # multiply the odds until they sum to k
+    for _ in range(100):  # multiply the odds until they sum to k
         middle = (low + high) / 2
         f = odds / (odds + math.exp(-middle))
         low, high = (middle, high) if f.sum() < k else (low, middle)
@@ -100,13 +115,16 @@ def test_the_papers_iteration_finds_the_same_and_its_misprint_does_not():
     def polynomial(w, n):
         return sum(math.prod(chosen) for chosen in itertools.combinations(w, n))
 
-    def current(w):                                             # eq. 24
-        return np.array([w[i] * polynomial(np.delete(w, i), k - 1) for i in range(len(w))]) / polynomial(w, k)
+    def current(w):  # eq. 24
+        return np.array(
+            [w[i] * polynomial(np.delete(w, i), k - 1) for i in range(len(w))]
+        ) / polynomial(w, k)
+
     right, printed = f.copy(), f.copy()
     for _ in range(400):
         right = right * f / current(right)
         printed = printed * f / polynomial(printed, k)
-        printed /= printed.max()                                # a factor changes nothing but keeps it finite
+        printed /= printed.max()  # a factor changes nothing but keeps it finite
     assert np.allclose(current(right), f, atol=1e-12)
     odds = q / (1 - q)
     assert np.allclose(right / right[0], odds / odds[0], rtol=1e-9)
@@ -114,9 +132,19 @@ def test_the_papers_iteration_finds_the_same_and_its_misprint_does_not():
 
 
 def test_where_all_is_almost_certain():
-    """Two experts nearly always, five others hardly ever: the starting point has no gradient to speak of."""
-    f = np.array([0.9999999968585322, 0.999999999768014, 2.170909633759995e-09, 1.064195582495964e-09,
-                  1.366044587738181e-10, 1.744056732954378e-12, 0.0])
+    """Two experts nearly always, five others hardly ever: the starting point has no gradient to
+    speak of."""
+    f = np.array(
+        [
+            0.9999999968585322,
+            0.999999999768014,
+            2.170909633759995e-09,
+            1.064195582495964e-09,
+            1.366044587738181e-10,
+            1.744056732954378e-12,
+            0.0,
+        ]
+    )
     f[0] -= f.sum() - 2
     q = selection_probabilities(f, 2)
     assert np.allclose(enumerated(q, 2)[0], f, rtol=1e-3, atol=1e-11)
@@ -135,9 +163,16 @@ def test_no_distribution_with_these_shares_has_more_entropy():
         assert -(ours * np.log(ours)).sum() >= -(p * np.log(p)).sum() - 1e-9
 
 
-@pytest.mark.parametrize("f, k, words", [
-    ([0.5, 0.5], 2, r"sum to 1, but k is 2"), ([1.5, 0.5], 2, r"0\.5 … 1\.5"), ([[1.0]], 1, r"\[1, 1\]"),
-    ([float("nan"), 1.0], 1, "nan"), ([0.4, 0.4, 0.3], 1, "whole")])
+@pytest.mark.parametrize(
+    "f, k, words",
+    [
+        ([0.5, 0.5], 2, r"sum to 1, but k is 2"),
+        ([1.5, 0.5], 2, r"0\.5 … 1\.5"),
+        ([[1.0]], 1, r"\[1, 1\]"),
+        ([float("nan"), 1.0], 1, "nan"),
+        ([0.4, 0.4, 0.3], 1, "whole"),
+    ],
+)
 def test_impossible_probabilities_are_refused(f, k, words):
     with pytest.raises(ValueError, match=words):
         selection_probabilities(np.array(f), k)
@@ -163,7 +198,10 @@ def test_samples_have_k_experts_as_often_as_they_are_used():
     assert (np.abs(drawn.mean(0) - f) <= 5 * np.sqrt(f * (1 - f) / n)).all()
     together = enumerated(selection_probabilities(f, 4), 4)[1]
     assert np.abs(drawn.T.astype(float) @ drawn / n - together)[~np.eye(8, dtype=bool)].max() < 0.02
-    assert (sample(selection_probabilities(f, 4), 4, 5, seed=3) == sample(selection_probabilities(f, 4), 4, 5, 3)).all()
+    assert (
+        sample(selection_probabilities(f, 4), 4, 5, seed=3)
+        == sample(selection_probabilities(f, 4), 4, 5, 3)
+    ).all()
     assert sample(selection_probabilities(f, 4), 4, 0).shape == (0, 8)
 
 

@@ -32,7 +32,9 @@ def wrong_experts(model):
         unplug(model)
 
 
-# -------------------------------------------------------------------------------------------------------- the scores
+# --------------------------------------------------------------------------------------------------------
+# the scores
+
 
 @pytest.mark.parametrize("decode", [0, 5])
 def test_language_loss_is_that_of_transformers(model, decode):
@@ -40,40 +42,53 @@ def test_language_loss_is_that_of_transformers(model, decode):
     found = scores.language_loss(model, windows, batch_size=2, decode=decode)
     for window, loss in zip(windows, found):
         labels = window.clone()
-        labels[:len(window) - decode if decode else 0] = -100
+        labels[: len(window) - decode if decode else 0] = -100
         with torch.no_grad():
-            assert loss == pytest.approx(model(window[None], labels=labels[None]).loss.item(), abs=0.02)
+            assert loss == pytest.approx(
+                model(window[None], labels=labels[None]).loss.item(), abs=0.02
+            )
 
 
 def test_decode_steps_predict_what_one_pass_predicts(model):
     ids = scores.text_windows(model.tokenizer, "test", 2, 24)
     whole, steps = (scores.last_logits(model, ids, 6, decode).float() for decode in (False, True))
     assert whole.shape == steps.shape == (2, 6, 1024)
-    assert (whole - steps).abs().max() < 0.15 < whole.std()            # bf16, summed in another order
+    assert (whole - steps).abs().max() < 0.15 < whole.std()  # bf16, summed in another order
     with pytest.raises(ValueError, match="ask for fewer"):
         scores.last_logits(model, ids, 24)
 
 
 def test_right_answers_in_decode_steps_are_those_of_generate(model):
-    prompts = datasets.prompts("needle_multikey", 4, tokens=64) + datasets.prompts("code", 6, tokens=64)
+    prompts = datasets.prompts("needle_multikey", 4, tokens=64) + datasets.prompts(
+        "code", 6, tokens=64
+    )
     expected = []
     for prompt in prompts:
         question, answer = scores.split_ids(model.tokenizer, prompt)
-        out = model.generate(torch.tensor([question]), max_new_tokens=len(answer), do_sample=False,
-                             attention_mask=torch.ones(1, len(question)))
-        expected.append(out[0, len(question):].tolist() == answer)
+        out = model.generate(
+            torch.tensor([question]),
+            max_new_tokens=len(answer),
+            do_sample=False,
+            attention_mask=torch.ones(1, len(question)),
+        )
+        expected.append(out[0, len(question) :].tolist() == answer)
     assert scores.right_answers(model, prompts, decode=True) == expected
-    assert scores.right_answers(model, prompts, batch_size=3) == expected and len(set(expected)) == 2
+    assert (
+        scores.right_answers(model, prompts, batch_size=3) == expected and len(set(expected)) == 2
+    )
 
 
 def test_an_answer_does_not_begin_with_what_a_tokenizer_puts_before_texts():
     def tokenizer(text):
-        return {"input_ids": [1] + [ord(c) for c in text]}          # 1: beginning of text
+        return {"input_ids": [1] + [ord(c) for c in text]}  # 1: beginning of text
+
     assert scores.split_ids(tokenizer, Prompt("x", "ab", " c")) == ([1, 97, 98], [32, 99])
     assert scores.split_ids(tokenizer, Prompt("x", "ab ", " c")) == ([1, 97, 98], [32, 32, 99])
 
 
-# ----------------------------------------------------------------------------------------------------- the statistics
+# -----------------------------------------------------------------------------------------------------
+# the statistics
+
 
 @pytest.mark.parametrize("lost, gained", [(0, 0), (1, 0), (3, 1), (5, 5), (2, 8), (9, 0)])
 def test_mcnemar_by_enumerating_every_outcome(lost, gained):
@@ -104,7 +119,7 @@ def test_intervals_of_answers_cover_the_truth():
     """95 % nominal; 300 draws of 60 prompts, of which 4 % are lost and 1 % gained."""
     rng, covered = np.random.default_rng(0), 0
     for _ in range(300):
-        kind = rng.choice(4, 60, p=[0.04, 0.01, 0.85, 0.10])            # lost, gained, both right, both wrong
+        kind = rng.choice(4, 60, p=[0.04, 0.01, 0.85, 0.10])  # lost, gained, both right, both wrong
         base, values = (kind == 0) | (kind == 2), (kind == 1) | (kind == 2)
         low, high = accuracy.paired_answers(base, values)["interval"]
         covered += low <= -0.03 <= high
@@ -114,7 +129,7 @@ def test_intervals_of_answers_cover_the_truth():
 def test_errors_of_losses_are_the_spread_over_repetitions():
     rng, found = np.random.default_rng(1), []
     for _ in range(600):
-        base = rng.gamma(4, 0.6, 80)                                    # windows differ far more than modes
+        base = rng.gamma(4, 0.6, 80)  # windows differ far more than modes
         found.append(accuracy.paired_means(base, base * (1.02 + 0.03 * rng.standard_normal(80))))
     for value, error in (("difference", "difference error"), ("relative", "relative error")):
         spread = statistics.stdev(row[value] for row in found)
@@ -128,7 +143,9 @@ def test_intervals_of_losses_cover_the_truth_with_few_windows(n):
     rng, draws, covered = np.random.default_rng(n), 2000, 0
     for _ in range(draws):
         base = rng.gamma(4, 0.6, n)
-        low, high = accuracy.paired_means(base, base + 0.02 + 0.03 * rng.standard_normal(n))["interval"]
+        low, high = accuracy.paired_means(base, base + 0.02 + 0.03 * rng.standard_normal(n))[
+            "interval"
+        ]
         covered += low <= 0.02 <= high
     assert abs(covered / draws - 0.95) < 0.02
 
@@ -136,39 +153,60 @@ def test_intervals_of_losses_cover_the_truth_with_few_windows(n):
 @settings(max_examples=60)
 @given(st.data(), st.integers(2, 9), st.permutations(["01", "bool", "float"]))
 def test_a_metric_may_be_0_or_1_throughout_in_one_mode_only(data, n, kinds):
-    """As lm-eval's metrics between 0 and 1 are: then no mode's are right answers, whichever comes first."""
+    """As lm-eval's metrics between 0 and 1 are: then no mode's are right answers, whichever comes
+    first."""
     draw = {"01": st.integers(0, 1).map(float), "bool": st.booleans(), "float": st.floats(0, 1)}
-    samples = {kind: np.array(data.draw(st.lists(draw[kind], min_size=n, max_size=n))) for kind in kinds}
+    samples = {
+        kind: np.array(data.draw(st.lists(draw[kind], min_size=n, max_size=n))) for kind in kinds
+    }
     found = accuracy.result({"t": samples}, {})
     base = samples[kinds[0]].astype(float)
     for kind in kinds:
         row = found["scores"]["t"][kind]
-        assert row["unit"] == "score" and row["score"] == pytest.approx(samples[kind].astype(float).mean())
+        assert row["unit"] == "score" and row["score"] == pytest.approx(
+            samples[kind].astype(float).mean()
+        )
         if kind != kinds[0]:
-            assert row["difference"] == pytest.approx((samples[kind].astype(float) - base).mean(), abs=1e-12)
+            assert row["difference"] == pytest.approx(
+                (samples[kind].astype(float) - base).mean(), abs=1e-12
+            )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
         assert len(accuracy.table(found).splitlines()) == 2 + 3 + 1
 
 
 def test_any_two_modes_are_compared_in_pairs():
-    """Of three modes with a far noisier baseline: b − a on their own pairs, by scipy and by hand."""
+    """Of three modes with a far noisier baseline: b − a on their own pairs, by scipy and by
+    hand."""
     scipy_stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(5)
     truth = rng.normal(2, 1, 40)
-    samples = {"loss": {"baseline": rng.normal(2, 1, 40), "a": truth, "b": truth + rng.normal(0.1, 0.01, 40)},
-               "needle": {"baseline": rng.random(40) < 0.5, "a": truth > 2, "b": truth > 1.8}}
+    samples = {
+        "loss": {
+            "baseline": rng.normal(2, 1, 40),
+            "a": truth,
+            "b": truth + rng.normal(0.1, 0.01, 40),
+        },
+        "needle": {"baseline": rng.random(40) < 0.5, "a": truth > 2, "b": truth > 1.8},
+    }
     found = accuracy.result(samples, {})
     assert list(found["pairs"]["loss"]) == list(found["pairs"]["needle"]) == ["b − a"]
     row, differences = found["pairs"]["loss"]["b − a"], samples["loss"]["b"] - samples["loss"]["a"]
-    expected = scipy_stats.ttest_rel(samples["loss"]["b"], samples["loss"]["a"]).confidence_interval(0.95)
-    assert row["interval"] == pytest.approx(list(expected)) and row["difference"] == pytest.approx(differences.mean())
+    expected = scipy_stats.ttest_rel(
+        samples["loss"]["b"], samples["loss"]["a"]
+    ).confidence_interval(0.95)
+    assert row["interval"] == pytest.approx(list(expected)) and row["difference"] == pytest.approx(
+        differences.mean()
+    )
     answers = found["pairs"]["needle"]["b − a"]
     gained = int(((truth > 1.8) & (truth <= 2)).sum())
     assert (answers["lost"], answers["gained"]) == (0, gained)
     assert answers["p"] == pytest.approx(scipy_stats.binomtest(0, gained).pvalue)
     assert found["scores"]["loss"]["b"]["difference error"] > 10 * row["difference error"]
-    assert sum(line.split()[1:4] == ["b", "−", "a"] for line in accuracy.table(found).splitlines()) == 2
+    assert (
+        sum(line.split()[1:4] == ["b", "−", "a"] for line in accuracy.table(found).splitlines())
+        == 2
+    )
 
 
 @settings(max_examples=100)
@@ -185,13 +223,21 @@ def test_unequal_or_single_samples_are_refused():
         accuracy.summarise({"t": {"baseline": np.zeros(3), "mode": np.zeros(2)}})
 
 
-# ------------------------------------------------------------------------------------------------------------ compare
+# ------------------------------------------------------------------------------------------------------------
+# compare
+
 
 @pytest.fixture(scope="module")
 def found(model):
-    return accuracy.compare(model, {"baseline": nullcontext, "same": nullcontext,
-                                    "damaged": lambda: wrong_experts(model)},
-                            ("loss", "needle", "completion"), n=6, windows=3, tokens=64, seed=4)
+    return accuracy.compare(
+        model,
+        {"baseline": nullcontext, "same": nullcontext, "damaged": lambda: wrong_experts(model)},
+        ("loss", "needle", "completion"),
+        n=6,
+        windows=3,
+        tokens=64,
+        seed=4,
+    )
 
 
 def test_the_same_mode_twice_differs_in_nothing(found):
@@ -206,7 +252,9 @@ def test_damage_shows(found, model):
     with wrong_experts(model):
         expected = scores.language_loss(model, windows)
     assert loss["score"] == pytest.approx(expected.mean())
-    assert loss["relative"] == pytest.approx(100 * (expected.mean() / found["scores"]["loss"]["baseline"]["score"] - 1))
+    assert loss["relative"] == pytest.approx(
+        100 * (expected.mean() / found["scores"]["loss"]["baseline"]["score"] - 1)
+    )
 
 
 def test_a_result_is_json_and_a_table(found, monkeypatch):
@@ -215,7 +263,11 @@ def test_a_result_is_json_and_a_table(found, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     lines = accuracy.table(found).splitlines()
     assert len(lines) == 2 + 3 * (3 + 1) and "nan" not in "".join(lines)
-    assert lines[2].split()[:3] == ["loss", "baseline", f"{found['scores']['loss']['baseline']['score']:.4f}"]
+    assert lines[2].split()[:3] == [
+        "loss",
+        "baseline",
+        f"{found['scores']['loss']['baseline']['score']:.4f}",
+    ]
 
 
 def test_prompts_of_several_sources_alternate_and_fit(model):
@@ -228,12 +280,26 @@ def test_hints_change_nothing_and_recall_is_reported(model):
     speculate = pytest.importorskip("moelab.speculate")
 
     def mode(name, predictor):
-        return lambda: speculate.Speculation(model, registry.make("predictor", predictor, model), name, prefill=True)
-    found = accuracy.compare(model, {"baseline": nullcontext, "hint": mode("hint", "router"),
-                                     "random": mode("speculative", "random")}, ("loss",), windows=4, tokens=64)
+        return lambda: speculate.Speculation(
+            model, registry.make("predictor", predictor, model), name, prefill=True
+        )
+
+    found = accuracy.compare(
+        model,
+        {
+            "baseline": nullcontext,
+            "hint": mode("hint", "router"),
+            "random": mode("speculative", "random"),
+        },
+        ("loss",),
+        windows=4,
+        tokens=64,
+    )
     samples, rows = found["samples"]["loss"], found["scores"]["loss"]
     assert samples["hint"] == samples["baseline"] != samples["random"]
-    assert "recall" not in rows["baseline"] and rows["hint"]["recall"] > 0.5 > rows["random"]["recall"]
+    assert (
+        "recall" not in rows["baseline"] and rows["hint"]["recall"] > 0.5 > rows["random"]["recall"]
+    )
     assert math.isclose(rows["random"]["recall"], 4 / 32, abs_tol=0.05)
 
 

@@ -1,4 +1,5 @@
-"""`moelab calibrate`: the file is what counting by hand gives, and bad input is refused before any work."""
+"""`moelab calibrate`: the file is what counting by hand gives, and bad input is refused before any
+work."""
 
 import math
 
@@ -18,8 +19,15 @@ def test_the_file_is_what_counting_by_hand_gives(tmp_path, capsys):
     assert main(["calibrate", "small", str(file), *SMALL, "--new-tokens", "3", "--seed", "2"]) == 0
     found, out = Calibration.load(file), capsys.readouterr().out
     model = moelab.open_model(None)
-    trace = moelab.record(model, [p.text for source in ("code", "lookup") for p in moelab.prompts(
-        source, 1, tokens=64, seed=2, split="train")], max_new_tokens=3)
+    trace = moelab.record(
+        model,
+        [
+            p.text
+            for source in ("code", "lookup")
+            for p in moelab.prompts(source, 1, tokens=64, seed=2, split="train")
+        ],
+        max_new_tokens=3,
+    )
     for phase in (PREFILL, DECODE):
         of = trace.select(trace.phase == phase)
         for layer in range(model.spec.L):
@@ -28,7 +36,9 @@ def test_the_file_is_what_counting_by_hand_gives(tmp_path, capsys):
         assert found.tokens[phase] == len(of)
     assert found.require(trace.model_id, model.spec) is found and "lookup" in found.source
     assert f"{found.tokens[PREFILL]:,} tokens" in out and "decode: " in out and str(file) in out
-    assert [path.name for path in file.parent.iterdir()] == [file.name]             # nothing half written is left
+    assert [path.name for path in file.parent.iterdir()] == [
+        file.name
+    ]  # nothing half written is left
 
 
 def test_a_plan_reads_it_and_without_new_tokens_there_is_no_decode(tmp_path, capsys):
@@ -39,13 +49,18 @@ def test_a_plan_reads_it_and_without_new_tokens_there_is_no_decode(tmp_path, cap
     assert "calibrated on 1 prompts each of code, lookup" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["--sources", "code,nothing"], "'nothing'"), (["--sources", ","], "names nothing"),
-    (["--tokens", "8"], "at least 64")])
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--sources", "code,nothing"], "'nothing'"),
+        (["--sources", ","], "names nothing"),
+        (["--tokens", "8"], "at least 64"),
+    ],
+)
 def test_bad_input_is_refused(arguments, told, tmp_path, capsys):
     try:
         assert main(["calibrate", "small", str(tmp_path / "c"), *arguments]) == 2
-    except SystemExit as end:                           # refused while the arguments are read
+    except SystemExit as end:  # refused while the arguments are read
         assert end.code == 2
     assert told in capsys.readouterr().err and not list(tmp_path.iterdir())
 
@@ -53,7 +68,9 @@ def test_bad_input_is_refused(arguments, told, tmp_path, capsys):
 def test_a_file_is_replaced_only_if_one_says_so(tmp_path, capsys, monkeypatch):
     file = tmp_path / "c.safetensors"
     file.write_text("kept")
-    monkeypatch.setattr(calibrate, "open_model", lambda *_, **__: pytest.fail("a model is opened for nothing"))
+    monkeypatch.setattr(
+        calibrate, "open_model", lambda *_, **__: pytest.fail("a model is opened for nothing")
+    )
     assert main(["calibrate", "small", str(file)]) == 2
     assert "--force" in capsys.readouterr().err and file.read_text() == "kept"
     assert main(["calibrate", "small", str(tmp_path), "--force"]) == 2
@@ -78,10 +95,11 @@ def test_a_model_without_a_tokenizer_is_refused():
 
 def test_the_hot_share_by_hand():
     import torch
+
     spec = moelab.open_model(None).spec
     counts = torch.ones(2, spec.L, spec.E, dtype=torch.int64)
     hot = round(spec.E * calibrate.HOT)
-    counts[0, :, 3:3 + hot] = 5
+    counts[0, :, 3 : 3 + hot] = 5
     found = Calibration(counts, (1, 0), spec, "id")
     assert calibrate.hot_share(found, PREFILL) == pytest.approx(5 * hot / (5 * hot + spec.E - hot))
     assert math.isclose(calibrate.hot_share(found, DECODE), hot / spec.E)

@@ -20,18 +20,29 @@ def model():
     return moelab.open_model()
 
 
-# ------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------------------------
+# the command
+
 
 def test_executors_are_modes(model, results, capsys):
-    assert main(["evaluate", *QUICK, "--tasks", "lookup", "--modes", "executor:capacity:factor=0.5"]) == 0
-    file, = (results / "runs" / "evaluate").glob("*")
+    assert (
+        main(["evaluate", *QUICK, "--tasks", "lookup", "--modes", "executor:capacity:factor=0.5"])
+        == 0
+    )
+    (file,) = (results / "runs" / "evaluate").glob("*")
     found = json.loads(file.read_text())
     assert list(found["scores"]["lookup"]) == ["baseline", "executor:capacity:factor=0.5"]
-    assert found["settings"]["batch"] == 1              # or texts, and their padding, would compete for places
+    assert found["settings"]["batch"] == 1  # or texts, and their padding, would compete for places
 
 
-@pytest.mark.parametrize("text, word", [("executor:fsat", "there is no executor"), ("executor:capacity:2", "OPTION=VALUE"),
-                                        ("executor:capacity:colour=2", "colour")])
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ("executor:fsat", "there is no executor"),
+        ("executor:capacity:2", "OPTION=VALUE"),
+        ("executor:capacity:colour=2", "colour"),
+    ],
+)
 def test_executors_that_cannot_be_made_are_refused(text, word):
     with pytest.raises(ValueError, match=word):
         evaluate.parse_mode(text)
@@ -39,7 +50,7 @@ def test_executors_that_cannot_be_made_are_refused(text, word):
 
 def test_it_writes_a_result_and_shows_it(results, capsys):
     assert main(["evaluate", *QUICK, "--tasks", "loss,lookup", "--modes", "hint:router"]) == 0
-    file, = (results / "runs" / "evaluate").glob("*")
+    (file,) = (results / "runs" / "evaluate").glob("*")
     found = json.loads(file.read_text())
     assert list(found["scores"]) == ["loss", "lookup"] and found["kind"] == "measured"
     assert list(found["scores"]["loss"]) == ["baseline", "hint:router"]
@@ -52,45 +63,88 @@ def test_it_writes_a_result_and_shows_it(results, capsys):
 def test_a_store_scores_as_the_checkpoint_does(tmp_path, capsys):
     store = moelab.convert(None, tmp_path / "store").folder
     for arguments, name in (([], "resident"), ([str(store), "--memory", "25%"], "store")):
-        assert main(["evaluate", *arguments, *QUICK, "--tasks", "loss,needle", "--output",
-                     str(tmp_path / f"{name}.json")]) == 0
-    resident, stored = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("resident", "store"))
+        assert (
+            main(
+                [
+                    "evaluate",
+                    *arguments,
+                    *QUICK,
+                    "--tasks",
+                    "loss,needle",
+                    "--output",
+                    str(tmp_path / f"{name}.json"),
+                ]
+            )
+            == 0
+        )
+    resident, stored = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("resident", "store")
+    )
     assert resident["samples"] == stored["samples"]
     assert [f.name for f in tmp_path.glob("*.part")] == []
 
 
 def test_decode_only_is_scored_in_decode_steps(tmp_path):
-    assert main(["evaluate", *QUICK, "--tasks", "loss", "--modes", "speculative:previous", "--decode-only", "--output",
-                 str(tmp_path / "found.json")]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                *QUICK,
+                "--tasks",
+                "loss",
+                "--modes",
+                "speculative:previous",
+                "--decode-only",
+                "--output",
+                str(tmp_path / "found.json"),
+            ]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["settings"]["scored"] == "decode steps"
     row = found["scores"]["loss"]["speculative:previous"]
     assert row["difference"] != 0 and 0 < row["recall"] < 1
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("hint", ("hint", "quasi")), ("speculative:router", ("speculative", "router")),
-    ("router-free", ("router-free", "estimator"))])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("hint", ("hint", "quasi")),
+        ("speculative:router", ("speculative", "router")),
+        ("router-free", ("router-free", "estimator")),
+    ],
+)
 def test_modes_by_name(text, expected):
     assert evaluate.parse_mode(text) == expected
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--modes", "guess"], "no mode 'guess'. There are: baseline, hint"),
-    (["--modes", "hint:nobody"], "There are: router, quasi"),
-    (["--modes", "hint:oracle"], "an oracle must be given"),
-    (["--modes", "router-free:quasi"], "only the estimator"),
-    (["--modes", "speculative:hybrid"], "need --estimator FILE")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--modes", "guess"], "no mode 'guess'. There are: baseline, hint"),
+        (["--modes", "hint:nobody"], "There are: router, quasi"),
+        (["--modes", "hint:oracle"], "an oracle must be given"),
+        (["--modes", "router-free:quasi"], "only the estimator"),
+        (["--modes", "speculative:hybrid"], "need --estimator FILE"),
+    ],
+)
 def test_what_makes_no_sense_is_told_in_a_line(arguments, message, capsys):
     assert main(["evaluate", "--calibration", "1", "--tokens", "64", *arguments]) == 2
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
 
 
-@pytest.mark.parametrize("option, what", [("--estimator", "estimator"), ("--vectors", "default vectors")])
-def test_a_foreign_file_is_refused_before_anything_is_measured(option, what, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "option, what", [("--estimator", "estimator"), ("--vectors", "default vectors")]
+)
+def test_a_foreign_file_is_refused_before_anything_is_measured(
+    option, what, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "x").write_bytes(b"something else")
-    monkeypatch.setattr(evaluate.accuracy, "compare", lambda *_, **__: pytest.fail("the baseline was measured"))
+    monkeypatch.setattr(
+        evaluate.accuracy, "compare", lambda *_, **__: pytest.fail("the baseline was measured")
+    )
     for modes in ("speculative:router", "speculative:previous"):
         assert main(["evaluate", *QUICK, "--modes", modes, option, str(tmp_path / "x")]) == 2
         assert f"no readable {what}" in capsys.readouterr().err
@@ -110,22 +164,40 @@ def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):
     assert "gsm8k" in told and "pip install 'moelab[peers]'" in told and "needle" in told
 
 
-# ----------------------------------------------------------------------------------------------------------- lm-eval
+# -----------------------------------------------------------------------------------------------------------
+# lm-eval
+
 
 def test_scores_a_question_are_taken_where_lm_eval_reports_their_mean():
     def sample(doc, kind, **metrics):
         return {"doc_id": doc, "filter": kind, "metrics": list(metrics), **metrics}
-    found = {"samples": {"gsm": [sample(1, "strict", hit=1.0), sample(0, "strict", hit=0.0),
-                                 sample(0, "loose", hit=1.0), sample(1, "loose", hit=1.0)],
-                         "text": [sample(0, "none", nats=0.5, perplexity=2.0, pair=(1.0, 2)),
-                                  sample(1, "none", nats=1.5, perplexity=4.0, pair=(1.0, 2))],
-                         "unreported": [sample(0, "none", hit=1.0)]},
-             "results": {"gsm": {"hit,strict": 0.5, "hit,loose": 1.0},
-                         "text": {"nats,none": 1.0, "perplexity,none": 20.0, "pair,none": 1.0},
-                         "unreported": {}}}
+
+    found = {
+        "samples": {
+            "gsm": [
+                sample(1, "strict", hit=1.0),
+                sample(0, "strict", hit=0.0),
+                sample(0, "loose", hit=1.0),
+                sample(1, "loose", hit=1.0),
+            ],
+            "text": [
+                sample(0, "none", nats=0.5, perplexity=2.0, pair=(1.0, 2)),
+                sample(1, "none", nats=1.5, perplexity=4.0, pair=(1.0, 2)),
+            ],
+            "unreported": [sample(0, "none", hit=1.0)],
+        },
+        "results": {
+            "gsm": {"hit,strict": 0.5, "hit,loose": 1.0},
+            "text": {"nats,none": 1.0, "perplexity,none": 20.0, "pair,none": 1.0},
+            "unreported": {},
+        },
+    }
     taken = lm_eval_adapter.per_question(found)
     assert {name: values.tolist() for name, values in taken.items()} == {
-        "gsm hit strict": [False, True], "gsm hit loose": [True, True], "text nats": [0.5, 1.5]}
+        "gsm hit strict": [False, True],
+        "gsm hit loose": [True, True],
+        "text nats": [0.5, 1.5],
+    }
 
 
 def test_lm_eval_gives_moelabs_verdicts_in_every_mode(model):
@@ -139,7 +211,9 @@ def test_lm_eval_gives_moelabs_verdicts_in_every_mode(model):
     verdicts = {mode: [] for mode in modes}
     for mode, context in modes.items():
         for name in names:
-            prompts = accuracy.task_prompts(model.tokenizer, lm_eval_adapter.LOCAL[name], 8, 64, 3)[:6]
+            prompts = accuracy.task_prompts(model.tokenizer, lm_eval_adapter.LOCAL[name], 8, 64, 3)[
+                :6
+            ]
             with context():
                 own = scores.right_answers(model, prompts)
             assert found[f"{name} acc"][mode].tolist() == own
@@ -161,10 +235,17 @@ class FakeManager:
         raise ConnectionError(f"Couldn't reach {names[0]} on the Hub\nand much more")
 
 
-@pytest.mark.parametrize("tasks, message", [
-    ("gsm8k,BoolQ", "cannot be loaded here: gsm8k (ConnectionError: Couldn't reach gsm8k on the Hub); BoolQ"),
-    ("humaneval", "without a sandbox; --run-code"),
-    ("gsm9k", "neither moelab nor lm-eval has a task 'gsm9k'")])
+@pytest.mark.parametrize(
+    "tasks, message",
+    [
+        (
+            "gsm8k,BoolQ",
+            "cannot be loaded here: gsm8k (ConnectionError: Couldn't reach gsm8k on the Hub); BoolQ",
+        ),
+        ("humaneval", "without a sandbox; --run-code"),
+        ("gsm9k", "neither moelab nor lm-eval has a task 'gsm9k'"),
+    ],
+)
 def test_what_lm_eval_cannot_do_is_told_in_a_line(tasks, message, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("lm_eval.tasks.TaskManager", FakeManager)
@@ -194,5 +275,9 @@ def test_tasks_that_run_code_are_refused_unless_allowed(monkeypatch):
 
 
 def test_numbers_of_lm_eval_can_be_summarised():
-    rows = accuracy.summarise({"rouge": {"baseline": np.array([0.2, 0.4]), "mode": np.array([0.1, 0.4])}})["rouge"]
-    assert rows["mode"]["unit"] == "score" and rows["mode"]["relative"] == pytest.approx(100 * (0.25 / 0.3 - 1))
+    rows = accuracy.summarise(
+        {"rouge": {"baseline": np.array([0.2, 0.4]), "mode": np.array([0.1, 0.4])}}
+    )["rouge"]
+    assert rows["mode"]["unit"] == "score" and rows["mode"]["relative"] == pytest.approx(
+        100 * (0.25 / 0.3 - 1)
+    )

@@ -1,4 +1,5 @@
-"""Every lossless executor of the registry against naive oracles: any sizes, skews, layouts, types; and real models."""
+"""Every lossless executor of the registry against naive oracles: any sizes, skews, layouts, types;
+and real models."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def lossless() -> list[str]:
     """The names of those that execute every choice with the options they have by default."""
     found = []
     for name in EXECUTORS:
-        with suppress(ValueError):      # it cannot be made without a plan, which decides what is dropped
+        with suppress(
+            ValueError
+        ):  # it cannot be made without a plan, which decides what is dropped
             found += [name] if make("executor", name).lossless else []
     return found
 
@@ -38,7 +41,8 @@ every_executor = pytest.mark.parametrize("name", lossless())
 
 @st.composite
 def cases(draw):
-    """(x, ids, weights, experts): sizes, skew, layout and type; some choices are "no expert", or all the same one."""
+    """(x, ids, weights, experts): sizes, skew, layout and type; some choices are "no expert", or
+    all the same one."""
     E = draw(st.sampled_from([1, 2, 3, 8, 31, 64, 256]))
     K = draw(st.integers(1, min(8, E)))
     T = draw(st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13, 40, 150, 600]))
@@ -48,9 +52,11 @@ def cases(draw):
     experts = make_experts(E, H, I, draw(st.sampled_from(sorted(LAYOUTS))), dtype, seed)
     ids, weights = make_routing(T, E, K, draw(st.sampled_from([0.0, 0.6, 1.5, 4.0])), seed, dtype)
     if draw(st.booleans()):
-        ids = torch.where(torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.3, E, ids)
+        ids = torch.where(
+            torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.3, E, ids
+        )
     if T and draw(st.integers(0, 5)) == 0:
-        ids = torch.full_like(ids, draw(st.integers(0, E)))         # all on one expert, or on none
+        ids = torch.full_like(ids, draw(st.integers(0, E)))  # all on one expert, or on none
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return x, ids, weights, experts
 
@@ -58,11 +64,14 @@ def cases(draw):
 def close(y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
     assert y.dtype == dtype and y.shape == exact.shape
     if exact.numel():
-        assert (y.double() - exact).abs().max() <= TOLERANCE[dtype] * max(1.0, float(exact.abs().max()))
+        assert (y.double() - exact).abs().max() <= TOLERANCE[dtype] * max(
+            1.0, float(exact.abs().max())
+        )
 
 
 def exact(x, ids, weights, experts):
-    """`toy.naive`, but the tokens of an expert together, so that 600 tokens take no minutes; see the test below."""
+    """`toy.naive`, but the tokens of an expert together, so that 600 tokens take no minutes; see
+    the test below."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for e in range(experts.num_experts):
         tokens, choice = (ids == e).nonzero(as_tuple=True)
@@ -72,7 +81,13 @@ def exact(x, ids, weights, experts):
             for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
                 h = h @ (wide[name] if experts.is_transposed else wide[name].T)
                 h = h + wide[name + "_bias"] if experts.has_bias else h
-                h = experts._apply_gate(h) if name == "gate_up_proj" else experts.act_fn(h) if name == "up_proj" else h
+                h = (
+                    experts._apply_gate(h)
+                    if name == "gate_up_proj"
+                    else experts.act_fn(h)
+                    if name == "up_proj"
+                    else h
+                )
             out.index_add_(0, tokens, h * weights[tokens, choice, None].double())
     return out
 
@@ -81,7 +96,9 @@ def exact(x, ids, weights, experts):
 def test_the_oracle_is_the_naive_loop(layout):
     experts, (ids, weights) = make_experts(5, 12, 7, layout), make_routing(9, 5, 3)
     ids[3, 1], x = 5, torch.randn(9, 12)
-    assert torch.allclose(exact(x, ids, weights, experts), naive(x, ids, weights, experts), atol=1e-12)
+    assert torch.allclose(
+        exact(x, ids, weights, experts), naive(x, ids, weights, experts), atol=1e-12
+    )
 
 
 @every_executor
@@ -92,12 +109,17 @@ def test_equals_the_exact_result_and_executes_every_choice(name, case):
     executor = make("executor", name)
     close(executor(x, ids, weights, experts), exact(*case), x.dtype)
     tally = executor.tally
-    assert tally.routed == tally.executed == int((ids < experts.num_experts).sum()) and tally.slots >= tally.executed
+    assert (
+        tally.routed == tally.executed == int((ids < experts.num_experts).sum())
+        and tally.slots >= tally.executed
+    )
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name, architecture", in_turn(
-    lossless(), ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"]))
+@pytest.mark.parametrize(
+    "name, architecture",
+    in_turn(lossless(), ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"]),
+)
 def test_real_models_give_eagers_logits(name, architecture, tmp_path):
     model = open_model(tiny.save(architecture, tmp_path / "m"))
     ids = {"input_ids": torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(0))}
@@ -120,24 +142,32 @@ def test_weights_from_a_source_are_those_used(name):
     for where in (other, experts):
         experts.source = lambda layer, e: asked.append((layer, e)) or where.own(e)
         close(executor(x, ids, weights, experts), exact(x, ids, weights, where), torch.float32)
-    assert {layer for layer, _ in asked} == {3} and {e for _, e in asked} >= set(ids.flatten().tolist())
+    assert {layer for layer, _ in asked} == {3} and {e for _, e in asked} >= set(
+        ids.flatten().tolist()
+    )
 
 
 def test_the_registry_is_covered():
     assert set(EXECUTORS) - set(lossless()) == {"capacity", "tiered", "grouped"}
 
 
-@pytest.mark.parametrize("name, options, said", [
-    ("tiered", {}, "'capacities'.*capacities, overflow='prune'"),
-    ("grouped", {"overflow": "pad"}, "'groups'"), ("gemv", {"colour": 2}, "'colour'; it takes no options"),
-    ("quick", {}, "there is no executor 'quick'. There are: exact")])
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("tiered", {}, "'capacities'.*capacities, overflow='prune'"),
+        ("grouped", {"overflow": "pad"}, "'groups'"),
+        ("gemv", {"colour": 2}, "'colour'; it takes no options"),
+        ("quick", {}, "there is no executor 'quick'. There are: exact"),
+    ],
+)
 def test_what_cannot_be_made_is_explained(name, options, said):
     with pytest.raises(ValueError, match=said):
         make("executor", name, **options)
 
 
 def test_shares_of_a_tally():
-    """Of 10 choices 8 were executed in 16 rows: a fifth is dropped, and half of the rows are padding."""
+    """Of 10 choices 8 were executed in 16 rows: a fifth is dropped, and half of the rows are
+    padding."""
     tally = Tally(10, 8, 16)
     assert (tally.dropped, tally.drop_rate, tally.padded_fraction) == (2, 0.2, 0.5)
     tally.add(10, 10, 12)

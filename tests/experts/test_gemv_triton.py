@@ -13,11 +13,12 @@ from moelab.store.reader import aligned_buffer
 @pytest.mark.parametrize("K, H, width", [(3, 192, 64), (1, 64, 128), (2, 576, 320)])
 def test_a_tokens_experts_equal_a_naive_loop(codec, K, H, width, triton_device):
     from moelab.experts import gemv_triton
+
     random, alive = torch.Generator().manual_seed(K), []
 
     def drawn(*shape):
         w = (0.05 * torch.randn(shape, generator=random)).bfloat16()
-        w.view(-1)[torch.randperm(w.numel(), generator=random)[:40]] *= 1e4                 # escapes
+        w.view(-1)[torch.randperm(w.numel(), generator=random)[:40]] *= 1e4  # escapes
         return w
 
     def row(w):
@@ -29,13 +30,20 @@ def test_a_tokens_experts_equal_a_naive_loop(codec, K, H, width, triton_device):
         memory[:] = np.frombuffer(blob, np.uint8)
         alive.append(torch.from_numpy(memory).to(triton_device))
         return bf12.row(alive[-1].data_ptr(), len(blob), w.numel())
-    ups, downs = [drawn(2 * width, H) for _ in range(K + 1)], [drawn(H, width) for _ in range(K + 1)]
+
+    ups, downs = (
+        [drawn(2 * width, H) for _ in range(K + 1)],
+        [drawn(H, width) for _ in range(K + 1)],
+    )
     x, w = torch.randn(1, H, generator=random).bfloat16(), torch.rand(K, generator=random)
     kind = {name: kind for kind, name in gemv_triton.CODECS.items()}[codec]
 
     def bank(weights):
         rows = np.array([row(of) for of in weights])
-        return gemv_triton.bank((kind, rows, len(weights[0])), torch.from_numpy(rows).to(triton_device))
+        return gemv_triton.bank(
+            (kind, rows, len(weights[0])), torch.from_numpy(rows).to(triton_device)
+        )
+
     ids = torch.randperm(K + 1, generator=random)[:K]
     given = (of.to(triton_device) for of in (x, ids, w))
     got = gemv_triton.feed_forward(bank(ups), bank(downs), *given).cpu()

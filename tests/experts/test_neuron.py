@@ -1,4 +1,5 @@
-"""All-experts, selective, blockwise and the SDK's rule give what a loop over tokens gives, and count what they do."""
+"""All-experts, selective, blockwise and the SDK's rule give what a loop over tokens gives, and
+count what they do."""
 
 from __future__ import annotations
 
@@ -12,8 +13,14 @@ from hypothesis import strategies as st
 from moelab import models
 from moelab.experts.blockwise import Blockwise
 from moelab.experts.executor import Sorted
-from moelab.experts.neuron import (AllExperts, NeuronRule, Selective, expected_unique, neuron_choice,
-                                   provisioned_savings)
+from moelab.experts.neuron import (
+    AllExperts,
+    NeuronRule,
+    Selective,
+    expected_unique,
+    neuron_choice,
+    provisioned_savings,
+)
 from moelab.experts.sharding import Sharding
 from moelab.models.seam import eager
 from tests.depth import in_turn
@@ -34,7 +41,7 @@ def cases(draw, most_tokens=40, most_experts=24):
     if draw(st.booleans()):
         ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E
     if draw(st.integers(0, 4)) == 0:
-        ids[:, 0] = draw(st.integers(0, E - 1))                             # one expert hot, perhaps twice for a token
+        ids[:, 0] = draw(st.integers(0, E - 1))  # one expert hot, perhaps twice for a token
     experts = make_experts(E, H, I, draw(st.sampled_from(sorted(LAYOUTS))), seed=seed)
     return torch.randn(T, H, generator=torch.Generator().manual_seed(seed)), ids, weights, experts
 
@@ -49,16 +56,37 @@ def check(executor, x, ids, weights, experts):
     return tally
 
 
-SHARDINGS = [None, *(Sharding(on, cores) for on in "HI" for cores in (2, 3)),
-             *(Sharding("block", cores, order) for cores in (2, 3) for order in ("PING_PONG", "HI_LO"))]
+SHARDINGS = [
+    None,
+    *(Sharding(on, cores) for on in "HI" for cores in (2, 3)),
+    *(Sharding("block", cores, order) for cores in (2, 3) for order in ("PING_PONG", "HI_LO")),
+]
 
 
 @settings(max_examples=40, deadline=None)
-@given(cases(), st.sampled_from([1, 3, 8, 64]), st.booleans(), st.booleans(), st.booleans(),
-       st.sampled_from(["code", "text"]), st.sampled_from(SHARDINGS))
-def test_blockwise_is_lossless_whatever_is_skipped_or_shared(case, B, tokens, weights, blocks, provision, sharding):
-    check(Blockwise(B, provision=provision, skip_tokens=tokens, skip_weights=weights, skip_blocks=blocks,
-                    sharding=sharding), *case)
+@given(
+    cases(),
+    st.sampled_from([1, 3, 8, 64]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["code", "text"]),
+    st.sampled_from(SHARDINGS),
+)
+def test_blockwise_is_lossless_whatever_is_skipped_or_shared(
+    case, B, tokens, weights, blocks, provision, sharding
+):
+    check(
+        Blockwise(
+            B,
+            provision=provision,
+            skip_tokens=tokens,
+            skip_weights=weights,
+            skip_blocks=blocks,
+            sharding=sharding,
+        ),
+        *case,
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -85,7 +113,8 @@ def test_selective_loads_each_needed_expert_once(case):
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_with_one_choice_a_token_it_is_eager_bit_for_bit(case):
-    """Then the rows of a product come in the same order; eager has first choices before second ones."""
+    """Then the rows of a product come in the same order; eager has first choices before second
+    ones."""
     x, ids, weights, experts = case
     for executor in (Selective(), Sorted()):
         one = x, ids[:, :1], weights[:, :1], experts
@@ -100,13 +129,21 @@ def test_the_rule_is_lossless_and_counts_once(case, B, alpha, batch):
     assert sum(executor.chosen.values()) == 1
 
 
-@pytest.mark.parametrize("T, E, K, skew", [(600, 256, 8, 0.5), (600, 4, 2, 3.0), (1, 256, 8, 0.0), (0, 8, 2, 0.0),
-                                           (513, 1, 1, 0.0)])
+@pytest.mark.parametrize(
+    "T, E, K, skew",
+    [(600, 256, 8, 0.5), (600, 4, 2, 3.0), (1, 256, 8, 0.0), (0, 8, 2, 0.0), (513, 1, 1, 0.0)],
+)
 def test_large_and_empty_steps(T, E, K, skew):
-    experts, x, (ids, weights) = make_experts(E, 6, 4), torch.randn(T, 6), make_routing(T, E, K, skew)
+    experts, x, (ids, weights) = (
+        make_experts(E, 6, 4),
+        torch.randn(T, 6),
+        make_routing(T, E, K, skew),
+    )
     expected = naive(x, ids, weights, experts)
     for executor in (AllExperts(), Selective(), Blockwise(), NeuronRule()):
-        torch.testing.assert_close(executor(x, ids, weights, experts).double(), expected, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(
+            executor(x, ids, weights, experts).double(), expected, rtol=2e-4, atol=2e-5
+        )
         assert executor.tally.routed == executor.tally.executed == T * K
 
 
@@ -137,9 +174,13 @@ def test_a_token_may_choose_an_expert_twice():
         check(make(), x, ids, weights, experts)
 
 
-# ----------------------------------------------------------------------------------------- selective against the rest
+# -----------------------------------------------------------------------------------------
+# selective against the rest
 
-@pytest.mark.parametrize("batch, K, E, saved", [(16, 8, 256, 0.5), (8, 8, 128, 0.5), (8, 1, 16, 0.5), (32, 8, 256, 0)])
+
+@pytest.mark.parametrize(
+    "batch, K, E, saved", [(16, 8, 256, 0.5), (8, 8, 128, 0.5), (8, 1, 16, 0.5), (32, 8, 256, 0)]
+)
 def test_the_guides_examples_of_selective_loading(batch, K, E, saved):
     assert provisioned_savings(batch, K, E) == saved
 
@@ -147,19 +188,30 @@ def test_the_guides_examples_of_selective_loading(batch, K, E, saved):
 @pytest.mark.parametrize("E, K, batch", [(4, 2, 3), (5, 1, 4), (6, 3, 2)])
 def test_expected_unique_experts_counted_by_brute_force(E, K, batch):
     from itertools import combinations, product
+
     choices = list(combinations(range(E), K))
     sizes = [len(set().union(*step)) for step in product(choices, repeat=batch)]
     assert len(sizes) == comb(E, K) ** batch
     assert expected_unique(batch, [K / E] * E) == pytest.approx(sum(sizes) / len(sizes))
 
 
-@pytest.mark.parametrize("T, K, E, B, factor, decode, expected", [
-    (1, 8, 128, 512, None, True, "selective"), (16, 8, 128, 512, None, True, "all_experts"),
-    (15, 8, 128, 512, None, True, "selective"), (1, 8, 128, 512, 1.0, True, "selective"),
-    (15, 8, 128, 512, None, False, "selective"), (16, 8, 128, 512, None, False, "all_experts"),
-    (63, 8, 128, 512, None, False, "all_experts"), (64, 8, 128, 512, None, False, "blockwise"),
-    (2, 8, 128, 512, 1.0, False, "capacity"), (64, 8, 128, 512, 16.0, False, "blockwise"),
-    (600, 1, 4, 512, 3.9, False, "capacity"), (2, 1, 2, 512, None, False, "all_experts")])
+@pytest.mark.parametrize(
+    "T, K, E, B, factor, decode, expected",
+    [
+        (1, 8, 128, 512, None, True, "selective"),
+        (16, 8, 128, 512, None, True, "all_experts"),
+        (15, 8, 128, 512, None, True, "selective"),
+        (1, 8, 128, 512, 1.0, True, "selective"),
+        (15, 8, 128, 512, None, False, "selective"),
+        (16, 8, 128, 512, None, False, "all_experts"),
+        (63, 8, 128, 512, None, False, "all_experts"),
+        (64, 8, 128, 512, None, False, "blockwise"),
+        (2, 8, 128, 512, 1.0, False, "capacity"),
+        (64, 8, 128, 512, 16.0, False, "blockwise"),
+        (600, 1, 4, 512, 3.9, False, "capacity"),
+        (2, 1, 2, 512, None, False, "all_experts"),
+    ],
+)
 def test_the_sdks_rule(T, K, E, B, factor, decode, expected):
     assert neuron_choice(T, K, E, decode=decode, block_size=B, capacity_factor=factor) == expected
 
@@ -176,17 +228,31 @@ def test_the_rule_with_a_capacity_factor_drops_in_prompts_only():
     assert executor.chosen == {"capacity": 1, "selective": 1}
 
 
-# --------------------------------------------------------------------------------------------------- in whole models
+# ---------------------------------------------------------------------------------------------------
+# in whole models
+
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name, opened", in_turn(["llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"],
-                                                 ["resident", "external"]))
+@pytest.mark.parametrize(
+    "name, opened",
+    in_turn(
+        ["llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"], ["resident", "external"]
+    ),
+)
 def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_path):
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if name == "switch_transformers" else {})
+    inputs = {"input_ids": tokens} | (
+        {"decoder_input_ids": tokens} if name == "switch_transformers" else {}
+    )
     model = models.open_checkpoint(tiny.save(name, tmp_path), experts=opened)
-    executors = [AllExperts(), Selective(), NeuronRule(block_size=16), Blockwise(4), Blockwise(4, skip_blocks=False),
-                 *(Blockwise(4, sharding=sharding) for sharding in SHARDINGS[1::2])]
+    executors = [
+        AllExperts(),
+        Selective(),
+        NeuronRule(block_size=16),
+        Blockwise(4),
+        Blockwise(4, skip_blocks=False),
+        *(Blockwise(4, sharding=sharding) for sharding in SHARDINGS[1::2]),
+    ]
     with torch.no_grad():
         expected = model(**inputs).logits
         for executor in executors:

@@ -10,14 +10,22 @@ from transformers.integrations.moe import use_experts_implementation
 from moelab.models.seam import seam_class
 
 #: name → (gated, biases, transposed, concatenated)
-LAYOUTS = {"gated": (True, False, False, True), "clamped": (True, False, False, True),
-           "transposed": (True, False, True, True), "interleaved": (True, True, True, False),
-           "bias": (True, True, False, True), "ungated": (False, False, False, True),
-           "ungated bias": (False, True, True, True)}
+LAYOUTS = {
+    "gated": (True, False, False, True),
+    "clamped": (True, False, False, True),
+    "transposed": (True, False, True, True),
+    "interleaved": (True, True, True, False),
+    "bias": (True, True, False, True),
+    "ungated": (False, False, False, True),
+    "ungated bias": (False, True, True, True),
+}
 
 
-def make_experts(E: int, H: int, I: int, layout: str = "gated", dtype: torch.dtype = torch.float32, seed: int = 0):
-    """An experts module of E experts as transformers defines them, behind the seam, with random weights."""
+def make_experts(
+    E: int, H: int, I: int, layout: str = "gated", dtype: torch.dtype = torch.float32, seed: int = 0
+):
+    """An experts module of E experts as transformers defines them, behind the seam, with random
+    weights."""
     gated, biased, transposed, concatenated = LAYOUTS[layout]
     rng = torch.Generator().manual_seed(seed)
 
@@ -28,7 +36,11 @@ def make_experts(E: int, H: int, I: int, layout: str = "gated", dtype: torch.dty
             up, wide = ("gate_up_proj", 2 * I) if gated else ("up_proj", I)
             for name, out, inner in ((up, wide, H), ("down_proj", H, I)):
                 shape = (E, inner, out) if transposed else (E, out, inner)
-                setattr(self, name, nn.Parameter((torch.randn(shape, generator=rng) / inner ** 0.5).to(dtype)))
+                setattr(
+                    self,
+                    name,
+                    nn.Parameter((torch.randn(shape, generator=rng) / inner**0.5).to(dtype)),
+                )
                 if biased:
                     bias = torch.randn(E, out, generator=rng) / 4
                     setattr(self, name + "_bias", nn.Parameter(bias.to(dtype)))
@@ -36,36 +48,51 @@ def make_experts(E: int, H: int, I: int, layout: str = "gated", dtype: torch.dty
         def forward(self, hidden_states, top_k_index, top_k_weights):
             raise RuntimeError("only through the seam")
 
-        if layout == "clamped":                             # as DeepSeek-V4 does at 10
+        if layout == "clamped":  # as DeepSeek-V4 does at 10
+
             def _apply_gate(self, gate_up):
                 gate, up = gate_up.chunk(2, -1)
                 return self.act_fn(gate.clamp(max=10)) * up.clamp(-10, 10)
 
         if not concatenated:
+
             def _apply_gate(self, gate_up):
                 gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-                return (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7))
+                return (
+                    (up.clamp(-7, 7) + 1)
+                    * gate.clamp(max=7)
+                    * torch.sigmoid(1.702 * gate.clamp(max=7))
+                )
 
-    cls = use_experts_implementation(is_concatenated=concatenated, is_transposed=transposed, has_bias=biased,
-                                     has_gate=gated)(Experts)
-    experts = cls(type("Config", (), {"_experts_implementation": "eager"})()).requires_grad_(False).eval()
+    cls = use_experts_implementation(
+        is_concatenated=concatenated, is_transposed=transposed, has_bias=biased, has_gate=gated
+    )(Experts)
+    experts = (
+        cls(type("Config", (), {"_experts_implementation": "eager"})()).requires_grad_(False).eval()
+    )
     experts.__class__ = seam_class(type(experts))
     experts.source, experts.layer, experts.executor = None, 0, None
     return experts
 
 
-def make_routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """(ids [T, K] without repetition, weights [T, K] that sum to one) with Zipf popularity of the given exponent."""
+def make_routing(
+    T: int, E: int, K: int, skew: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32
+):
+    """(ids [T, K] without repetition, weights [T, K] that sum to one) with Zipf popularity of the
+    given exponent."""
     rng = torch.Generator().manual_seed(seed)
     score = -skew * torch.log(torch.arange(1, E + 1).double())
-    gumbel = -torch.log(-torch.log(torch.rand(T, E, generator=rng, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)))
+    gumbel = -torch.log(
+        -torch.log(torch.rand(T, E, generator=rng, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
+    )
     ids = (score + gumbel).topk(K, dim=-1).indices
     weights = torch.rand(T, K, generator=rng) + 0.05
     return ids, (weights / weights.sum(-1, keepdim=True)).to(dtype)
 
 
 def naive(x, ids, weights, experts):
-    """A loop over tokens and choices with plain matrix products, in double precision: the oracle."""
+    """A loop over tokens and choices with plain matrix products, in double precision: the
+    oracle."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(len(x)):
         for k in range(ids.shape[1]):

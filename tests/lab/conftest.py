@@ -2,17 +2,20 @@
 
 import pytest
 
-PARAMETERS = 'smoke: bool = True  # small and fast\nseed: int = 0  # random seed'
+PARAMETERS = "smoke: bool = True  # small and fast\nseed: int = 0  # random seed"
 
-GOOD = ["""from moelab.lab import open_run
+GOOD = [
+    """from moelab.lab import open_run
 run = open_run("good", dict(smoke=smoke, seed=seed), seed)
 run.metric("experts", 3, "experts", "exact")
 run.metric("time", 1.5, "s", "measured")
 run.takeaway("It has **{n}** experts & `code`.", n=3)
-run.verdicts()""", """import plotly.graph_objects as go
+run.verdicts()""",
+    """import plotly.graph_objects as go
 fig = go.Figure(go.Scatter(y=[1, 2], name="</script><b>"))
 run.figure("line", fig, caption="A line & its end [exact]", alt='It rises from 1 to 2, "always"')
-run.save()"""]
+run.save()""",
+]
 
 
 @pytest.fixture
@@ -23,10 +26,15 @@ def notebook(tmp_path):
 
     def write(name, *cells, parameters=PARAMETERS, tags=()):
         code = nbformat.v4.new_code_cell
-        nb = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
-        nb.cells = [code(parameters, metadata={"tags": ["parameters", *tags]})] if parameters else []
+        nb = nbformat.v4.new_notebook(
+            metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        )
+        nb.cells = (
+            [code(parameters, metadata={"tags": ["parameters", *tags]})] if parameters else []
+        )
         nb.cells += [code(cell) for cell in cells]
         path = tmp_path / f"{name}.ipynb"
         nbformat.write(nb, path)
         return path
+
     return write

@@ -1,12 +1,15 @@
-"""JupyterLab in a real browser: every view and every notebook opened, every control moved, every button pressed.
+"""JupyterLab in a real browser: every view and every notebook opened, every control moved, every
+button pressed.
 
-Nothing may be told as an error, by the page or by a cell, each control must change the picture, and a saved notebook
-has a picture of every view; running a notebook leaves git as it was. `make test` tries one width, one notebook and each
-control once, `make stress` all. MOELAB_ARTEFACTS names a folder that keeps the screenshots (of notebooks in two widths,
-light and dark) and views.json: milliseconds from a control's release to the new picture, and the player's frames a
-second, to be read where nothing else runs:
+Nothing may be told as an error, by the page or by a cell, each control must change the picture, and
+a saved notebook has a picture of every view; running a notebook leaves git as it was. `make test`
+tries one width, one notebook and each control once, `make stress` all. MOELAB_ARTEFACTS names a
+folder that keeps the screenshots (of notebooks in two widths, light and dark) and views.json:
+milliseconds from a control's release to the new picture, and the player's frames a second, to be
+read where nothing else runs:
 
-    MOELAB_STRESS=1 MOELAB_ARTEFACTS=folder python -m pytest tests/lab/test_browser.py -k "every_view or plays"
+    MOELAB_STRESS=1 MOELAB_ARTEFACTS=folder python -m pytest tests/lab/test_browser.py -k
+    "every_view or plays"
 """
 
 import json
@@ -32,24 +35,35 @@ from moelab.lab.runner import notebooks
 from tests.depth import STRESS, depth
 from tests.lab.test_runs import put
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("jupyterlab")
 pytest.importorskip("anywidget")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+)
 if CHROMIUM is None:
     pytest.skip("there is no Chromium to drive: apt-get install chromium", allow_module_level=True)
 
 #: what `make lab` has the server do
 HOOKS = re.findall(r"--FileContentsManager\S+", (CHECKOUT / "Makefile").read_text())
-OPENING = ["import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies import LRU",
-           "class Mine(LRU):\n    pass",
-           "lm = moelab.open_model(memory='50%')"]
+OPENING = [
+    "import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies import LRU",
+    "class Mine(LRU):\n    pass",
+    "lm = moelab.open_model(memory='50%')",
+]
 #: what is shown, a cell each
-VIEWS = {"budget": "views.budget(lm, tokens=8)", "scrubber": "views.scrubber(lm, tokens=8)",
-         "theatre": "views.theatre(lm, tokens=8)", "arena": "moelab.lab.arena(Mine, tokens=64, each=1)",
-         "claims": f"views.claims('zipmoe', results={str(CHECKOUT / 'results')!r})",
-         "runs": "views.runs()", "model_map": "views.model_map()"}
+VIEWS = {
+    "budget": "views.budget(lm, tokens=8)",
+    "scrubber": "views.scrubber(lm, tokens=8)",
+    "theatre": "views.theatre(lm, tokens=8)",
+    "arena": "moelab.lab.arena(Mine, tokens=64, each=1)",
+    "claims": f"views.claims('zipmoe', results={str(CHECKOUT / 'results')!r})",
+    "runs": "views.runs()",
+    "model_map": "views.model_map()",
+}
 #: Lab without news
 SETTINGS = {"apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
 #: draws the cells that are out of sight, too
@@ -61,10 +75,19 @@ ALL = """() => {
 PICTURED = """() => [...window.jupyterapp.shell.currentWidget.content.model.cells].every((cell) =>
   (cell.toJSON().outputs ?? []).every(({ data }) =>
     data?.["application/vnd.jupyter.widget-view+json"]?.model_id !== "" || data["image/png"]))"""
-#: of Lab itself, whatever it shows; the last is plotly's, of a figure that a control has just replaced by the next
-HARMLESS = ("favicon", "Failed to load resource", "translation", "ResizeObserver", "Resize must be passed a displayed")
+#: of Lab itself, whatever it shows; the last is plotly's, of a figure that a control has just
+#: replaced by the next
+HARMLESS = (
+    "favicon",
+    "Failed to load resource",
+    "translation",
+    "ResizeObserver",
+    "Resize must be passed a displayed",
+)
 #: controls of a view, and its player
-CONTROLS = ".widget-hslider, .widget-dropdown, .widget-select-multiple, .widget-checkbox, .moelab-scrubber"
+CONTROLS = (
+    ".widget-hslider, .widget-dropdown, .widget-select-multiple, .widget-checkbox, .moelab-scrubber"
+)
 #: controls in a notebook that are of no view, with the picture that they change
 INTERACTIVE = ".widget-vbox:not(.moelab-view):has(> .widget-output)"
 #: notes when a control of a view is let go, and when its picture changed after that
@@ -103,7 +126,8 @@ PRESS = """(button) => new Promise((done) => {
   enabled.observe(button, { attributes: true });
   setTimeout(done, 10000);
 })"""
-#: what a view's picture looks like now, as a short text, without the names that plotly makes up for each
+#: what a view's picture looks like now, as a short text, without the names that plotly makes up for
+#: each
 LOOK = """(view) => {
   const told = [...view.querySelectorAll(".main-svg, .moelab-details, p")].map((part) => part.innerHTML).join("")
     .replace(/url\\([^)]*\\)|id="[^"]*"/g, "");
@@ -122,29 +146,53 @@ def free_port():
 
 @pytest.fixture
 def lab(tmp_path, results):
-    """lab(path, dark=False, package=CHECKOUT) starts JupyterLab at a notebook, with the package of a checkout; returns
-    its address. It ends with the test."""
+    """lab(path, dark=False, package=CHECKOUT) starts JupyterLab at a notebook, with the package of
+    a checkout; returns its address. It ends with the test."""
     started = []
 
     def start(path, dark=False, package=CHECKOUT):
         home = tmp_path / "home"
-        for name, content in (SETTINGS | ({"apputils-extension/themes": {"theme": "JupyterLab Dark"}} if dark else {})
-                              ).items():
+        for name, content in (
+            SETTINGS | ({"apputils-extension/themes": {"theme": "JupyterLab Dark"}} if dark else {})
+        ).items():
             kept = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(content))
         port = free_port()
-        variables = {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "JUPYTER_CONFIG_DIR": str(home / "config"),
-                     "JUPYTER_RUNTIME_DIR": str(home / "runtime"), "IPYTHONDIR": str(home / "ipython"),
-                     "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        variables = {
+            "PYTHONPATH": str(package),
+            "OMP_NUM_THREADS": "1",
+            "JUPYTER_CONFIG_DIR": str(home / "config"),
+            "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
+            "IPYTHONDIR": str(home / "ipython"),
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        }
         log = open(tmp_path / "lab.log", "wb")
-        started.append(subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
-             f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--ServerApp.websocket_ping_interval=600000",
-             "--ServerApp.websocket_ping_timeout=600000", "--IdentityProvider.token=",
-             f"--ServerApp.root_dir={path.parent}", *HOOKS,
-             f"--LabApp.user_settings_dir={home / 'settings'}", f"--LabApp.workspaces_dir={home / 'workspaces'}"],
-            env=os.environ | variables, stdout=log, stderr=log, start_new_session=True))
+        started.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "jupyterlab",
+                    "--no-browser",
+                    "--allow-root",
+                    "--expose-app-in-browser",
+                    f"--ServerApp.port={port}",
+                    "--ServerApp.port_retries=0",
+                    "--ServerApp.websocket_ping_interval=600000",
+                    "--ServerApp.websocket_ping_timeout=600000",
+                    "--IdentityProvider.token=",
+                    f"--ServerApp.root_dir={path.parent}",
+                    *HOOKS,
+                    f"--LabApp.user_settings_dir={home / 'settings'}",
+                    f"--LabApp.workspaces_dir={home / 'workspaces'}",
+                ],
+                env=os.environ | variables,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        )
         address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 60
         while True:
@@ -152,8 +200,11 @@ def lab(tmp_path, results):
                 urllib.request.urlopen(f"{address}/api", timeout=5).close()
                 return f"{address}/lab/tree/{path.name}"
             except OSError:
-                assert started[0].poll() is None and time.monotonic() < deadline, (tmp_path / "lab.log").read_text()
+                assert started[0].poll() is None and time.monotonic() < deadline, (
+                    tmp_path / "lab.log"
+                ).read_text()
                 time.sleep(0.2)
+
     yield start
     for process in started:
         os.killpg(process.pid, 15)
@@ -162,24 +213,36 @@ def lab(tmp_path, results):
 
 def write(path, cells):
     """A notebook of these cells of code."""
-    nbformat.write(nbformat.v4.new_notebook(
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
-        cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), path)
+    nbformat.write(
+        nbformat.v4.new_notebook(
+            metadata={
+                "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+            },
+            cells=[nbformat.v4.new_code_cell(cell) for cell in cells],
+        ),
+        path,
+    )
     return path
 
 
 @pytest.fixture(params=depth([(1280, False)], [(1280, False), (1920, True)]), ids=str)
 def page(request):
-    """A page of a headless browser, in two widths and both themes; `page.complaints` is what it was told as errors."""
+    """A page of a headless browser, in two widths and both themes; `page.complaints` is what it was
+    told as errors."""
     width, dark = request.param
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = browser.new_context(viewport={"width": width, "height": 1800}, accept_downloads=True).new_page()
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        page = browser.new_context(
+            viewport={"width": width, "height": 1800}, accept_downloads=True
+        ).new_page()
         page.dark, page.complaints = dark, []
 
         def said(text):
             if not any(word in text for word in HARMLESS):
                 page.complaints.append(text)
+
         page.on("pageerror", lambda error: said(str(error)))
         page.on("console", lambda message: said(message.text) if message.type == "error" else None)
         yield page
@@ -187,11 +250,14 @@ def page(request):
 
 
 def run_all(page, address):
-    """Open a notebook and run all its cells as soon as the kernel is there; the page's `finished` is when they have."""
+    """Open a notebook and run all its cells as soon as the kernel is there; the page's `finished`
+    is when they have."""
     page.goto(address, timeout=60_000)
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_function("() => window.jupyterapp && window.jupyterapp.shell.currentWidget?.sessionContext",
-                           timeout=60_000)
+    page.wait_for_function(
+        "() => window.jupyterapp && window.jupyterapp.shell.currentWidget?.sessionContext",
+        timeout=60_000,
+    )
     page.evaluate("""async () => {
       const panel = window.jupyterapp.shell.currentWidget;
       await panel.context.ready;
@@ -203,7 +269,10 @@ def run_all(page, address):
 
 def errors(page):
     """What cells or the page were told as errors."""
-    return page.locator("[data-mime-type='application/vnd.jupyter.error']").all_text_contents() + page.complaints
+    return (
+        page.locator("[data-mime-type='application/vnd.jupyter.error']").all_text_contents()
+        + page.complaints
+    )
 
 
 def look(view):
@@ -211,7 +280,8 @@ def look(view):
 
 
 def released(view, release, seconds=120.0):
-    """Milliseconds from the release of a control to the last change of the picture; None if it stays as it was."""
+    """Milliseconds from the release of a control to the last change of the picture; None if it
+    stays as it was."""
     before, end = look(view), time.monotonic() + seconds
     release()
     while time.monotonic() < end:
@@ -223,7 +293,8 @@ def released(view, release, seconds=120.0):
 
 
 def releases(control, times):
-    """(its label, what turns it to another value, up to `times` of them), () if it has one value; by keyboard."""
+    """(its label, what turns it to another value, up to `times` of them), () if it has one value;
+    by keyboard."""
     if control.locator("canvas.moelab-player").count():
         return [lambda: control.press("ArrowRight")] * times
     if (handle := control.locator(".noUi-handle")).count():
@@ -232,10 +303,19 @@ def releases(control, times):
     if (menu := control.locator("select:not([multiple])")).count():
         values = menu.locator("option").count()
         now = menu.evaluate("menu => menu.selectedIndex")
-        return [lambda i=i: menu.select_option(index=(now + i) % values) for i in range(1, min(times + 1, values + 1))
-                ] if values > 1 else []
+        return (
+            [
+                lambda i=i: menu.select_option(index=(now + i) % values)
+                for i in range(1, min(times + 1, values + 1))
+            ]
+            if values > 1
+            else []
+        )
     if (several := control.locator("select[multiple]")).count():
-        return [lambda i=i: several.select_option(index=list(range(i + 1))) for i in range(min(times, 3))]
+        return [
+            lambda i=i: several.select_option(index=list(range(i + 1)))
+            for i in range(min(times, 3))
+        ]
     return [control.locator("input[type=checkbox]").click] * times
 
 
@@ -246,14 +326,18 @@ def move(page, name, view, took, times):
     for control in view.locator(CONTROLS).all():
         for release in releases(control, times):
             seconds = released(view, release)
-            label = (control.locator("label, .widget-label").first.text_content() or "").strip() \
-                if control.locator("label, .widget-label").count() else "player"
+            label = (
+                (control.locator("label, .widget-label").first.text_content() or "").strip()
+                if control.locator("label, .widget-label").count()
+                else "player"
+            )
             assert seconds is not None, f"{name}: {label} changes nothing; {errors(page)}"
             took.setdefault(name, {}).setdefault(label, []).append(seconds)
 
 
 def stop_a_run(view, real):
-    """Begin runs until one is stopped before its end: they are short, and where much else runs the page is slow."""
+    """Begin runs until one is stopped before its end: they are short, and where much else runs the
+    page is slow."""
     stopped, over = view.get_by_text("stopped", exact=True), view.get_by_text("a token, measured")
     stop, end = view.get_by_role("button", name="stop"), time.monotonic() + 120
     while not stopped.count():
@@ -279,10 +363,14 @@ def check_view(page, name, view, took, times):
         view.get_by_text("a token, measured").wait_for(timeout=60_000)
     move(page, name, view, took, times)
     details = view.locator("input[list]")
-    if details.count() and (choice := details.first.evaluate("input => [...input.list.options].at(-1)?.value")):
+    if details.count() and (
+        choice := details.first.evaluate("input => [...input.list.options].at(-1)?.value")
+    ):
         details.first.fill(choice)
         details.first.press("Enter")
-        view.locator(".moelab-details table, .moelab-details p, .moelab-details pre").first.wait_for(timeout=10_000)
+        view.locator(
+            ".moelab-details table, .moelab-details p, .moelab-details pre"
+        ).first.wait_for(timeout=10_000)
 
 
 def kept():
@@ -297,9 +385,22 @@ def note(page, **found):
     """Add numbers to the artefacts' views.json, which is like the files of results/bench/."""
     if keep := kept():
         path = keep / "views.json"
-        told = read_json(path) if path.exists() else {"bench": "views", "kind": "measured", "machine": {
-            "system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count(),
-            "chromium": page.context.browser.version, "load average": os.getloadavg()[0]}, "results": {}}
+        told = (
+            read_json(path)
+            if path.exists()
+            else {
+                "bench": "views",
+                "kind": "measured",
+                "machine": {
+                    "system": platform.platform(),
+                    "python": platform.python_version(),
+                    "cores": os.cpu_count(),
+                    "chromium": page.context.browser.version,
+                    "load average": os.getloadavg()[0],
+                },
+                "results": {},
+            }
+        )
         told["results"].setdefault(f"{page.viewport_size['width']} px", {}).update(found)
         write_json(path, told)
 
@@ -308,13 +409,20 @@ def note(page, **found):
 @pytest.mark.timeout(600)
 def test_every_view_in_the_browser(page, lab, results, tmp_path):
     for n, (value, smoke) in enumerate(((4, True), (6, False))):
-        folder = put(results, f"2025010{n + 1}-1", value, smoke=smoke, time=2.5 * value, figures=("curve",))
-        figure = {"data": [{"type": "scatter", "y": [value, 2 * value], "name": "hits"}], "layout": {}}
-        (folder / "figures" / "curve.json").write_text(json.dumps({"figure": figure, "caption": "hits", "alt": "hits"}))
+        folder = put(
+            results, f"2025010{n + 1}-1", value, smoke=smoke, time=2.5 * value, figures=("curve",)
+        )
+        figure = {
+            "data": [{"type": "scatter", "y": [value, 2 * value], "name": "hits"}],
+            "layout": {},
+        }
+        (folder / "figures" / "curve.json").write_text(
+            json.dumps({"figure": figure, "caption": "hits", "alt": "hits"})
+        )
     path = write(tmp_path / "views.ipynb", [*OPENING, *VIEWS.values(), "lm.moelab.close()"])
     run_all(page, lab(path, page.dark))
     page.wait_for_function("() => window.finished", timeout=300_000)
-    page.wait_for_function(PICTURED, timeout=120_000)           # before anything is scrolled to
+    page.wait_for_function(PICTURED, timeout=120_000)  # before anything is scrolled to
     page.evaluate(ALL)
     frames, took, keep = page.locator(".moelab-view"), {}, kept()
     for i, name in enumerate(VIEWS):
@@ -322,13 +430,27 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
     for i, name in enumerate(VIEWS):
         if keep:
             frames.nth(i).screenshot(
-                path=keep / f"{name} {page.viewport_size['width']}{' dark' if page.dark else ''}.png")
+                path=keep
+                / f"{name} {page.viewport_size['width']}{' dark' if page.dark else ''}.png"
+            )
         check_view(page, name, frames.nth(i), took, depth(1, 5))
-        note(page, **{name: {"median ms": statistics.median(sum(took[name].values(), [])), "ms": took[name]}})
+        note(
+            page,
+            **{
+                name: {
+                    "median ms": statistics.median(sum(took[name].values(), [])),
+                    "ms": took[name],
+                }
+            },
+        )
     assert errors(page) == []
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
-    for name, cell in zip(VIEWS, read_json(path)["cells"][len(OPENING):]):
-        pictures = [output["data"]["image/png"] for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    for name, cell in zip(VIEWS, read_json(path)["cells"][len(OPENING) :]):
+        pictures = [
+            output["data"]["image/png"]
+            for output in cell["outputs"]
+            if "image/png" in output.get("data", {})
+        ]
         assert pictures and sum(map(len, pictures)) < 200_000, name
         for i, picture in enumerate(pictures if keep else ()):
             (keep / f"{name} saved {i}.png").write_bytes(b64decode(picture))
@@ -338,8 +460,16 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
 @pytest.mark.skipif(not STRESS, reason="how fast a busy machine draws says nothing: `make stress`")
 @pytest.mark.timeout(300)
 def test_the_scrubber_plays_thirty_frames_a_second_without_the_kernel(page, lab, tmp_path):
-    run_all(page, lab(write(tmp_path / "player.ipynb", [
-        *OPENING, "views.scrubber(lm, tokens=100)", "lm.moelab.close()"]), page.dark))
+    run_all(
+        page,
+        lab(
+            write(
+                tmp_path / "player.ipynb",
+                [*OPENING, "views.scrubber(lm, tokens=100)", "lm.moelab.close()"],
+            ),
+            page.dark,
+        ),
+    )
     player = page.locator(".moelab-scrubber")
     player.wait_for(timeout=120_000)
     page.wait_for_function("() => window.finished", timeout=60_000)
@@ -355,7 +485,9 @@ one_page = pytest.mark.parametrize("page", [(1280, False)], indirect=True, ids=s
 
 
 @pytest.mark.stress
-@pytest.mark.skipif(not STRESS, reason="the other tests, too, wait for pictures before they scroll: `make stress`")
+@pytest.mark.skipif(
+    not STRESS, reason="the other tests, too, wait for pictures before they scroll: `make stress`"
+)
 @one_page
 def test_a_view_that_nobody_scrolls_to_is_in_the_saved_notebook(page, lab, results, tmp_path):
     tall = "print(*range(400), sep='\\n')"
@@ -370,11 +502,17 @@ def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clone") / "moelab é clone"
 
     def git(*words):
-        return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *words], cwd=folder, check=True, capture_output=True, text=True
+        ).stdout
 
     for name in ("moelab", "notebooks", "data"):
         ours = {"cache"} if name == "data" else set()
-        shutil.copytree(CHECKOUT / name, folder / name, ignore=lambda _, names: ours | {"__pycache__"} & {*names})
+        shutil.copytree(
+            CHECKOUT / name,
+            folder / name,
+            ignore=lambda _, names: ours | {"__pycache__"} & {*names},
+        )
     for name in ("pyproject.toml", ".gitattributes", ".gitignore"):
         shutil.copy(CHECKOUT / name, folder)
     for path in folder.glob("notebooks/*.ipynb"):
@@ -391,10 +529,13 @@ def clone(tmp_path_factory):
 @one_page
 @pytest.mark.parametrize("name", depth(["00_start.ipynb"], [path.name for path in notebooks()]))
 def test_every_notebook_in_the_browser(page, lab, clone, name, results):
-    """All cells run and are a run, controls change the picture, nothing is told as an error, the saved notebook is
-    below 1 MB and has a picture of every view, also of one that nobody has scrolled to, and `git status` is clean."""
+    """All cells run and are a run, controls change the picture, nothing is told as an error, the
+    saved notebook is below 1 MB and has a picture of every view, also of one that nobody has
+    scrolled to, and `git status` is clean."""
     folder, git = clone
-    shutil.copytree(CHECKOUT / "results" / "baseline", results / "baseline")    # the ledger shows what was found
+    shutil.copytree(
+        CHECKOUT / "results" / "baseline", results / "baseline"
+    )  # the ledger shows what was found
     path = folder / "notebooks" / name
     run_all(page, lab(path, package=folder))
     page.wait_for_function("() => window.finished", timeout=900_000)
@@ -402,20 +543,30 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
     assert errors(page) == []
     executed = read_json(path)
-    assert all(cell["execution_count"] for cell in executed["cells"] if cell["cell_type"] == "code" and cell["source"])
+    assert all(
+        cell["execution_count"]
+        for cell in executed["cells"]
+        if cell["cell_type"] == "code" and cell["source"]
+    )
     assert path.stat().st_size < 1_000_000
-    run, = saved_runs(path.stem)
+    (run,) = saved_runs(path.stem)
     assert read_json(run / "metrics.json")["metrics"] and run.name.endswith("-lab")
     assert git("diff") == ""
-    end = time.monotonic() + 60                                 # git is told in a thread of the server
+    end = time.monotonic() + 60  # git is told in a thread of the server
     while (status := git("status", "--porcelain")) and time.monotonic() < end:
         time.sleep(0.5)
     assert status == ""
     page.evaluate(ALL)
     page.wait_for_timeout(2000)
     views = page.locator(".moelab-view").count()
-    assert sum("image/png" in output.get("data", {}) for cell in executed["cells"] for output in cell.get("outputs", ())
-               ) >= views
+    assert (
+        sum(
+            "image/png" in output.get("data", {})
+            for cell in executed["cells"]
+            for output in cell.get("outputs", ())
+        )
+        >= views
+    )
     for i, view in enumerate(page.locator(".moelab-view").all()):
         check_view(page, f"view {i}", view, {}, 1)
     for i, box in enumerate(page.locator(INTERACTIVE).all()):
@@ -429,17 +580,23 @@ def photograph(page, folder):
     """Keep a picture of each cell that draws or tables something, in two widths, light and dark."""
     folder.mkdir(exist_ok=True)
     for theme in ("Light", "Dark"):
-        page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })",
-                      f"JupyterLab {theme}")
+        page.evaluate(
+            "theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })",
+            f"JupyterLab {theme}",
+        )
         for width in (1280, 1920):
             page.set_viewport_size({"width": width, "height": 1800})
             page.wait_for_timeout(2000)
             for i, cell in enumerate(page.locator(".jp-Cell:has(.jp-OutputArea-child)").all()):
                 high = max(1800, int(cell.bounding_box()["height"]) + 400)
-                if page.viewport_size["height"] != high:        # else what is out of sight is not drawn
+                if page.viewport_size["height"] != high:  # else what is out of sight is not drawn
                     page.set_viewport_size({"width": width, "height": high})
                     page.wait_for_timeout(500)
                 cell.scroll_into_view_if_needed()
-                page.wait_for_function("""cell => [...cell.querySelectorAll(".jp-RenderedPlotly")].every(
-                    (figure) => figure.querySelector(".main-svg"))""", arg=cell.element_handle(), timeout=30_000)
+                page.wait_for_function(
+                    """cell => [...cell.querySelectorAll(".jp-RenderedPlotly")].every(
+                    (figure) => figure.querySelector(".main-svg"))""",
+                    arg=cell.element_handle(),
+                    timeout=30_000,
+                )
                 cell.screenshot(path=folder / f"{i:02d} {width} {theme}.png")

@@ -9,25 +9,42 @@ from moelab.files import write_json
 
 def content(params=None, seed=0, **metrics):
     """{"m": (value, kind)} as metrics.json has it."""
-    return {"params": params or {}, "seed": seed, "notebook": "01_x",
-            "metrics": {k: {"value": v[0], "unit": "s", "kind": v[1]} for k, v in metrics.items()}}
+    return {
+        "params": params or {},
+        "seed": seed,
+        "notebook": "01_x",
+        "metrics": {k: {"value": v[0], "unit": "s", "kind": v[1]} for k, v in metrics.items()},
+    }
 
 
-@pytest.mark.parametrize("was, now, kind, verdict", [
-    (3, 3, "exact", "ok"), (3, 4, "exact", "FAILED"), (0.1, 0.1 + 1e-12, "exact", "FAILED"),
-    ("a", "a", "exact", "ok"), ("1", 1, "exact", "FAILED"), (True, False, "exact", "FAILED"),
-    (100.0, 101.9, "simulated", "ok"), (100.0, 102.1, "simulated", "FAILED"), (100.0, 97.9, "modelled", "FAILED"),
-    (-100.0, -101.0, "modelled", "ok"), (0, 0, "simulated", "ok"), (0, 1e-9, "simulated", "FAILED"),
-    ("lru", "fifo", "simulated", "FAILED"),
-    (1.0, 50.0, "measured", "shown"), (0, 50.0, "measured", "shown"),
-    (86, 87, "paper", "FAILED")])
+@pytest.mark.parametrize(
+    "was, now, kind, verdict",
+    [
+        (3, 3, "exact", "ok"),
+        (3, 4, "exact", "FAILED"),
+        (0.1, 0.1 + 1e-12, "exact", "FAILED"),
+        ("a", "a", "exact", "ok"),
+        ("1", 1, "exact", "FAILED"),
+        (True, False, "exact", "FAILED"),
+        (100.0, 101.9, "simulated", "ok"),
+        (100.0, 102.1, "simulated", "FAILED"),
+        (100.0, 97.9, "modelled", "FAILED"),
+        (-100.0, -101.0, "modelled", "ok"),
+        (0, 0, "simulated", "ok"),
+        (0, 1e-9, "simulated", "FAILED"),
+        ("lru", "fifo", "simulated", "FAILED"),
+        (1.0, 50.0, "measured", "shown"),
+        (0, 50.0, "measured", "shown"),
+        (86, 87, "paper", "FAILED"),
+    ],
+)
 def test_each_kind_has_its_rule(was, now, kind, verdict):
-    row, = compare(content(m=(was, kind)), content(m=(now, kind)))
+    (row,) = compare(content(m=(was, kind)), content(m=(now, kind)))
     assert row.verdict == verdict
 
 
 def test_measured_shows_the_ratio():
-    row, = compare(content(m=(2.0, "measured")), content(m=(3.0, "measured")))
+    (row,) = compare(content(m=(2.0, "measured")), content(m=(3.0, "measured")))
     assert row.note.startswith("1.50 ×")
 
 
@@ -39,7 +56,7 @@ def test_a_tolerance_of_its_own():
 
 
 def test_missing_new_and_changed():
-    verdicts = lambda a, b: [row.verdict for row in compare(a, b)]      # noqa: E731
+    verdicts = lambda a, b: [row.verdict for row in compare(a, b)]  # noqa: E731
     one, other = content(m=(1, "exact")), content(n=(1, "exact"))
     assert verdicts(one, other) == ["FAILED", "new"]
     assert verdicts(one, content(m=(1, "measured"))) == ["FAILED"]
@@ -53,17 +70,19 @@ def put_run(results, name, run_id, found):
 
 def test_on_the_command_line(results, capsys):
     put_run(results, "01_x", "20250101-1", content(m=(1, "exact"), s=(5.0, "simulated")))
-    assert main(["check"]) == 1                                         # there is no baseline to compare with
+    assert main(["check"]) == 1  # there is no baseline to compare with
     assert main(["check", "--update"]) == 0
     assert main(["check"]) == 0 and main(["check", "1"]) == 0 and main(["check", "01_x"]) == 0
 
     put_run(results, "01_x", "20250102-1", content(m=(2, "exact"), s=(5.0, "simulated")))
     capsys.readouterr()
-    assert main(["check", "01"]) == 1                                   # the newest run counts
+    assert main(["check", "01"]) == 1  # the newest run counts
     assert "1 FAILED" in capsys.readouterr().out
-    put_run(results, "01_x", "20250103-1@host@1.part", content(m=(1, "exact"), s=(5.0, "simulated")))
+    put_run(
+        results, "01_x", "20250103-1@host@1.part", content(m=(1, "exact"), s=(5.0, "simulated"))
+    )
     put_run(results, "01_x", "20250104-1.failed", content(m=(1, "exact"), s=(5.0, "simulated")))
-    assert main(["check"]) == 1                                         # unfinished and failed ones do not
+    assert main(["check"]) == 1  # unfinished and failed ones do not
 
     path = results / "baseline" / "01_x.json"
     baseline = json.loads(path.read_text())
@@ -95,9 +114,17 @@ def test_what_differs_is_printed_and_one_line_otherwise(results, capsys):
     main(["check", "--update"])
     capsys.readouterr()
     assert main(["check"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["01_x: ok, 3 compared", "1 notebooks compared, 0 failed"]
+    assert capsys.readouterr().out.splitlines() == [
+        "01_x: ok, 3 compared",
+        "1 notebooks compared, 0 failed",
+    ]
     assert main(["check", "--all"]) == 0 and "1.00 × the baseline" in capsys.readouterr().out
-    put_run(results, "01_x", "20250102-1", content(same=(1, "exact"), time=(4.0, "measured"), moved=(2, "exact")))
+    put_run(
+        results,
+        "01_x",
+        "20250102-1",
+        content(same=(1, "exact"), time=(4.0, "measured"), moved=(2, "exact")),
+    )
     assert main(["check"]) == 1
     told = capsys.readouterr().out
     assert "moved" in told and "same" not in told and "time" not in told

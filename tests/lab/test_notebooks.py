@@ -26,7 +26,7 @@ def run_cells(path, environment, parameters):
     """Run a notebook's cells in IPython, with parameters of its own."""
     os.environ.update(environment)
     os.chdir(CHECKOUT)
-    gc.freeze()                     # what was imported, which is most there is, is looked through by no collection
+    gc.freeze()  # what was imported, which is most there is, is looked through by no collection
     shell = InteractiveShell.instance()
     for cell in nbformat.read(path, 4).cells:
         if cell.cell_type == "code":
@@ -36,16 +36,28 @@ def run_cells(path, environment, parameters):
 
 
 def smoke_run(path, folder, **parameters):
-    """What a notebook finds with smoke=True, in a process that is forked from one that has imported what takes
-    seconds."""
+    """What a notebook finds with smoke=True, in a process that is forked from one that has imported
+    what takes seconds."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([*HEAVY, "ipywidgets", "plotly.graph_objects", "moelab.offloading.offload"])
-    process = context.Process(target=run_cells, args=(path, dict(os.environ) | {
-        "MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(folder), "IPYTHONDIR": str(folder / "ipython")},
-        {"smoke": True} | parameters))
+    context.set_forkserver_preload(
+        [*HEAVY, "ipywidgets", "plotly.graph_objects", "moelab.offloading.offload"]
+    )
+    process = context.Process(
+        target=run_cells,
+        args=(
+            path,
+            dict(os.environ)
+            | {
+                "MOELAB_HEADLESS": "1",
+                "MOELAB_RUN_DIR": str(folder),
+                "IPYTHONDIR": str(folder / "ipython"),
+            },
+            {"smoke": True} | parameters,
+        ),
+    )
     process.start()
     process.join(3600 if STRESS else 500)
-    process.kill()                  # if it has not ended
+    process.kill()  # if it has not ended
     process.join()
     assert process.exitcode == 0
     return json.loads((folder / "metrics.json").read_text())
@@ -56,28 +68,60 @@ def test_smoke_run(path, tmp_path):
     found = smoke_run(path, tmp_path)
     assert found["notebook"] == path.stem and found["metrics"]
     assert all(metric["kind"] in KINDS for metric in found["metrics"].values())
-    if is_side_by_side(path):       # what it measures in seconds does not depend on what else runs
-        assert all("cpu" in f"{name} {metric['unit']}".lower() for name, metric in found["metrics"].items()
-                   if metric["kind"] == "measured" and metric["unit"].split()[:1] in (["s"], ["ms"], ["GB/s"]))
+    if is_side_by_side(path):  # what it measures in seconds does not depend on what else runs
+        assert all(
+            "cpu" in f"{name} {metric['unit']}".lower()
+            for name, metric in found["metrics"].items()
+            if metric["kind"] == "measured"
+            and metric["unit"].split()[:1] in (["s"], ["ms"], ["GB/s"])
+        )
 
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory):
-    """A checkpoint that is not the shipped one: 1.5 GB in depth, else one whose experts compress very differently."""
+    """A checkpoint that is not the shipped one: 1.5 GB in depth, else one whose experts compress
+    very differently."""
     folder = tmp_path_factory.mktemp("foreign") / "model"
     if STRESS:
-        return synthesize(folder, MoESpec("synthetic", "qwen3_moe", 9, tuple(range(9)), 32, 4, 1024, 768, vocab=16_384,
-                                          heads=16, kv_heads=4, head_dim=64))
-    tiny.save_uneven(folder, hidden_size=96, moe_intermediate_size=96, num_experts=32, num_hidden_layers=3,
-                     mlp_only_layers=[], vocab_size=1024, max_position_embeddings=1024, bos_token_id=None,
-                     eos_token_id=0)
+        return synthesize(
+            folder,
+            MoESpec(
+                "synthetic",
+                "qwen3_moe",
+                9,
+                tuple(range(9)),
+                32,
+                4,
+                1024,
+                768,
+                vocab=16_384,
+                heads=16,
+                kv_heads=4,
+                head_dim=64,
+            ),
+        )
+    tiny.save_uneven(
+        folder,
+        hidden_size=96,
+        moe_intermediate_size=96,
+        num_experts=32,
+        num_hidden_layers=3,
+        mlp_only_layers=[],
+        vocab_size=1024,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
     for name in TOKENIZER:
         copyfile(small_model() / name, folder / name)
     return folder
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("path", [path for path in notebooks() if STRESS or path.stem == "03_cache_planning"],
-                         ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in notebooks() if STRESS or path.stem == "03_cache_planning"],
+    ids=lambda path: path.stem,
+)
 def test_smoke_run_of_another_model(path, foreign, tmp_path):
     assert smoke_run(path, tmp_path, model=str(foreign))["metrics"]

@@ -15,15 +15,17 @@ def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
     write_json(run.directory / "figures" / "kept.json", {})
     assert not finished_runs("01_x", lab=True)
     path = run.save()
-    folder, = finished_runs("01_x", lab=True)
+    (folder,) = finished_runs("01_x", lab=True)
     assert path == folder / "metrics.json" and (folder / "figures" / "kept.json").is_file()
     assert folder.parent == results / "runs" / "01_x" and not finished_runs("01_x")
     content = json.loads(path.read_text())
-    assert content["seed"] == 3 and {"git", "versions", "device", "cpu", "cores"} <= set(content["env"])
+    assert content["seed"] == 3 and {"git", "versions", "device", "cpu", "cores"} <= set(
+        content["env"]
+    )
     about = json.loads((folder / "run.json").read_text())
     assert about["parameters"] == {"a": 1, "seed": 3} and about["seconds"] >= 0
 
-    run.metric("n", 2, "", "exact")                     # a cell that is run again
+    run.metric("n", 2, "", "exact")  # a cell that is run again
     assert run.save() == path and json.loads(path.read_text())["metrics"]["n"]["value"] == 2
     assert [of.name for of in folder.parent.iterdir()] == [folder.name]
 
@@ -32,7 +34,9 @@ def test_what_a_dead_kernel_never_saved_is_removed_by_the_next_run(results):
     run = open_run("01_x", {}, seed=0)
     host, pid = run.directory.stem.split("@")[1:]
     assert pid == str(os.getpid())
-    dead = run.directory.with_name(f"20250101-1-lab@{host}@{2**22 + 1}.part")       # above the largest process id
+    dead = run.directory.with_name(
+        f"20250101-1-lab@{host}@{2**22 + 1}.part"
+    )  # above the largest process id
     for folder in (run.directory, dead):
         folder.mkdir(parents=True)
     open_run("01_x", {}, seed=0)
@@ -57,13 +61,22 @@ def test_takeaways_and_tables_are_kept_as_they_are_shown(capsys):
     found = json.loads(run.save().read_text())
     assert found["seed"] == 4 and found["params"] == {"smoke": True}
     assert found["metrics"]["b"] == {"value": 2.5, "unit": "B", "kind": "exact"}
-    assert found["takeaways"][0] == {"text": "It gains **12.3 %** with LRU.", "numbers": {"gain": 12.34, "by": "LRU"}}
-    assert found["tables"] == {"By layer": [["layer", "bytes"], ["0", "1,234"], ["1", "–"]],
-                               "By name": [["name", "n"], ["a", "1.5"]]}
+    assert found["takeaways"][0] == {
+        "text": "It gains **12.3 %** with LRU.",
+        "numbers": {"gain": 12.34, "by": "LRU"},
+    }
+    assert found["tables"] == {
+        "By layer": [["layer", "bytes"], ["0", "1,234"], ["1", "–"]],
+        "By name": [["name", "n"], ["a", "1.5"]],
+    }
 
 
 def test_parameters_of_a_notebook_are_what_its_cells_annotate():
-    cells = ["", "smoke: bool = False  # x: int = 3\nseed: int = 0\nshares: str = 'a=b'", "n = 4\ndef f(x: int = 3): 0"]
+    cells = [
+        "",
+        "smoke: bool = False  # x: int = 3\nseed: int = 0\nshares: str = 'a=b'",
+        "n = 4\ndef f(x: int = 3): 0",
+    ]
     assert annotated(cells) == ["smoke", "seed", "shares"]
 
 
@@ -74,7 +87,9 @@ def test_other_values_are_refused(value):
 
 
 def test_unknown_kinds_are_refused():
-    with pytest.raises(ValueError, match="the kinds are exact, measured, simulated, modelled, paper"):
+    with pytest.raises(
+        ValueError, match="the kinds are exact, measured, simulated, modelled, paper"
+    ):
         open_run("x", {}, 0).metric("m", 1, "B", "guessed")
 
 
@@ -95,18 +110,33 @@ def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
 
 
 def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
-    for name in ("20250102-1", "20250101-2", "20250103-1@h@1.part", "20250104-1.failed", "20250101-9-lab",
-                 "20250105-1-lab@h@1.part", "interactive-1"):
+    for name in (
+        "20250102-1",
+        "20250101-2",
+        "20250103-1@h@1.part",
+        "20250104-1.failed",
+        "20250101-9-lab",
+        "20250105-1-lab@h@1.part",
+        "interactive-1",
+    ):
         (tmp_path / "runs" / "n" / name).mkdir(parents=True)
     assert [path.name for path in finished_runs("n", tmp_path)] == ["20250101-2", "20250102-1"]
-    assert [path.name for path in finished_runs("n", tmp_path, lab=True)] == ["20250101-2", "20250101-9-lab",
-                                                                              "20250102-1"]
+    assert [path.name for path in finished_runs("n", tmp_path, lab=True)] == [
+        "20250101-2",
+        "20250101-9-lab",
+        "20250102-1",
+    ]
 
 
 def test_the_newest_run_is_the_last_one_whatever_the_clock_said(tmp_path):
-    """Runs of a clock that was wrong, before and since runs are counted; more than four digits; failed ones count."""
+    """Runs of a clock that was wrong, before and since runs are counted; more than four digits;
+    failed ones count."""
     folder, given = tmp_path / "runs" / "n", []
-    for stale in ("20990101-000000-000000", "0003-20990101-000000-000000", "0004-20200101-000000-000000.failed"):
+    for stale in (
+        "20990101-000000-000000",
+        "0003-20990101-000000-000000",
+        "0004-20200101-000000-000000.failed",
+    ):
         (folder / stale).mkdir(parents=True)
     for _ in range(3):
         given.append(new_run_id(folder))
@@ -122,16 +152,24 @@ def test_the_newest_run_is_the_last_one_whatever_the_clock_said(tmp_path):
 CELL = "smoke: bool = False  # small\nn: int = 3\nshare = 0.5\nname: str = ''\nlimit: int | None = None\nk = 2 * 3"
 
 
-@pytest.mark.parametrize("injected", ["smoke = True\nn = 7", "share = 1", "name = \"x\"", "limit = 4", "k = 1"])
+@pytest.mark.parametrize(
+    "injected", ["smoke = True\nn = 7", "share = 1", 'name = "x"', "limit = 4", "k = 1"]
+)
 def test_parameters_that_papermill_may_inject(injected):
     check_injected(["", CELL, f"# Parameters\n{injected}\n", "other = 1"])
 
 
-@pytest.mark.parametrize("injected, said", [
-    ("smok = True", "no parameter 'smok'; it has smoke, n, share"),
-    ("smoke = 1", "smoke is 1; it must be of type bool"),
-    ("n = True", "n is True; it must be of type int"), ("n = 'x'", "of type int, for example n=3"),
-    ("share = 'x'", "of type float"), ("name = 4", "of type str")])
+@pytest.mark.parametrize(
+    "injected, said",
+    [
+        ("smok = True", "no parameter 'smok'; it has smoke, n, share"),
+        ("smoke = 1", "smoke is 1; it must be of type bool"),
+        ("n = True", "n is True; it must be of type int"),
+        ("n = 'x'", "of type int, for example n=3"),
+        ("share = 'x'", "of type float"),
+        ("name = 4", "of type str"),
+    ],
+)
 def test_parameters_that_papermill_would_pass_in_silence(injected, said):
     with pytest.raises(ValueError, match=said):
         check_injected(["", CELL, f"# Parameters\n{injected}\n"])

@@ -12,7 +12,14 @@ import pytest
 
 from moelab.__main__ import main
 from moelab.files import CHECKOUT, finished_runs, remove_leftovers
-from moelab.lab.runner import (NotebookFailed, check_parameters, convert, inspect, notebooks, run_notebook)
+from moelab.lab.runner import (
+    NotebookFailed,
+    check_parameters,
+    convert,
+    inspect,
+    notebooks,
+    run_notebook,
+)
 from tests.lab.conftest import GOOD
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -25,22 +32,37 @@ def displayed(path):
 
 def printed(path):
     nb = nbformat.read(path, 4)
-    return "".join(o["text"] for cell in nb.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout")
+    return "".join(
+        o["text"] for cell in nb.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout"
+    )
 
 
 def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkeypatch, capsys):
     pytest.importorskip("ipywidgets")
-    other = tmp_path / "share" / "kernels" / "python3"          # a kernel of the same name that would not start
+    other = (
+        tmp_path / "share" / "kernels" / "python3"
+    )  # a kernel of the same name that would not start
     other.mkdir(parents=True)
-    (other / "kernel.json").write_text(json.dumps({"argv": ["/bin/false", "{connection_file}"],
-                                                   "display_name": "other", "language": "python"}))
+    (other / "kernel.json").write_text(
+        json.dumps(
+            {
+                "argv": ["/bin/false", "{connection_file}"],
+                "display_name": "other",
+                "language": "python",
+            }
+        )
+    )
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
     monkeypatch.chdir(tmp_path)
-    path = notebook("good", *GOOD, "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
-                    "interact(lambda x: print(x, end=' '), x=ipywidgets.IntSlider(2, description='x [1]'))\n"
-                    "interact(print, shown=True, x=ipywidgets.IntSlider(3, description='x [1]'))",
-                    "import numpy, time\nlarge = numpy.ones(40_000_000)\ntime.sleep(0.5)\ndel large",
-                    "import os, sys\nprint(os.getcwd(), sys.executable, seed, smoke, os.environ['MOELAB_HEADLESS'])")
+    path = notebook(
+        "good",
+        *GOOD,
+        "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
+        "interact(lambda x: print(x, end=' '), x=ipywidgets.IntSlider(2, description='x [1]'))\n"
+        "interact(print, shown=True, x=ipywidgets.IntSlider(3, description='x [1]'))",
+        "import numpy, time\nlarge = numpy.ones(40_000_000)\ntime.sleep(0.5)\ndel large",
+        "import os, sys\nprint(os.getcwd(), sys.executable, seed, smoke, os.environ['MOELAB_HEADLESS'])",
+    )
     directory = run_notebook(path, {"seed": "7"})
     assert directory == finished_runs("good", results)[-1]
     assert not list((results / "runs").rglob("*.part"))
@@ -51,7 +73,10 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     assert about["parameters"] == {"smoke": True, "seed": 7}
     if sys.platform == "linux":
         assert 3.2e8 < about["peak_anonymous_bytes"] < 3e9
-        assert main(["list"]) == 0 and f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" in capsys.readouterr().out
+        assert (
+            main(["list"]) == 0
+            and f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" in capsys.readouterr().out
+        )
     assert about["env"]["versions"]["python"] == sys.version.split()[0]
     assert any(package.startswith("numpy==") for package in about["packages"])
     # the kernel is this interpreter and works where the person does, whose paths are from there
@@ -60,14 +85,20 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     figure = next(o for o in outputs if "application/vnd.plotly.v1+json" in o["data"])
     assert figure["data"]["text/plain"] == '[Figure: It rises from 1 to 2, "always"]'
     # widgets work and leave nothing behind that needs a live kernel
-    assert any(o["data"].get("text/plain") == "[To be turned in JupyterLab: x [1]]" for o in outputs)
+    assert any(
+        o["data"].get("text/plain") == "[To be turned in JupyterLab: x [1]]" for o in outputs
+    )
     assert "widgets" not in nb.metadata and not any(WIDGET in o["data"] for o in outputs)
 
 
 def test_an_error_in_a_widget_callback_fails_the_run(notebook, results):
     pytest.importorskip("ipywidgets")
-    path = notebook("widget", "import ipywidgets\ndef inverse(x): return 1 / x\n"
-                    "ipywidgets.interactive_output(inverse, {'x': ipywidgets.IntSlider(0, -3, 3)})", "print('end')")
+    path = notebook(
+        "widget",
+        "import ipywidgets\ndef inverse(x): return 1 / x\n"
+        "ipywidgets.interactive_output(inverse, {'x': ipywidgets.IntSlider(0, -3, 3)})",
+        "print('end')",
+    )
     with pytest.raises(NotebookFailed, match="callback of a widget") as failure:
         run_notebook(path)
     assert "ZeroDivisionError" in failure.value.error and "return 1 / x" in failure.value.error
@@ -76,7 +107,9 @@ def test_an_error_in_a_widget_callback_fails_the_run(notebook, results):
 
 
 def test_a_failing_cell_keeps_the_partial_notebook_and_the_error(notebook, results):
-    path = notebook("fails", "print('before')", "x = 1\nraise ValueError('a broken thing')", "print('after')")
+    path = notebook(
+        "fails", "print('before')", "x = 1\nraise ValueError('a broken thing')", "print('after')"
+    )
     with pytest.raises(NotebookFailed, match="a broken thing") as failure:
         run_notebook(path)
     directory = failure.value.directory
@@ -91,7 +124,9 @@ def test_a_cell_that_takes_too_long_is_ended(notebook):
 
 
 def test_a_killed_kernel_is_told_in_a_sentence(notebook):
-    with pytest.raises(NotebookFailed, match="the kernel died in the cell that begins `import os") as failure:
+    with pytest.raises(
+        NotebookFailed, match="the kernel died in the cell that begins `import os"
+    ) as failure:
         run_notebook(notebook("dies", "print('before')", "import os; os.kill(os.getpid(), 9)"))
     assert printed(failure.value.directory / "dies.ipynb") == "before\n"
 
@@ -101,17 +136,21 @@ def test_a_killed_runner_leaves_only_a_part_that_later_runs_remove(notebook, res
     runner = subprocess.Popen([sys.executable, "-m", "moelab", "run", str(path)], cwd=CHECKOUT)
     folder = results / "runs" / "long"
     until = time.monotonic() + 60
-    descendants = []                                    # the process that executes the notebook, and its kernel
-    while time.monotonic() < until and not (len(descendants) > 1 and list(folder.glob("*.part/long.ipynb"))):
+    descendants = []  # the process that executes the notebook, and its kernel
+    while time.monotonic() < until and not (
+        len(descendants) > 1 and list(folder.glob("*.part/long.ipynb"))
+    ):
         time.sleep(0.1)
         descendants = psutil.Process(runner.pid).children(recursive=True)
     os.kill(runner.pid, signal.SIGKILL)
     runner.wait()
     _, alive = psutil.wait_procs(descendants, timeout=30)
-    assert len(descendants) > 1 and not alive, "the notebook's process and its kernel must end with the runner"
-    part, = folder.iterdir()
+    assert len(descendants) > 1 and not alive, (
+        "the notebook's process and its kernel must end with the runner"
+    )
+    (part,) = folder.iterdir()
     assert part.name.endswith(".part") and not finished_runs("long", results)
-    assert main(["check"]) == 2                         # nothing there that counts
+    assert main(["check"]) == 2  # nothing there that counts
     path.write_text(path.read_text().replace("time.sleep(300)", "pass"))
     assert [run_notebook(path)] == list(folder.iterdir())
 
@@ -126,43 +165,80 @@ def test_a_part_of_a_living_process_or_another_machine_is_left_alone(tmp_path):
     assert set(tmp_path.iterdir()) == set(kept)
 
 
-# --------------------------------------------------------------------------------------------------- parameters
+# ---------------------------------------------------------------------------------------------------
+# parameters
 
-ALL_TYPES = '''smoke: bool = True  # small and fast
+ALL_TYPES = """smoke: bool = True  # small and fast
 seed: int = 0  # random seed
 budget_gb: float = 0.5  # memory for experts, GB
 source: str = "needle"  # prompts; name = value
 sources: list[str] = ["needle", "yesno"]  # several
 layers = [1, 2]  # no annotation
 limit: int = None  # none is all
-options: dict = {"a": 1}  # a dictionary'''
+options: dict = {"a": 1}  # a dictionary"""
 
 
 def test_parameters_are_read_by_their_type(notebook):
     path = notebook("types", parameters=ALL_TYPES)
     assert inspect(path)["budget_gb"].help == "memory for experts, GB"
-    given = {"smoke": "false", "seed": "3", "budget_gb": "2", "source": "3", "sources": '["prose"]',
-             "layers": "[4]", "limit": "5", "options": "{'b': 2}"}
+    given = {
+        "smoke": "false",
+        "seed": "3",
+        "budget_gb": "2",
+        "source": "3",
+        "sources": '["prose"]',
+        "layers": "[4]",
+        "limit": "5",
+        "options": "{'b': 2}",
+    }
     read = check_parameters(path, given)
-    assert read == {"smoke": False, "seed": 3, "budget_gb": 2.0, "source": "3", "sources": ["prose"],
-                    "layers": [4], "limit": 5, "options": {"b": 2}}
+    assert read == {
+        "smoke": False,
+        "seed": 3,
+        "budget_gb": 2.0,
+        "source": "3",
+        "sources": ["prose"],
+        "layers": [4],
+        "limit": 5,
+        "options": {"b": 2},
+    }
     assert isinstance(read["budget_gb"], float) and read["smoke"] is False
 
 
-@pytest.mark.parametrize("name, value", [
-    ("smoke", "maybe"), ("seed", "1.5"), ("seed", "x"), ("seed", True), ("budget_gb", "much"),
-    ("sources", "needle"), ("sources", "3"), ("source", 3), ("options", "[1]"), ("seed", 1.5)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("smoke", "maybe"),
+        ("seed", "1.5"),
+        ("seed", "x"),
+        ("seed", True),
+        ("budget_gb", "much"),
+        ("sources", "needle"),
+        ("sources", "3"),
+        ("source", 3),
+        ("options", "[1]"),
+        ("seed", 1.5),
+    ],
+)
 def test_a_value_of_the_wrong_type_is_refused(notebook, name, value):
     parameter = inspect(notebook("types", parameters=ALL_TYPES))[name]
-    with pytest.raises(ValueError, match=f"parameter {name} is .* must be of type .* for example {name}="):
+    with pytest.raises(
+        ValueError, match=f"parameter {name} is .* must be of type .* for example {name}="
+    ):
         convert(parameter, value)
 
 
-def test_an_unknown_parameter_is_refused_with_the_list_of_those_there_are(notebook, results, capsys):
+def test_an_unknown_parameter_is_refused_with_the_list_of_those_there_are(
+    notebook, results, capsys
+):
     path = notebook("good", *GOOD)
     assert main(["run", str(path), "-p", "sede=1"]) == 2
     told = capsys.readouterr().err
-    assert "no parameter 'sede'" in told and "seed: int = 0   # random seed" in told and "small and fast" in told
+    assert (
+        "no parameter 'sede'" in told
+        and "seed: int = 0   # random seed" in told
+        and "small and fast" in told
+    )
     assert not (results / "runs").exists()
 
 
@@ -176,4 +252,9 @@ def test_names_of_notebooks():
     with pytest.raises(ValueError, match="no notebook '77'"):
         notebooks(["77"])
     for path in notebooks():
-        assert notebooks([path.stem]) == notebooks([path.stem.split("_")[0]]) == notebooks([str(path)]) == [path]
+        assert (
+            notebooks([path.stem])
+            == notebooks([path.stem.split("_")[0]])
+            == notebooks([str(path)])
+            == [path]
+        )

@@ -13,19 +13,36 @@ def put(results, run_id, value, smoke=True, notebook="01_calibration", figures=(
     folder = results / "runs" / notebook / run_id
     metrics = {"hits": value, "name": "lru"} | more
     for name in figures:
-        write_json(folder / "figures" / f"{name}.json", {
-            "figure": {"data": [{"name": run_id}], "layout": {}}, "caption": name, "alt": name})
-    write_json(folder / "metrics.json", {
-        "params": {"smoke": smoke}, "seed": 0,
-        "metrics": {name: {"value": of, "unit": "", "kind": "exact"} for name, of in metrics.items()},
-        "figures": {name: {"file": f"figures/{name}.json"} for name in figures}})
-    write_json(folder / "run.json", {"seconds": 3.0, "parameters": {"smoke": smoke}, "env": {
-        "git": None, "versions": {}, "device": "cpu", "cpu": "x", "cores": 1}})
+        write_json(
+            folder / "figures" / f"{name}.json",
+            {"figure": {"data": [{"name": run_id}], "layout": {}}, "caption": name, "alt": name},
+        )
+    write_json(
+        folder / "metrics.json",
+        {
+            "params": {"smoke": smoke},
+            "seed": 0,
+            "metrics": {
+                name: {"value": of, "unit": "", "kind": "exact"} for name, of in metrics.items()
+            },
+            "figures": {name: {"file": f"figures/{name}.json"} for name in figures},
+        },
+    )
+    write_json(
+        folder / "run.json",
+        {
+            "seconds": 3.0,
+            "parameters": {"smoke": smoke},
+            "env": {"git": None, "versions": {}, "device": "cpu", "cpu": "x", "cores": 1},
+        },
+    )
     return folder
 
 
 def test_runs_are_listed_and_compared(results, capsys):
-    folders = [put(results, run_id, value) for run_id, value in (("20250101-1", 4), ("20250102-1-lab", 6))]
+    folders = [
+        put(results, run_id, value) for run_id, value in (("20250101-1", 4), ("20250102-1-lab", 6))
+    ]
     assert main(["list"]) == 0
     told = capsys.readouterr().out
     assert "20250102-1-lab" in told and "smoke=True" in told and "02_compression_entropy" in told
@@ -34,10 +51,15 @@ def test_runs_are_listed_and_compared(results, capsys):
     assert "1.500 ×" in told and "lru" in told and "parameter" not in told
     assert main(["compare", *map(str, folders)]) == 0 and capsys.readouterr().out == told
     assert main(["compare", "2"]) == 2 and "two are compared" in capsys.readouterr().err
-    assert main(["compare", "1", "2"]) == 2 and "There are runs of 01_calibration" in capsys.readouterr().err
+    assert (
+        main(["compare", "1", "2"]) == 2
+        and "There are runs of 01_calibration" in capsys.readouterr().err
+    )
 
 
-def test_parameters_that_differ_come_first_and_notebooks_stand_for_their_newest_run(results, capsys):
+def test_parameters_that_differ_come_first_and_notebooks_stand_for_their_newest_run(
+    results, capsys
+):
     put(results, "20250101-1", 4)
     full = put(results, "20250102-1", 6, smoke=False)
     other = put(results, "20250103-1", 8, notebook="02_other")
@@ -69,17 +91,26 @@ def test_the_spread_is_that_of_runs_alike(results):
     assert name.spreads == (None, None) and found.params == {"smoke": (True, False)}
 
 
-@pytest.mark.parametrize("a, b, note", [(2, 3, "1.500 ×"), (0, 0, ""), (0, 1, "differs"), ("a", "a", ""),
-                                        ("a", "b", "differs")])
+@pytest.mark.parametrize(
+    "a, b, note",
+    [(2, 3, "1.500 ×"), (0, 0, ""), (0, 1, "differs"), ("a", "a", ""), ("a", "b", "differs")],
+)
 def test_how_two_values_differ(results, a, b, note):
     found = compare(put(results, "20250101-1", a), put(results, "20250102-1", b))
     assert found.metrics[0].note == note
 
 
 def test_only_figures_that_both_have_are_paired(results):
-    one, other = (put(results, run, 1, figures=names, **more) for run, names, more in (
-        ("20250101-1", ("a", "b"), {"gone": 1}), ("20250102-1", ("b", "c"), {})))
+    one, other = (
+        put(results, run, 1, figures=names, **more)
+        for run, names, more in (
+            ("20250101-1", ("a", "b"), {"gone": 1}),
+            ("20250102-1", ("b", "c"), {}),
+        )
+    )
     found = compare(one, other)
-    assert {name: [of["figure"]["data"][0]["name"] for of in both] for name, both in found.figures.items()} == {
-        "b": ["20250101-1", "20250102-1"]}
+    assert {
+        name: [of["figure"]["data"][0]["name"] for of in both]
+        for name, both in found.figures.items()
+    } == {"b": ["20250101-1", "20250102-1"]}
     assert {m.name: m.note for m in found.metrics}["gone"] == "only one has it"

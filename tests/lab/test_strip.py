@@ -21,17 +21,33 @@ NOTEBOOKS = sorted(CHECKOUT.glob("notebooks/*.ipynb"))
 
 
 def strip(text):
-    return subprocess.run([sys.executable, "-m", "moelab.lab.strip"], input=text, capture_output=True, text=True,
-                          check=True, cwd=CHECKOUT, timeout=60).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "moelab.lab.strip"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=CHECKOUT,
+        timeout=60,
+    ).stdout
 
 
 def as_lab_saves(text):
     """With outputs, counts, and what Lab notes about the kernel."""
     notebook = copy.deepcopy(nbformat.reads(text, 4))
-    notebook.metadata.language_info |= {"version": "3.12.1", "mimetype": "text/x-python", "file_extension": ".py",
-                                        "codemirror_mode": {"name": "ipython", "version": 3},
-                                        "nbconvert_exporter": "python", "pygments_lexer": "ipython3"}
-    notebook.metadata.kernelspec = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    notebook.metadata.language_info |= {
+        "version": "3.12.1",
+        "mimetype": "text/x-python",
+        "file_extension": ".py",
+        "codemirror_mode": {"name": "ipython", "version": 3},
+        "nbconvert_exporter": "python",
+        "pygments_lexer": "ipython3",
+    }
+    notebook.metadata.kernelspec = {
+        "display_name": "Python 3 (ipykernel)",
+        "language": "python",
+        "name": "python3",
+    }
     notebook.metadata.widgets = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
     for count, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
@@ -51,23 +67,39 @@ def test_pictures_of_figures_are_saved_small():
     pixels = np.random.default_rng(0).integers(0, 2, (90, 200, 4)).astype(np.uint8) * 255
     Image.fromarray(pixels).save(drawn := BytesIO(), "PNG")
     png = b64encode(drawn.getvalue()).decode()
-    outputs = [{"data": {PLOTLY: {}, "image/png": png}}, {"data": {"image/png": png}}, {"name": "stdout"}]
+    outputs = [
+        {"data": {PLOTLY: {}, "image/png": png}},
+        {"data": {"image/png": png}},
+        {"name": "stdout"},
+    ]
     model = {"type": "notebook", "content": {"cells": [{"outputs": outputs}, {"source": ""}]}}
     before_saving(model=model, path="a.ipynb", contents_manager=None)
     small = b64decode(outputs[0]["data"]["image/png"])
-    assert small[:24] == b64decode(png)[:24] and small[25] == 3 and outputs[1]["data"]["image/png"] == png
+    assert (
+        small[:24] == b64decode(png)[:24]
+        and small[25] == 3
+        and outputs[1]["data"]["image/png"] == png
+    )
     before_saving(model={"type": "file", "content": "text"}, path="a.txt", contents_manager=None)
 
 
 @pytest.fixture
 def repository(tmp_path):
     """(notebook, git) of a repository with our filter, in which a notebook is committed."""
+
     def git(*words):
-        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@localhost", *words], cwd=tmp_path,
-                              check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@localhost", *words],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
 
     git("init", "-q")
-    command = shlex.join(["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-m", "moelab.lab.strip"])
+    command = shlex.join(
+        ["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-m", "moelab.lab.strip"]
+    )
     git("config", "filter.nbstripout.clean", command)
     (tmp_path / ".gitattributes").write_text((CHECKOUT / ".gitattributes").read_text())
     path = tmp_path / "a.ipynb"
@@ -87,11 +119,11 @@ def test_git_status_is_clean_after_a_run_and_tells_of_a_change(repository):
     path, git = repository
     source = path.read_text()
     path.write_text(as_lab_saves(source))
-    assert git("status", "--porcelain") == " M a.ipynb\n"          # what git alone says
+    assert git("status", "--porcelain") == " M a.ipynb\n"  # what git alone says
     saved(path, as_lab_saves(source))
     assert git("status", "--porcelain") == ""
     saved(path, as_lab_saves(source.replace("# 00", "# 99")))
-    assert git("status", "--porcelain") == " M a.ipynb\n" and "+    \"# 99" in git("diff")
+    assert git("status", "--porcelain") == " M a.ipynb\n" and '+    "# 99' in git("diff")
     saved(path.with_name("new.ipynb"), source)
     assert "?? new.ipynb" in git("status", "--porcelain")
     assert after_saving(model={"type": "file"}, os_path="x.txt") is None
@@ -102,5 +134,10 @@ def test_notebooks_are_committed_as_lab_writes_their_source(path):
     text = path.read_text(encoding="utf-8")
     assert text == nbformat.writes(nbformat.reads(text, 4)) + "\n"
     assert json.loads(text)["metadata"] == {
-        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"}}
+        "kernelspec": {
+            "display_name": "Python 3 (ipykernel)",
+            "language": "python",
+            "name": "python3",
+        },
+        "language_info": {"name": "python"},
+    }

@@ -1,4 +1,5 @@
-"""What tests ask of stores and checkpoints: the model of a store by its `StoreExperts`, and whose a folder is."""
+"""What tests ask of stores and checkpoints: the model of a store by its `StoreExperts`, and whose a
+folder is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every architecture of transformers with routed experts: a cheap check of many, the whole sweep of a few."""
+"""Every architecture of transformers with routed experts: a cheap check of many, the whole sweep of
+a few."""
 
 from __future__ import annotations
 
@@ -14,26 +15,38 @@ from . import sweep, tiny
 
 #: a sample: those that differ most
 FEW = [("nemotron_h", "bf16"), ("longcat_flash", "fp32"), ("granitemoe", "bf16")]
-RUN = [name for name in tiny.every() if "why not" not in sweep.table()["architectures"].get(name, {}).get("fp32", {})]
+RUN = [
+    name
+    for name in tiny.every()
+    if "why not" not in sweep.table()["architectures"].get(name, {}).get("fp32", {})
+]
 
 
 def test_all_are_accounted_for_and_enough_are_exact():
     found = sweep.table()["architectures"]
-    assert found.keys() == set(tiny.every()) and all(of.keys() == sweep.DTYPES.keys() for of in found.values())
-    exact = [name for name, of in found.items()
-             if all(of[dtype] == dict.fromkeys(sweep.CHECKS, "exact") for dtype in sweep.DTYPES)]
+    assert found.keys() == set(tiny.every()) and all(
+        of.keys() == sweep.DTYPES.keys() for of in found.values()
+    )
+    exact = [
+        name
+        for name, of in found.items()
+        if all(of[dtype] == dict.fromkeys(sweep.CHECKS, "exact") for dtype in sweep.DTYPES)
+    ]
     assert len(exact) >= 45
 
 
 def test_the_readme_shows_what_the_last_sweep_found():
     text = sweep.README.read_text()
-    assert text.split(sweep.MARKS[0])[1].split(sweep.MARKS[1])[0].strip() == sweep.markdown(sweep.table())
+    assert text.split(sweep.MARKS[0])[1].split(sweep.MARKS[1])[0].strip() == sweep.markdown(
+        sweep.table()
+    )
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name", RUN[::depth(6, 1)])
+@pytest.mark.parametrize("name", RUN[:: depth(6, 1)])
 def test_plugging_changes_no_bit(name, tmp_path):
-    """In bf16, where orders and widths of sums show; a batch padded on the left, without a cache."""
+    """In bf16, where orders and widths of sums show; a batch padded on the left, without a
+    cache."""
     model = sweep.stock(tiny.save(name, tmp_path, torch.bfloat16))
     ids = torch.randint(3, 96, (2, 9))
     mask = torch.ones_like(ids)

@@ -1,8 +1,8 @@
-"""Whatever a person changes on the live model: every public attribute of a decoder layer, adapters, hooks, casts.
+"""Whatever a person changes on the live model: every public attribute of a decoder layer, adapters,
+hooks, casts.
 
-Fused kernels stand in for transformers' modules, so each change must be seen at every token: as transformers itself
-with the same change, or refused by name.
-"""
+Fused kernels stand in for transformers' modules, so each change must be seen at every token: as
+transformers itself with the same change, or refused by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,32 @@ pytest.importorskip("numba")
 
 PROMPT, STEPS = torch.tensor([[5, 9, 33, 12, 60, 7, 8]]), torch.tensor([[11, 4, 71]])
 #: way of opening → (dtype, options)
-WAYS = {"resident": (torch.float32, {}), "in memory": (torch.float32, {"memory": 1.0}),
-        "offloaded": (torch.float32, {"memory": 0.5}), "bf12": (torch.bfloat16, {"dense": "bf12"})}
-NAMES = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe", "deepseek_v3", "gpt_oss", "minimax_m2", "lfm2_moe")
+WAYS = {
+    "resident": (torch.float32, {}),
+    "in memory": (torch.float32, {"memory": 1.0}),
+    "offloaded": (torch.float32, {"memory": 0.5}),
+    "bf12": (torch.bfloat16, {"dense": "bf12"}),
+}
+NAMES = (
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "phimoe",
+    "deepseek_v3",
+    "gpt_oss",
+    "minimax_m2",
+    "lfm2_moe",
+)
 #: what transformers notes of a layout for others than its eager code, which does not read it
-NOTES = ("training", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+NOTES = (
+    "training",
+    "has_gate",
+    "has_bias",
+    "has_post_expert_norm",
+    "is_transposed",
+    "is_concatenated",
+)
 
 
 def wide(name):
@@ -51,7 +72,9 @@ def bigger(output):
     """A module's output, what is floating of it, times 1.5; a router's choice stays."""
     if isinstance(output, tuple):
         return tuple(map(bigger, output))
-    return output * 1.5 if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+    return (
+        output * 1.5 if isinstance(output, torch.Tensor) and output.is_floating_point() else output
+    )
 
 
 class Halved(nn.Module):
@@ -91,15 +114,18 @@ def hooked(register, hook):
 
 @contextmanager
 def weight(module, name, how):
-    """A parameter or buffer that is replaced, given other memory, edited so that autograd sees it or does not."""
+    """A parameter or buffer that is replaced, given other memory, edited so that autograd sees it
+    or does not."""
     held = module._parameters if name in module._parameters else module._buffers
-    if hasattr(module, "shapes"):                       # of experts on disk
+    if hasattr(module, "shapes"):  # of experts on disk
         setattr(module, name, nn.Parameter(torch.ones(8, 8, 8)))
     before = getattr(module, name)
     kept, other = before.detach().clone(), (before.detach().flip(0) * 1.25).contiguous()
     with torch.no_grad():
         if how == "replaced":
-            setattr(module, name, nn.Parameter(other, False) if held is module._parameters else other)
+            setattr(
+                module, name, nn.Parameter(other, False) if held is module._parameters else other
+            )
         elif how == "other data":
             before.data = other
         elif how == "turned":
@@ -139,18 +165,34 @@ def training(module):
 
 
 def changes(layer):
-    """(what, a function of a layer that makes the context of one change) for everything that a layer has in public."""
+    """(what, a function of a layer that makes the context of one change) for everything that a
+    layer has in public."""
     for at, module in layer.named_modules():
+
         def of(layer, at=at):
             return layer.get_submodule(at)
+
         for name, value in list(vars(module).items()):
             if name.startswith("_") or name in NOTES:
                 continue
-            others = [not value] if isinstance(value, bool) else [value + 1, value - 1] if isinstance(value, int) else [
-                value * 3, value / 3 + 1e-3] if isinstance(value, float) else []
+            others = (
+                [not value]
+                if isinstance(value, bool)
+                else [value + 1, value - 1]
+                if isinstance(value, int)
+                else [value * 3, value / 3 + 1e-3]
+                if isinstance(value, float)
+                else []
+            )
             for other in others:
-                yield f"{at}.{name} = {other}", lambda l, n=name, v=other, of=of: attribute(of(l), n, v)
-        for name, held in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                yield (
+                    f"{at}.{name} = {other}",
+                    lambda l, n=name, v=other, of=of: attribute(of(l), n, v),
+                )
+        for name, held in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             for how in ("replaced", "other data", "copy_", "data.copy_", "turned"):
                 if how != "turned" or held.dim() == 2 and len(set(held.shape)) == 1:
                     yield f"{at}.{name} {how}", lambda l, n=name, h=how, of=of: weight(of(l), n, h)
@@ -159,11 +201,20 @@ def changes(layer):
         for name in module._modules:
             yield f"{at}.{name} wrapped", lambda l, n=name, of=of: child(of(l), n, Scaled)
         yield f"{at} train()", lambda l, of=of: training(of(l))
-        yield f"{at} forward", lambda l, of=of: attribute(of(l), "forward", lambda *a, f=of(l).forward, **k: bigger(
-            f(*a, **k)))
-        yield f"{at} forward hook", lambda l, of=of: hooked(of(l).register_forward_hook, lambda _m, _a, o: bigger(o))
-        yield f"{at} forward pre-hook", lambda l, of=of: hooked(of(l).register_forward_pre_hook,
-                                                               lambda _m, a: bigger(a))
+        yield (
+            f"{at} forward",
+            lambda l, of=of: attribute(
+                of(l), "forward", lambda *a, f=of(l).forward, **k: bigger(f(*a, **k))
+            ),
+        )
+        yield (
+            f"{at} forward hook",
+            lambda l, of=of: hooked(of(l).register_forward_hook, lambda _m, _a, o: bigger(o)),
+        )
+        yield (
+            f"{at} forward pre-hook",
+            lambda l, of=of: hooked(of(l).register_forward_pre_hook, lambda _m, a: bigger(a)),
+        )
 
 
 def logits(model):
@@ -197,7 +248,11 @@ def opened(name, way, folder):
     return sweep.stock(folder), {"source": folder, "executor": "fast", **options}, dtype
 
 
-PAIRS = [(name, way) for name, way in in_turn(NAMES[:depth(4, None)], list(WAYS)) if way != "bf12" or name in NAMES[:4]]
+PAIRS = [
+    (name, way)
+    for name, way in in_turn(NAMES[: depth(4, None)], list(WAYS))
+    if way != "bf12" or name in NAMES[:4]
+]
 
 
 @pytest.mark.stress
@@ -209,11 +264,11 @@ def test_every_attribute_of_a_layer_is_seen_or_refused_by_name(name, way, tmp_pa
     plain, every = logits(stock), [*changes(stock.model.layers[at])]
     with open_model(**options) as lm:
         assert close(logits(lm), plain, dtype)
-        for what, change in every[PAIRS.index((name, way))::depth(9, 1)]:
+        for what, change in every[PAIRS.index((name, way)) :: depth(9, 1)]:
             try:
                 with change(stock.model.layers[at]):
                     wanted = logits(stock)
-            except Exception:                           # transformers cannot compute so, and may be left half changed
+            except Exception:  # transformers cannot compute so, and may be left half changed
                 stock = sweep.stock(tmp_path)
                 continue
             moved += not close(wanted, plain, dtype)
@@ -233,8 +288,16 @@ def adapted(model, modules=(), parameters=None):
     """An adapter of PEFT that makes a difference."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(
-        r=4, lora_alpha=32, target_modules=list(modules), target_parameters=parameters, init_lora_weights=False)).eval()
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=32,
+            target_modules=list(modules),
+            target_parameters=parameters,
+            init_lora_weights=False,
+        ),
+    ).eval()
 
 
 def merged(model):
@@ -249,7 +312,8 @@ def pruned(model):
 
 
 def ties(model):
-    """Each router scores its experts alike in pairs, so between two of them its own code decides."""
+    """Each router scores its experts alike in pairs, so between two of them its own code
+    decides."""
     for layer in model.model.layers:
         if (gate := getattr(layer.mlp, "gate", None)) is not None:
             gate.weight.data[1::2] = gate.weight.data[::2]
@@ -265,22 +329,41 @@ def compiled(model):
 
 #: what a person does to a whole model → (how, the ways in which it is refused, and what is said)
 DONE = {
-    # ikawrakow/ik_llama.cpp issue 1986, unslothai/unsloth issue 2142, vllm-project/vllm pull request 11810
-    "attention's adapter": (lambda m: adapted(m, ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]), (), ""),
+    # ikawrakow/ik_llama.cpp issue 1986, unslothai/unsloth issue 2142, vllm-project/vllm pull
+    # request 11810
+    "attention's adapter": (
+        lambda m: adapted(m, ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]),
+        (),
+        "",
+    ),
     # unslothai/unsloth pull request 5345, vllm-project/vllm pull request 41384
-    "experts' adapter": (lambda m: adapted(m, (), ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
-                         ("in memory", "offloaded"), "target_parameters"),
+    "experts' adapter": (
+        lambda m: adapted(m, (), ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+        ("in memory", "offloaded"),
+        "target_parameters",
+    ),
     "router's adapter": (lambda m: adapted(m, (), ["mlp.gate.weight"]), (), ""),
     "merged adapter": (merged, ("bf12",), "q_proj.weight was edited after copies of it in bf12"),
     "adapter taken off": (lambda m: adapted(m, ["q_proj"]).unload(), (), ""),
-    "edited head": (lambda m: [m.lm_head.weight.data.mul_(2)] and None, ("bf12",), "lm_head.weight was edited"),
+    "edited head": (
+        lambda m: [m.lm_head.weight.data.mul_(2)] and None,
+        ("bf12",),
+        "lm_head.weight was edited",
+    ),
     # pytorch/pytorch issue 128061
     "compiled": (compiled, (), ""),
     # arcee-ai/mergekit issue 111
-    "top_k": (lambda m: [setattr(layer.mlp.gate, "top_k", 1) for layer in m.model.layers] and None, (), ""),
-    "bf16": (lambda m: m.bfloat16(), (), ""), "fp64": (lambda m: m.double(), (), ""),
-    "train": (lambda m: m.train(), (), ""), "another attention": (lambda m: m.set_attn_implementation("eager"), (), ""),
-    "pruned": (pruned, (), ""), "ties": (ties, (), ""),
+    "top_k": (
+        lambda m: [setattr(layer.mlp.gate, "top_k", 1) for layer in m.model.layers] and None,
+        (),
+        "",
+    ),
+    "bf16": (lambda m: m.bfloat16(), (), ""),
+    "fp64": (lambda m: m.double(), (), ""),
+    "train": (lambda m: m.train(), (), ""),
+    "another attention": (lambda m: m.set_attn_implementation("eager"), (), ""),
+    "pruned": (pruned, (), ""),
+    "ties": (ties, (), ""),
     "larger": (lambda m: [torch.manual_seed(0), m.resize_token_embeddings(100)] and None, (), ""),
 }
 
@@ -293,9 +376,10 @@ def test_what_is_done_to_a_model_is_done(what, way, tmp_path):
     def after(model):
         made = done(model)
         return logits(model if made is None else made)
+
     wanted = after(stock)
     with open_model(**options) as lm:
-        logits(lm)                                              # used before, as a person does
+        logits(lm)  # used before, as a person does
         if way in where:
             with pytest.raises(ValueError, match=said):
                 after(lm)
@@ -306,13 +390,22 @@ def test_what_is_done_to_a_model_is_done(what, way, tmp_path):
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj"]])
 @pytest.mark.parametrize("way", ["resident", "offloaded"])
 def test_a_saved_adapter_of_the_experts_is_put_on_them_or_refused(way, modules, tmp_path):
-    """PEFT leaves out, without a word, what it does not find. unslothai/unsloth pull request 5345."""
+    """PEFT leaves out, without a word, what it does not find. unslothai/unsloth pull request
+    5345."""
     peft = pytest.importorskip("peft")
     stock, options, dtype = opened("mixtral", way, tmp_path)
     torch.manual_seed(1)
     parameters = None if modules == "all-linear" else ["experts.gate_up_proj", "experts.down_proj"]
-    trained = peft.get_peft_model(stock, peft.LoraConfig(
-        r=4, lora_alpha=32, init_lora_weights=False, target_modules=modules, target_parameters=parameters)).eval()
+    trained = peft.get_peft_model(
+        stock,
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=32,
+            init_lora_weights=False,
+            target_modules=modules,
+            target_parameters=parameters,
+        ),
+    ).eval()
     wanted = logits(trained)
     trained.save_pretrained(tmp_path / "adapter")
     with open_model(**options) as lm:
@@ -330,30 +423,44 @@ def test_a_class_with_another_forward(part, tmp_path, monkeypatch):
     stock, options, dtype = opened("mixtral", "resident", tmp_path)
     with open_model(**options) as lm:
         plain, cls = logits(lm), type(stock.model.layers[0].get_submodule(part))
-        monkeypatch.setattr(cls, "forward", lambda self, *a, f=cls.forward, **k: bigger(f(self, *a, **k)))
+        monkeypatch.setattr(
+            cls, "forward", lambda self, *a, f=cls.forward, **k: bigger(f(self, *a, **k))
+        )
         wanted = logits(stock)
         assert close(logits(lm), wanted, dtype) and not close(plain, wanted, dtype)
 
 
-HOW = {"exact": {}, "fast": {"executor": "fast"}, "gemv": {"executor": "gemv"}, "offloaded": {"memory": 0.5},
-       "offloaded fast": {"memory": 0.5, "executor": "fast"}, "external": {"experts": "external"}}
+HOW = {
+    "exact": {},
+    "fast": {"executor": "fast"},
+    "gemv": {"executor": "gemv"},
+    "offloaded": {"memory": 0.5},
+    "offloaded fast": {"memory": 0.5, "executor": "fast"},
+    "external": {"experts": "external"},
+}
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
 @pytest.mark.parametrize("name", ["dots1", "llama4_text"])
 def test_an_experts_class_with_another_forward_is_refused_by_name(name, way, tmp_path, monkeypatch):
     stock, options, dtype = opened(name, way, tmp_path)
-    experts = type(next(module for path, module in stock.named_modules() if path.endswith(".experts")))
+    experts = type(
+        next(module for path, module in stock.named_modules() if path.endswith(".experts"))
+    )
     own = experts.forward
     with open_model(**options) as lm:
         wanted = logits(lm)
         with monkeypatch.context() as patch:
-            patch.setattr(experts, "forward", lambda self, *args, **kwargs: 2 * own(self, *args, **kwargs))
+            patch.setattr(
+                experts, "forward", lambda self, *args, **kwargs: 2 * own(self, *args, **kwargs)
+            )
             with pytest.raises(ValueError, match=f"replaced {experts.__name__}.forward since"):
                 logits(lm)
             with pytest.raises(ValueError, match=f"{experts.__name__} .*otherwise than the seam"):
                 open_model(**options)
-            patch.setattr(experts, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+            patch.setattr(
+                experts, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs)
+            )
             with open_model(**options) as again:
                 assert close(logits(again), wanted, dtype)
         assert close(logits(lm), wanted, dtype)
@@ -386,7 +493,9 @@ def test_gradients_are_transformers_own_or_refused(of, how, tmp_path):
         for model in (sweep.stock(tmp_path), lm):
             given = {"input_ids": PROMPT}
             if of == "embeddings":
-                leaves = [model.requires_grad_(False).get_input_embeddings()(PROMPT).requires_grad_(True)]
+                leaves = [
+                    model.requires_grad_(False).get_input_embeddings()(PROMPT).requires_grad_(True)
+                ]
                 given = {"inputs_embeds": leaves[0]}
             else:
                 leaves = of(model)
@@ -411,15 +520,19 @@ def test_batches_of_prompts_have_transformers_bits(memory, tmp_path):
         assert torch.equal(*(model(ids, logits_to_keep=1).logits for model in (stock, lm)))
 
 
-OFFLOADED = [name for name in RUN if sweep.table()["architectures"][name]["fp32"]["offload"] == "exact"]
+OFFLOADED = [
+    name for name in RUN if sweep.table()["architectures"][name]["fp32"]["offload"] == "exact"
+]
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name, how", in_turn(depth(["minimax_m2", "lfm2_moe", "hy_v3"], OFFLOADED),
-                                              ["fast", "offloaded fast"]))
+@pytest.mark.parametrize(
+    "name, how",
+    in_turn(depth(["minimax_m2", "lfm2_moe", "hy_v3"], OFFLOADED), ["fast", "offloaded fast"]),
+)
 def test_every_architecture_decodes_with_fast(name, how, tmp_path):
-    """Routers that take a bias of their block's, too: ml-explore/mlx-lm issue 1883, NVIDIA/TensorRT-LLM pull request
-    13294."""
+    """Routers that take a bias of their block's, too: ml-explore/mlx-lm issue 1883,
+    NVIDIA/TensorRT-LLM pull request 13294."""
     tiny.save(name, tmp_path)
     with open_model(tmp_path, **HOW[how]) as lm:
         tokens, found = sweep.generate(lm)

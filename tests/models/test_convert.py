@@ -1,4 +1,5 @@
-"""Conversion, restoring and opening: bit-identical to transformers on every architecture; faults are survived."""
+"""Conversion, restoring and opening: bit-identical to transformers on every architecture; faults
+are survived."""
 
 from __future__ import annotations
 
@@ -36,13 +37,21 @@ from tests.store.faults import small_checkpoint
 
 
 def source_of(name, folder, **changes):
-    return tiny.save(name, folder, torch.bfloat16, **changes) if changes else tiny.save_few(name, folder)
+    return (
+        tiny.save(name, folder, torch.bfloat16, **changes)
+        if changes
+        else tiny.save_few(name, folder)
+    )
 
 
 def same_tensors(a, b):
     first, second = a.state_dict(), b.state_dict()
     assert first.keys() == second.keys()
-    assert not [k for k in first if first[k].dtype != second[k].dtype or not torch.equal(first[k], second[k])]
+    assert not [
+        k
+        for k in first
+        if first[k].dtype != second[k].dtype or not torch.equal(first[k], second[k])
+    ]
 
 
 def files(folder):
@@ -53,8 +62,14 @@ def files(folder):
 def test_restored_is_what_was_converted(name, tmp_path):
     """The same files, byte for byte."""
     source = source_of(name, tmp_path / "m")
-    for stray, content in {"merges.txt": b"\xff\x00", "index.json": b"[]", "source.index.json": b"1", "layout.json": b"",
-                           "README.md": b"#", "tokenizer.tiktoken": b"QQ== 0"}.items():
+    for stray, content in {
+        "merges.txt": b"\xff\x00",
+        "index.json": b"[]",
+        "source.index.json": b"1",
+        "layout.json": b"",
+        "README.md": b"#",
+        "tokenizer.tiktoken": b"QQ== 0",
+    }.items():
         (source / stray).write_bytes(content)
     store = convert(source, tmp_path / "s", "zstd-huffman")
     assert store.identity == identity_of(source)
@@ -68,17 +83,21 @@ def test_restored_is_what_was_converted(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "switch_transformers", "llama4_text"])
 def test_restored_in_the_sources_shards(name, tmp_path):
-    """Sharded, with odd headers: padded, another order of the keys, metadata; through two stores, one made of the
-    other."""
-    open_model(source_of(name, tmp_path / "whole")).save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    """Sharded, with odd headers: padded, another order of the keys, metadata; through two stores,
+    one made of the other."""
+    open_model(source_of(name, tmp_path / "whole")).save_pretrained(
+        tmp_path / "m", max_shard_size="20KB"
+    )
     shards = sorted((tmp_path / "m").glob("*.safetensors"))
     assert len(shards) > 3
     raw = shards[1].read_bytes()
     n = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:8 + n])
-    text = json.dumps({**dict(reversed(header.items())), "__metadata__": {"é": "ü"}}, ensure_ascii=False, indent=1)
+    header = json.loads(raw[8 : 8 + n])
+    text = json.dumps(
+        {**dict(reversed(header.items())), "__metadata__": {"é": "ü"}}, ensure_ascii=False, indent=1
+    )
     text = text.encode() + b" " * 37
-    shards[1].write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n:])
+    shards[1].write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n :])
     first = convert(tmp_path / "m", tmp_path / "s")
     second = convert(first.folder, tmp_path / "t", "raw")
     assert first.identity == second.identity == identity_of(tmp_path / "m")
@@ -88,7 +107,8 @@ def test_restored_in_the_sources_shards(name, tmp_path):
 
 @given(data=st.data())
 def test_places_of_source_tensors(data):
-    """Of tensors cut, transposed, joined and interleaved at will; the naive oracle reads single weights."""
+    """Of tensors cut, transposed, joined and interleaved at will; the naive oracle reads single
+    weights."""
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.uint8, torch.float64]))
     values = torch.randint(0, data.draw(st.sampled_from([2, 250])), [2, *shape]).to(dtype)
@@ -96,27 +116,52 @@ def test_places_of_source_tensors(data):
         values.view(-1)[0] = torch.nan
     first, second = values
     dim = data.draw(st.integers(0, len(shape) - 1))
-    made, sources = data.draw(st.sampled_from([
-        ({"w": torch.cat([first, second], dim)}, [first, second]),
-        ({"w": torch.stack([first, second], dim + 1).flatten(dim, dim + 1)}, [first, second]),
-        ({"w": first, "v": second}, [second, first]),
-        ({"w": first.transpose(0, -1) if len(shape) == 2 else first}, [first]),
-        ({"w": torch.cat([first, second], dim)}, [torch.stack([first, second], dim + 1).flatten(dim, dim + 1)]),
-        ({"w": torch.cat([first, second], -1).transpose(0, -1) if len(shape) == 2 else second},
-         [first.transpose(0, -1), second.transpose(0, -1)] if len(shape) == 2 else [second]),
-    ]))
+    made, sources = data.draw(
+        st.sampled_from(
+            [
+                ({"w": torch.cat([first, second], dim)}, [first, second]),
+                (
+                    {"w": torch.stack([first, second], dim + 1).flatten(dim, dim + 1)},
+                    [first, second],
+                ),
+                ({"w": first, "v": second}, [second, first]),
+                ({"w": first.transpose(0, -1) if len(shape) == 2 else first}, [first]),
+                (
+                    {"w": torch.cat([first, second], dim)},
+                    [torch.stack([first, second], dim + 1).flatten(dim, dim + 1)],
+                ),
+                (
+                    {
+                        "w": torch.cat([first, second], -1).transpose(0, -1)
+                        if len(shape) == 2
+                        else second
+                    },
+                    [first.transpose(0, -1), second.transpose(0, -1)]
+                    if len(shape) == 2
+                    else [second],
+                ),
+            ]
+        )
+    )
     made = {name: t.contiguous() for name, t in made.items()}
-    found = places([(str(i), 0, t.contiguous()[None]) for i, t in enumerate(sources)], made, lambda bits: "")
+    found = places(
+        [(str(i), 0, t.contiguous()[None]) for i, t in enumerate(sources)], made, lambda bits: ""
+    )
     assert [place[0] for place in found] == [str(i) for i in range(len(sources))]
     for (_, _, name, size, offset, strides, _), source in zip(found, sources):
         flat, wanted = made[name].reshape(-1), source.reshape(-1).tolist()
-        got = [flat[offset + sum(i * stride for i, stride in zip(where, strides))].item()
-               for where in itertools.product(*map(range, size))]
-        assert str(got) == str(wanted)                                  # NaN is NaN here
-    if dtype.is_floating_point:                                         # negative now, as no other weight is
+        got = [
+            flat[offset + sum(i * stride for i, stride in zip(where, strides))].item()
+            for where in itertools.product(*map(range, size))
+        ]
+        assert str(got) == str(wanted)  # NaN is NaN here
+    if dtype.is_floating_point:  # negative now, as no other weight is
         other = sources[0].reshape(-1).view(torch.uint8).clone()
         other[-1] ^= 255
-        assert places([("x", 0, other.view(dtype).view(sources[0].shape))], made, lambda bits: "") is None
+        assert (
+            places([("x", 0, other.view(dtype).view(sources[0].shape))], made, lambda bits: "")
+            is None
+        )
 
 
 def test_files_of_a_store_are_closed(tmp_path):
@@ -124,7 +169,10 @@ def test_files_of_a_store_are_closed(tmp_path):
 
     def opened():
         return sum(
-            os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path)) for fd in os.listdir("/proc/self/fd"))
+            os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path))
+            for fd in os.listdir("/proc/self/fd")
+        )
+
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("needs /proc")
     before = opened()
@@ -145,7 +193,7 @@ def test_a_command_that_cannot_be_does_not_block_the_next(tmp_path, capsys):
     for shards in ("0", "-5"):
         try:
             assert moelab_main(["convert", source, str(tmp_path / "s"), "--shards", shards])
-        except SystemExit as refused:                                   # the parser's own word
+        except SystemExit as refused:  # the parser's own word
             assert refused.code
         assert not list(tmp_path.glob("s*"))
     assert moelab_main(["convert", source, str(tmp_path / "s"), "--shards", "2"]) == 0
@@ -193,7 +241,9 @@ def test_the_stores_tensors_are_the_checkpoints(tmp_path):
     for layer in range(2):
         for expert in range(8):
             a, b = truth(layer, expert), stored(layer, expert)
-            assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+            assert a.keys() == b.keys() and all(
+                torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a
+            )
 
 
 def test_refusals(tmp_path, monkeypatch):
@@ -217,10 +267,17 @@ def test_a_destination_that_cannot_be_made_is_told_before_the_work(tmp_path, mon
     monkeypatch.setattr(Checkpoint, "at", lambda folder: pytest.fail("the source was read"))
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to("nowhere")
-    for name, words in (("file", "not overwritten"), ("link", "not overwritten"), ("file/below", "Not a directory"),
-                        ("file/further/below", "Not a directory")):
-        for make in (lambda to: convert(tmp_path / "m", to), lambda to: restore(store, to),
-                     lambda to: synthesize(to, "Mixtral-8x7B")):
+    for name, words in (
+        ("file", "not overwritten"),
+        ("link", "not overwritten"),
+        ("file/below", "Not a directory"),
+        ("file/further/below", "Not a directory"),
+    ):
+        for make in (
+            lambda to: convert(tmp_path / "m", to),
+            lambda to: restore(store, to),
+            lambda to: synthesize(to, "Mixtral-8x7B"),
+        ):
             with pytest.raises(OSError, match=f"{name}.* {words}"):
                 make(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
@@ -237,6 +294,7 @@ def test_an_interrupted_conversion_goes_on_and_not_with_another_source(tmp_path,
         if len(calls) == 6:
             raise KeyboardInterrupt
         return call(self, layer, expert)
+
     monkeypatch.setattr(CheckpointExperts, "made", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "s")
@@ -245,18 +303,20 @@ def test_an_interrupted_conversion_goes_on_and_not_with_another_source(tmp_path,
     with pytest.raises(ValueError, match="unfinished store with another identity"):
         convert(other, tmp_path / "s")
     calls[:] = [None] * 10
-    source.rename(tmp_path / "elsewhere")                               # the same checkpoint under another name
+    source.rename(tmp_path / "elsewhere")  # the same checkpoint under another name
     done = convert(tmp_path / "elsewhere", tmp_path / "s").folder
     assert (0, 0) not in calls and {p.name: p.read_bytes() for p in done.iterdir()} == truth
 
 
 def test_verify_finds_what_the_writing_got_wrong(tmp_path, monkeypatch, capsys):
-    """A codec that is not lossless is found by the re-reading at the end, and nothing is published."""
+    """A codec that is not lossless is found by the re-reading at the end, and nothing is
+    published."""
     source = small_checkpoint(tmp_path / "m")
     real = converting.codecs.compress_tensor
 
     def lossy(weights, *options):
         return real(weights.clone().fill_(0) if weights.dim() > 1 else weights, *options)
+
     monkeypatch.setattr("moelab.store.writer.codecs.compress_tensor", lossy)
     with pytest.raises(StoreError, match="does not decode to what was converted"):
         convert(source, tmp_path / "s")
@@ -273,8 +333,16 @@ def test_verify_finds_what_the_writing_got_wrong(tmp_path, monkeypatch, capsys):
 
 def test_killed_conversions_resume_to_the_same_bytes():
     """In a process of its own, which forks: threads of the test runner would not survive that."""
-    done = subprocess.run([sys.executable, "-c", "import json; from tests.store.faults import kills; "
-                                                 "print(json.dumps(kills(5, seed=3)))"],
-                          capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import json; from tests.store.faults import kills; "
+            "print(json.dumps(kills(5, seed=3)))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["killed"] >= 1

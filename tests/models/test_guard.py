@@ -1,4 +1,5 @@
-"""The guard: experts that compute what the seam does not are refused, and nothing else is touched."""
+"""The guard: experts that compute what the seam does not are refused, and nothing else is
+touched."""
 
 from __future__ import annotations
 
@@ -78,13 +79,23 @@ class Elsewhere(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.num_experts, self._is_hf_initialized = config.num_local_experts, True
-        self.w1 = nn.Parameter(torch.randn(self.num_experts, config.intermediate_size, config.hidden_size))
-        self.w2 = nn.Parameter(torch.randn(self.num_experts, config.hidden_size, config.intermediate_size))
+        self.w1 = nn.Parameter(
+            torch.randn(self.num_experts, config.intermediate_size, config.hidden_size)
+        )
+        self.w2 = nn.Parameter(
+            torch.randn(self.num_experts, config.hidden_size, config.intermediate_size)
+        )
 
 
-INVENTED = {SumsInFP32: "the sum over a token's experts", Clamps: "an expert otherwise",
-            GateLast: "an expert otherwise", WeighsTheInput: "otherwise than the seam", GivesBackTheInput: "the id 4, which is no expert's",
-            Sorts: "cannot be compared", Elsewhere: "cannot be compared"}
+INVENTED = {
+    SumsInFP32: "the sum over a token's experts",
+    Clamps: "an expert otherwise",
+    GateLast: "an expert otherwise",
+    WeighsTheInput: "otherwise than the seam",
+    GivesBackTheInput: "the id 4, which is no expert's",
+    Sorts: "cannot be compared",
+    Elsewhere: "cannot be compared",
+}
 
 
 def mixtral(dtype=torch.bfloat16):
@@ -124,34 +135,55 @@ def test_the_usual_loop_is_let_through_whoever_wrote_it(monkeypatch):
 
 
 def test_reading_the_router_otherwise_than_the_block_is_refused(monkeypatch):
-    """The block's translation is right; predictors and records would take the second-best experts for the best."""
-    monkeypatch.setitem(dialects.ROUTING, "Llama4Router",
-                        lambda router, output: ((-output[1]).topk(router.top_k, dim=1).indices, output[0]))
+    """The block's translation is right; predictors and records would take the second-best experts
+    for the best."""
+    monkeypatch.setitem(
+        dialects.ROUTING,
+        "Llama4Router",
+        lambda router, output: ((-output[1]).topk(router.top_k, dim=1).indices, output[0]),
+    )
     config = tiny.config("llama4_text")
     model = compat.model_class(config)._from_config(config, dtype=torch.bfloat16).eval()
-    with pytest.raises(ValueError, match="other ids or weights than ROUTING reads .*Llama4Router.*dialects.py"):
+    with pytest.raises(
+        ValueError, match="other ids or weights than ROUTING reads .*Llama4Router.*dialects.py"
+    ):
         plug(model)
 
 
 def test_a_block_that_passes_no_ids_is_told_of(monkeypatch, tmp_path):
-    """In memory nothing is plugged, so nothing is compared, and the routing is heard where experts are called."""
+    """In memory nothing is plugged, so nothing is compared, and the routing is heard where experts
+    are called."""
     block = modeling_mixtral.MixtralSparseMoeBlock
-    monkeypatch.setattr(block, "forward",
-                        lambda self, x: self.experts(x.reshape(-1, x.shape[-1]), *[torch.ones(1, 2)] * 2))
+    monkeypatch.setattr(
+        block,
+        "forward",
+        lambda self, x: self.experts(x.reshape(-1, x.shape[-1]), *[torch.ones(1, 2)] * 2),
+    )
     with moelab.open_model(tiny.save("mixtral", tmp_path / "m", torch.bfloat16)) as lm:
-        with pytest.raises(ValueError, match="MixtralSparseMoeBlock calls .* torch.float32 in place of ids"):
+        with pytest.raises(
+            ValueError, match="MixtralSparseMoeBlock calls .* torch.float32 in place of ids"
+        ):
             lm(torch.arange(3, 9)[None])
 
 
 @pytest.mark.parametrize("name", seam.KINDS)
 def test_each_kind_of_experts_is_needed(name, monkeypatch):
     """Without its entry every architecture that has one is refused."""
-    owner = {"Llama4TextExperts": "llama4_text", "SwitchTransformersExperts": "switch_transformers",
-             "LongcatFlashExperts": "longcat_flash", "NemotronHExperts": "nemotron_h",
-             "Inkling2Experts": "inkling2_text", "OpenAIPrivacyFilterExperts": "openai_privacy_filter"}[name]
+    owner = {
+        "Llama4TextExperts": "llama4_text",
+        "SwitchTransformersExperts": "switch_transformers",
+        "LongcatFlashExperts": "longcat_flash",
+        "NemotronHExperts": "nemotron_h",
+        "Inkling2Experts": "inkling2_text",
+        "OpenAIPrivacyFilterExperts": "openai_privacy_filter",
+    }[name]
     config = tiny.config(owner)
-    auto = transformers.AutoModelForTokenClassification if owner == "openai_privacy_filter" else None
-    model = (auto.from_config if auto else compat.model_class(config)._from_config)(config, dtype=torch.bfloat16)
+    auto = (
+        transformers.AutoModelForTokenClassification if owner == "openai_privacy_filter" else None
+    )
+    model = (auto.from_config if auto else compat.model_class(config)._from_config)(
+        config, dtype=torch.bfloat16
+    )
     layer = discover(model)[0]
     with monkeypatch.context() as without:
         without.setattr(guard, "_PASSED", set())
@@ -170,6 +202,7 @@ def test_what_passed_is_remembered_by_class_settings_and_dtype(monkeypatch):
         def forward(self, x, ids, weights):
             ran.append(x.dtype)
             return super().forward(x, ids, weights)
+
     monkeypatch.setattr(modeling_mixtral, "MixtralExperts", Counted)
     plug(mixtral())
     once = len(ran)
@@ -184,26 +217,61 @@ def test_what_passed_is_remembered_by_class_settings_and_dtype(monkeypatch):
     assert len(ran) > once
 
 
-@pytest.mark.parametrize("name, changes", [
-    ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "head_dim": 128}),
-    ("qwen3_moe", {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}),
-    ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128}),
-    ("nemotron_h", {"hidden_size": 2688, "moe_intermediate_size": 1856, "n_routed_experts": 128}),
-    ("llama4_text", {"hidden_size": 5120, "intermediate_size": 8192, "num_local_experts": 16}),
-    ("longcat_flash", {"hidden_size": 6144, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512,
-                       "zero_expert_num": 256}),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        (
+            "mixtral",
+            {
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_local_experts": 8,
+                "head_dim": 128,
+            },
+        ),
+        (
+            "qwen3_moe",
+            {
+                "hidden_size": 2048,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+            },
+        ),
+        ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128}),
+        (
+            "nemotron_h",
+            {"hidden_size": 2688, "moe_intermediate_size": 1856, "n_routed_experts": 128},
+        ),
+        ("llama4_text", {"hidden_size": 5120, "intermediate_size": 8192, "num_local_experts": 16}),
+        (
+            "longcat_flash",
+            {
+                "hidden_size": 6144,
+                "expert_ffn_hidden_size": 2048,
+                "n_routed_experts": 512,
+                "zero_expert_num": 256,
+            },
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_large_models_miniature_is_small(name, changes, monkeypatch):
-    """Whatever the model's size, weights of a few megabytes are made; the model itself has none here."""
+    """Whatever the model's size, weights of a few megabytes are made; the model itself has none
+    here."""
     made = []
     random = guard._random
-    monkeypatch.setattr(guard, "_random", lambda shape, *rest: made.append(shape) or random(shape, *rest))
+    monkeypatch.setattr(
+        guard, "_random", lambda shape, *rest: made.append(shape) or random(shape, *rest)
+    )
     for layer in discover(compat.meta_twin(tiny.config(name, **changes))):
         seam.check(layer, torch.float32)
     assert 0 < sum(torch.Size(shape).numel() for shape in made) < 2e7
 
 
-@pytest.mark.parametrize("fact, value", [("E", 5), ("I", 25), ("H", 33), ("moe_layers", (0, 1)), ("gated", False)])
+@pytest.mark.parametrize(
+    "fact, value", [("E", 5), ("I", 25), ("H", 33), ("moe_layers", (0, 1)), ("gated", False)]
+)
 def test_a_spec_that_is_not_the_models_is_refused(fact, value):
     config = tiny.config("mixtral")
     layers = discover(compat.meta_twin(config))
@@ -224,7 +292,9 @@ def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
 
 
 def test_longcats_rows_without_an_expert_have_no_place_in_a_store(tmp_path):
-    with pytest.raises(ValueError, match="12 rows for 8 experts.*longcat_flash cannot be converted"):
+    with pytest.raises(
+        ValueError, match="12 rows for 8 experts.*longcat_flash cannot be converted"
+    ):
         moelab.convert(tiny.save("longcat_flash", tmp_path / "m"), tmp_path / "s")
 
 

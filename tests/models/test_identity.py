@@ -1,4 +1,5 @@
-"""Who a model is: the same whatever it was opened from, another for every other weight; what belongs to it knows it."""
+"""Who a model is: the same whatever it was opened from, another for every other weight; what
+belongs to it knows it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from tests.models.stores import identity_of, open_store
 def mixtral(tmp_path_factory):
     """(checkpoint, store) of a small bf16 model with 4 experts a layer."""
     folder = tmp_path_factory.mktemp("mixtral")
-    return tiny.save("mixtral", folder / "m", torch.bfloat16), convert(folder / "m", folder / "s").folder
+    return tiny.save("mixtral", folder / "m", torch.bfloat16), convert(
+        folder / "m", folder / "s"
+    ).folder
 
 
 def fine_tune(source, folder, key, change):
@@ -42,15 +45,27 @@ def fine_tune(source, folder, key, change):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name", depth(["qwen3_moe", "gpt_oss", "switch_transformers", "mxfp4", "fp8"],
-                                       [*tiny.ARCHITECTURES, "mxfp4", "fp8"]))
+@pytest.mark.parametrize(
+    "name",
+    depth(
+        ["qwen3_moe", "gpt_oss", "switch_transformers", "mxfp4", "fp8"],
+        [*tiny.ARCHITECTURES, "mxfp4", "fp8"],
+    ),
+)
 def test_one_model_however_it_is_opened(name, tmp_path):
     source = tiny.save_few(name, tmp_path / "m")
     store = convert(source, tmp_path / "s").folder
-    found = {identity_of(source), identity_of(store), identity(open_model(source, experts="external")),
-             identity(open_model(source)), identity(open_model(store)), identity(open_store(store)),
-             identity(moelab.open_model(store, memory="50%")), identity_of(restore(store, tmp_path / "r")),
-             identity(open_model(source, dtype=torch.float32))}
+    found = {
+        identity_of(source),
+        identity_of(store),
+        identity(open_model(source, experts="external")),
+        identity(open_model(source)),
+        identity(open_model(store)),
+        identity(open_store(store)),
+        identity(moelab.open_model(store, memory="50%")),
+        identity_of(restore(store, tmp_path / "r")),
+        identity(open_model(source, dtype=torch.float32)),
+    }
     assert len(found) == 1 and len(found.pop()) == 16
 
 
@@ -58,7 +73,10 @@ def test_shards_and_another_writing_of_the_config_are_the_same_model(mixtral, tm
     source, _ = mixtral
     open_model(source).save_pretrained(tmp_path / "shards", max_shard_size="10KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    config = json.loads((source / "config.json").read_text()) | {"transformers_version": "5.0.0", "use_cache": False}
+    config = json.loads((source / "config.json").read_text()) | {
+        "transformers_version": "5.0.0",
+        "use_cache": False,
+    }
     (tmp_path / "shards" / "config.json").write_text(json.dumps(dict(reversed(config.items()))))
     assert identity_of(tmp_path / "shards") == identity_of(source)
 
@@ -68,9 +86,11 @@ def test_every_tensor_counts_and_so_does_the_config(mixtral, tmp_path):
     found = {identity_of(source)}
     keys = list(load_file(source / "model.safetensors"))
     for i, key in enumerate(keys):
+
         def nudge(t):
             t.view(-1)[t.numel() // 3] += 1
             return t
+
         found.add(identity_of(fine_tune(source, tmp_path / str(i), key, nudge)))
     config = json.loads((source / "config.json").read_text())
     for change in ({"rms_norm_eps": 1e-3}, {"num_experts_per_tok": 1}):
@@ -79,12 +99,24 @@ def test_every_tensor_counts_and_so_does_the_config(mixtral, tmp_path):
     assert len(found) == len(keys) + 3
 
 
-@pytest.mark.parametrize("change", [lambda t: t.view(torch.float16), lambda t: t.view(torch.int16),
-                                    lambda t: t.reshape(t.shape[::-1])], ids=["float16", "int16", "shape"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.view(torch.float16),
+        lambda t: t.view(torch.int16),
+        lambda t: t.reshape(t.shape[::-1]),
+    ],
+    ids=["float16", "int16", "shape"],
+)
 def test_the_same_bytes_of_another_dtype_or_shape_are_another_model(mixtral, tmp_path, change):
     source, _ = mixtral
-    keys = [key for key, w in load_file(source / "model.safetensors").items() if len({*w.shape}) == 2]
-    found = {identity_of(fine_tune(source, tmp_path / str(i), key, change)) for i, key in enumerate(keys[:3])}
+    keys = [
+        key for key, w in load_file(source / "model.safetensors").items() if len({*w.shape}) == 2
+    ]
+    found = {
+        identity_of(fine_tune(source, tmp_path / str(i), key, change))
+        for i, key in enumerate(keys[:3])
+    }
     assert len(found | {identity_of(source)}) == 4
 
 
@@ -109,26 +141,37 @@ def test_a_checkpoint_that_was_changed_after_opening_names_nobody(mixtral, tmp_p
 
 
 def test_a_source_of_another_model_is_refused(mixtral, tmp_path):
-    """The other one differs in one expert only: same geometry, same routers, same everything else."""
+    """The other one differs in one expert only: same geometry, same routers, same everything
+    else."""
     source, store = mixtral
     key = next(k for k in load_file(source / "model.safetensors") if "experts.2.w2" in k)
     other = fine_tune(source, tmp_path / "m", key, lambda t: t * 2)
     theirs = StoreExperts(moelab.ExpertStore(store), mode="buffered")
     for experts in ("external", "resident"):
         plug(open_model(source, experts=experts), source=theirs)
-        with pytest.raises(ValueError, match=f"{identity_of(source)}.*the model is m .*{identity_of(other)}"):
+        with pytest.raises(
+            ValueError, match=f"{identity_of(source)}.*the model is m .*{identity_of(other)}"
+        ):
             plug(open_model(other, experts=experts), source=theirs)
-    with pytest.raises(ValueError, match="open the model that they belong to with moelab.open_model"):
+    with pytest.raises(
+        ValueError, match="open the model that they belong to with moelab.open_model"
+    ):
         plug(transformers.AutoModelForCausalLM.from_pretrained(source), source=theirs)
 
 
 @given(st.integers(0, 1 << 33), st.lists(st.integers(1, 200), max_size=3))
 def test_samples_are_pieces_of_the_tensor(size, shape):
     found = samples(size, shape)
-    assert all(0 <= offset and length and offset + length <= size for offset, length in found) or found == [(0, 0)]
+    assert all(
+        0 <= offset and length and offset + length <= size for offset, length in found
+    ) or found == [(0, 0)]
     if size > WHOLE:
-        assert all(length == PIECE for _, length in found) and len(found) <= max(200, size >> 20) + 2
+        assert (
+            all(length == PIECE for _, length in found) and len(found) <= max(200, size >> 20) + 2
+        )
         E = shape[0] if len(shape) == 3 else 2
         for expert in range(E):
-            assert any(offset < (expert + 1) * size // E and offset + PIECE > expert * size // E
-                       for offset, _ in found), expert
+            assert any(
+                offset < (expert + 1) * size // E and offset + PIECE > expert * size // E
+                for offset, _ in found
+            ), expert

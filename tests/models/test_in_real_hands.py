@@ -1,4 +1,5 @@
-"""What people do with a model, each as its public thread tells it, beside transformers with its eager experts."""
+"""What people do with a model, each as its public thread tells it, beside transformers with its
+eager experts."""
 
 from __future__ import annotations
 
@@ -16,17 +17,28 @@ from moelab import convert, open_model
 from tests.models import packed, tiny
 
 PROMPT = torch.tensor([[5, 9, 33, 12, 60, 7, 8, 41, 17, 90, 3, 11]])
-EXACT = {"resident": {}, "offloaded": {"memory": "50%"}, "prefetched": {"memory": "30%", "prefetch": "router"}}
-WAYS = EXACT | {"fast": {"executor": "fast"}, "fast offloaded": {"memory": "50%", "executor": "fast"}}
+EXACT = {
+    "resident": {},
+    "offloaded": {"memory": "50%"},
+    "prefetched": {"memory": "30%", "prefetch": "router"},
+}
+WAYS = EXACT | {
+    "fast": {"executor": "fast"},
+    "fast offloaded": {"memory": "50%", "executor": "fast"},
+}
 
 
 def greedy(model, ids=PROMPT, n=6, **options):
-    return model.generate(ids, max_new_tokens=n, do_sample=False, eos_token_id=None, **options).tolist()
+    return model.generate(
+        ids, max_new_tokens=n, do_sample=False, eos_token_id=None, **options
+    ).tolist()
 
 
 def eager(folder):
     """The oracle: the checkpoint as transformers opens and runs it."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager"
+    ).eval()
 
 
 def same(found, wanted, within=1e-4):
@@ -41,23 +53,45 @@ def same(found, wanted, within=1e-4):
         assert found == wanted
 
 
-# ------------------------------------------------------------------------------------------------- one model, many uses
+# -------------------------------------------------------------------------------------------------
+# one model, many uses
+
 
 def router_logits(model):
-    """huggingface/transformers issues 31722 and 39203: router logits through generate, with a dense layer between."""
+    """huggingface/transformers issues 31722 and 39203: router logits through generate, with a dense
+    layer between."""
     with torch.no_grad():
         one = model(PROMPT, labels=PROMPT, output_router_logits=True)
-    made = model.generate(PROMPT, max_new_tokens=4, do_sample=False, eos_token_id=None, return_dict_in_generate=True,
-                          output_logits=True, output_hidden_states=True)
-    return one.router_logits, one.aux_loss, one.loss, made.logits, len(made.hidden_states), made.sequences.tolist()
+    made = model.generate(
+        PROMPT,
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_hidden_states=True,
+    )
+    return (
+        one.router_logits,
+        one.aux_loss,
+        one.loss,
+        made.logits,
+        len(made.hidden_states),
+        made.sequences.tolist(),
+    )
 
 
 def padded(model):
-    """huggingface/transformers issue 30378, ml-explore/mlx-lm issue 1906: prompts of several lengths, padded on the
-    left, a mask with a hole, beams."""
-    batch, mask = PROMPT.repeat(3, 1) + torch.arange(3)[:, None], torch.ones(3, PROMPT.shape[1], dtype=torch.long)
+    """huggingface/transformers issue 30378, ml-explore/mlx-lm issue 1906: prompts of several
+    lengths, padded on the left, a mask with a hole, beams."""
+    batch, mask = (
+        PROMPT.repeat(3, 1) + torch.arange(3)[:, None],
+        torch.ones(3, PROMPT.shape[1], dtype=torch.long),
+    )
     mask[0, :4] = mask[1, :7] = mask[2, 4:6] = 0
-    return [greedy(model, batch * mask, 8, attention_mask=mask, num_beams=beams) for beams in (1, 3)]
+    return [
+        greedy(model, batch * mask, 8, attention_mask=mask, num_beams=beams) for beams in (1, 3)
+    ]
 
 
 def top_k_changed(model):
@@ -73,22 +107,31 @@ def top_k_changed(model):
 
 
 def kept_cache(model):
-    """blaizzy/mlx-vlm pull request 1946 and its like: a cache that a chat goes on with, one prefix copied for two."""
+    """blaizzy/mlx-vlm pull request 1946 and its like: a cache that a chat goes on with, one prefix
+    copied for two."""
     cache, ids = transformers.DynamicCache(config=model.config), PROMPT
     for _ in range(3):
-        said = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False, eos_token_id=None)
+        said = model.generate(
+            ids, past_key_values=cache, max_new_tokens=5, do_sample=False, eos_token_id=None
+        )
         ids = torch.cat([said, torch.tensor([[5, 6]])], 1)
     prefix = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(PROMPT[:, :8], past_key_values=prefix, use_cache=True)
     ends = [torch.cat([PROMPT[:, :8], torch.tensor([[a, a + 1]])], 1) for a in (10, 20)]
-    return said.tolist(), [greedy(model, end, past_key_values=copy.deepcopy(prefix)) for end in ends]
+    return said.tolist(), [
+        greedy(model, end, past_key_values=copy.deepcopy(prefix)) for end in ends
+    ]
 
 
 def other_caches(model):
     """As `kept_cache`: a static cache, a prompt in chunks, no cache, prompt lookup."""
-    return [greedy(model, cache_implementation="static"), greedy(model, prefill_chunk_size=5),
-            greedy(model, use_cache=False), greedy(model, PROMPT.repeat(1, 3), prompt_lookup_num_tokens=4)]
+    return [
+        greedy(model, cache_implementation="static"),
+        greedy(model, prefill_chunk_size=5),
+        greedy(model, use_cache=False),
+        greedy(model, PROMPT.repeat(1, 3), prompt_lookup_num_tokens=4),
+    ]
 
 
 def assisted(model):
@@ -98,18 +141,32 @@ def assisted(model):
 
 def continuous_batching(model):
     """huggingface/transformers pull request 44924: `generate_batch`, its paged cache."""
-    how = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    room = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64)        # else all free memory
+    how = transformers.GenerationConfig(
+        max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    room = transformers.ContinuousBatchingConfig(
+        num_blocks=64, max_batch_tokens=64
+    )  # else all free memory
     made = model.generate_batch([PROMPT[0].tolist(), PROMPT[0, 4:].tolist()], how, room)
     return [list(map(int, one.generated_tokens)) for one in made.values()]
 
 
-USES = [router_logits, padded, top_k_changed, kept_cache, other_caches, assisted, continuous_batching]
+USES = [
+    router_logits,
+    padded,
+    top_k_changed,
+    kept_cache,
+    other_caches,
+    assisted,
+    continuous_batching,
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("hands") / "model", max_position_embeddings=256)
+    return tiny.save(
+        "qwen3_moe", tmp_path_factory.mktemp("hands") / "model", max_position_embeddings=256
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +179,18 @@ def wanted(folder):
 @lru_cache(maxsize=1)
 def draft():
     from moelab.models import compat
+
     torch.manual_seed(9)
-    config = tiny.config("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], max_position_embeddings=256)
+    config = tiny.config(
+        "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], max_position_embeddings=256
+    )
     return tiny.randomise(compat.model_class(config)._from_config(config)).eval()
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_a_model_in_use_is_transformers_own(folder, wanted, options):
-    """One opened model, used in all these ways, one after another: what one leaves behind would spoil the next."""
+    """One opened model, used in all these ways, one after another: what one leaves behind would
+    spoil the next."""
     with open_model(folder, **options) as lm:
         for use in USES:
             same(use(lm), wanted(use))
@@ -149,10 +210,13 @@ class Lora(torch.nn.Module):
         return self.base_layer(x) + (x @ self.A.T @ self.B.T if self.on else 0)
 
 
-@pytest.mark.parametrize("options", (EXACT | {"all": {"memory": "100%"}}).values(), ids=[*EXACT, "all"])
+@pytest.mark.parametrize(
+    "options", (EXACT | {"all": {"memory": "100%"}}).values(), ids=[*EXACT, "all"]
+)
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
 def test_an_adapter_on_attention_on_and_off_again(folder, options, name):
     """vllm-project/vllm pull request 11810."""
+
     def both(model):
         adapters = []
         for i, layer in enumerate(model.model.layers):
@@ -162,13 +226,16 @@ def test_an_adapter_on_attention_on_and_off_again(folder, options, name):
         for adapter in adapters:
             adapter.on = False
         return on, greedy(model)
+
     with open_model(folder, **options) as lm:
         off = greedy(lm)
         found = both(lm)
         assert found == both(eager(folder)) and found[1] == off != found[0]
 
 
-# --------------------------------------------------------------------------------------------------- other checkpoints
+# ---------------------------------------------------------------------------------------------------
+# other checkpoints
+
 
 @pytest.mark.parametrize("E, K", [(5, 2), (3, 3), (1, 1), (2, 2)])
 def test_a_pruned_model(E, K, tmp_path):
@@ -182,7 +249,10 @@ def test_a_pruned_model(E, K, tmp_path):
 
 def test_a_model_pruned_in_one_layer_is_refused_by_its_name(tmp_path):
     folder = tiny.save("qwen3_moe", tmp_path / "model")
-    file, gone = folder / "model.safetensors", tuple(f"layers.2.mlp.experts.{e}." for e in (5, 6, 7))
+    file, gone = (
+        folder / "model.safetensors",
+        tuple(f"layers.2.mlp.experts.{e}." for e in (5, 6, 7)),
+    )
     kept = {key: w for key, w in load_file(file).items() if not any(part in key for part in gone)}
     kept["model.layers.2.mlp.gate.weight"] = kept["model.layers.2.mlp.gate.weight"][:5].contiguous()
     save_file(kept, file, {"format": "pt"})
@@ -193,17 +263,39 @@ def test_a_model_pruned_in_one_layer_is_refused_by_its_name(tmp_path):
 
 def test_images(tmp_path):
     """An image-text model whose decoder has experts: pixels, their places, a text after them."""
-    folder = tiny.save("qwen3_vl_moe", tmp_path / "model", image_token_id=90, video_token_id=91,
-                       vision_start_token_id=92, vision_end_token_id=93,
-                       text_config={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                                        "mrope_section": [2, 1, 1]}},
-                       vision_config={"depth": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
-                                      "num_position_embeddings": 16, "deepstack_visual_indexes": [0]})
+    folder = tiny.save(
+        "qwen3_vl_moe",
+        tmp_path / "model",
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+        text_config={
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+            }
+        },
+        vision_config={
+            "depth": 2,
+            "patch_size": 4,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    )
     ids = torch.tensor([[5, 92, 90, 90, 90, 90, 93, 8]])
-    image = {"pixel_values": torch.randn(16, 96, generator=torch.Generator().manual_seed(0)),
-             "image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (ids == 90).long(),
-             "attention_mask": torch.ones_like(ids)}
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, experts_implementation="eager").eval()
+    image = {
+        "pixel_values": torch.randn(16, 96, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 90).long(),
+        "attention_mask": torch.ones_like(ids),
+    }
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, experts_implementation="eager"
+    ).eval()
     reference = greedy(model, ids, **image)
     assert reference != greedy(model, ids, **image | {"pixel_values": -image["pixel_values"]})
     for options in WAYS.values():
@@ -219,15 +311,27 @@ def test_more_shards_than_a_process_may_open_files(tmp_path):
     (folder / "model.safetensors").unlink()
     for i in range(150):
         part = {key: w for j, (key, w) in enumerate(tensors.items()) if j % 150 == i}
-        save_file(part, folder / (name := f"model-{i + 1:05d}-of-00150.safetensors"), {"format": "pt"})
+        save_file(
+            part, folder / (name := f"model-{i + 1:05d}-of-00150.safetensors"), {"format": "pt"}
+        )
         where |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    reference, (soft, hard) = greedy(eager(folder), n=24), resource.getrlimit(resource.RLIMIT_NOFILE)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
+    reference, (soft, hard) = (
+        greedy(eager(folder), n=24),
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
     taken = {int(name) for name in os.listdir("/dev/fd")}
-    resource.setrlimit(resource.RLIMIT_NOFILE, ([n for n in range(1 << 16) if n not in taken][80], hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, ([n for n in range(1 << 16) if n not in taken][80], hard)
+    )
     try:
-        for source, options in ((folder, {}), (folder, {"memory": "50%"}),
-                                (convert(folder, tmp_path / "store").folder, {"memory": "50%"})):
+        for source, options in (
+            (folder, {}),
+            (folder, {"memory": "50%"}),
+            (convert(folder, tmp_path / "store").folder, {"memory": "50%"}),
+        ):
             with open_model(source, **options) as lm:
                 assert greedy(lm, n=24) == reference
     finally:
@@ -236,7 +340,13 @@ def test_more_shards_than_a_process_may_open_files(tmp_path):
 
 def test_experts_apart_in_gptq_that_bf16_has_stacked(tmp_path):
     """kvcache-ai/ktransformers issue 1928: Qwen3.5-MoE."""
-    plain = tiny.save("qwen3_5_moe_text", tmp_path / "plain", torch.bfloat16, hidden_size=64, moe_intermediate_size=64)
+    plain = tiny.save(
+        "qwen3_5_moe_text",
+        tmp_path / "plain",
+        torch.bfloat16,
+        hidden_size=64,
+        moe_intermediate_size=64,
+    )
     folder, generator, kept, meant = tmp_path / "gptq", torch.Generator().manual_seed(0), {}, {}
     folder.mkdir()
     for key, w in load_file(plain / "model.safetensors").items():
@@ -256,7 +366,8 @@ def test_experts_apart_in_gptq_that_bf16_has_stacked(tmp_path):
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = packed.config("gptq", 32) | {
-        "dynamic": {"-:.*attn.*": {}, "-:.*shared_expert.*": {}, "-:lm_head": {}}}
+        "dynamic": {"-:.*attn.*": {}, "-:.*shared_expert.*": {}, "-:lm_head": {}}
+    }
     (folder / "config.json").write_text(json.dumps(config))
     reference = greedy(eager(plain))
     for options in ({}, {"memory": "50%"}):

@@ -1,5 +1,5 @@
-"""What is kept of a checkpoint is kept by its content: one weight that is changed, wherever, is seen; and so is a file
-that is written to while a model is open."""
+"""What is kept of a checkpoint is kept by its content: one weight that is changed, wherever, is
+seen; and so is a file that is written to while a model is open."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ IDS = torch.arange(3, 19)[None]
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A checkpoint of tensors that an identity has samples of, as it has of large ones."""
-    for name, value in {"WHOLE": 256, "PIECE": 16, "SETTLED": -1}.items():      # each digest is kept at once
+    for name, value in {
+        "WHOLE": 256,
+        "PIECE": 16,
+        "SETTLED": -1,
+    }.items():  # each digest is kept at once
         monkeypatch.setattr(sys.modules["moelab.models.identity"], name, value)
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))
     return small_checkpoint(tmp_path / "m")
 
 
 def edited(folder, share=0.4, file="model.safetensors"):
-    """Another low bit of a weight, at a share of the file, in place and with the times as they were."""
+    """Another low bit of a weight, at a share of the file, in place and with the times as they
+    were."""
     path = folder / file
     times = os.stat(path)
     with open(path, "r+b") as f:
@@ -67,7 +72,9 @@ def test_a_kept_store_is_of_every_byte(source, tmp_path):
 
 
 def test_one_neuron_that_was_edited_is_in_what_is_opened(source, tmp_path):
-    key, entry = next((key, entry) for key, entry in Checkpoint.at(source).tensors.items() if "experts" in key)
+    key, entry = next(
+        (key, entry) for key, entry in Checkpoint.at(source).tensors.items() if "experts" in key
+    )
     found = [moelab.open_model(source, quantize="int8")(IDS).logits]
     for row in range(3):
         neuron = entry.nbytes // 64
@@ -76,7 +83,9 @@ def test_one_neuron_that_was_edited_is_in_what_is_opened(source, tmp_path):
             f.write(b"\x00\x3f" * (neuron // 2))
         found.append(moelab.open_model(source, quantize="int8")(IDS).logits)
         truth = convert(source, tmp_path / f"s{row}", quantize="int8").folder
-        assert torch.equal(found[-1], moelab.open_model(truth)(IDS).logits) and not torch.equal(*found[-2:]), key
+        assert torch.equal(found[-1], moelab.open_model(truth)(IDS).logits) and not torch.equal(
+            *found[-2:]
+        ), key
 
 
 def test_a_kept_store_that_is_damaged_is_made_again(source):
@@ -94,31 +103,39 @@ def test_a_conversion_of_what_was_changed_since_begins_anew(source, tmp_path, mo
         if len(calls) == 6:
             raise KeyboardInterrupt
         return made(self, layer, expert)
+
     monkeypatch.setattr("moelab.store.writer.COMMIT", 1)
     with monkeypatch.context() as cut:
         cut.setattr(CheckpointExperts, "made", interrupted)
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "s")
     shares = (n / 97 for n in range(30, 90))
-    while True:                                                 # an edit that is no other model by the samples
+    while True:  # an edit that is no other model by the samples
         kept = contents(source)["model.safetensors"]
         edited(source, next(shares))
         if identity_of(source) == identity:
             break
         (source / "model.safetensors").write_bytes(kept)
-    assert contents(convert(source, tmp_path / "s").folder) == contents(convert(source, tmp_path / "t").folder)
+    assert contents(convert(source, tmp_path / "s").folder) == contents(
+        convert(source, tmp_path / "t").folder
+    )
 
 
 def test_a_source_that_changes_while_it_is_converted_is_refused(source, tmp_path, monkeypatch):
     finish = converting.StoreWriter.finish
-    monkeypatch.setattr(converting.StoreWriter, "finish", lambda self, *of: (finish(self, *of), edited(source)))
+    monkeypatch.setattr(
+        converting.StoreWriter, "finish", lambda self, *of: (finish(self, *of), edited(source))
+    )
     with pytest.raises(StoreError, match="was changed since"):
         convert(source, tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "50%"}, {"memory": "100%"}, {"experts": "external"}],
-                         ids=["resident", "50%", "100%", "external"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"memory": "50%"}, {"memory": "100%"}, {"experts": "external"}],
+    ids=["resident", "50%", "100%", "external"],
+)
 @pytest.mark.parametrize("how", ["in place", "another file in its place", "nothing in its place"])
 def test_a_checkpoint_that_is_changed_while_it_is_open(source, how, options, tmp_path):
     """Its own logits, or a refusal; times as they were."""
@@ -139,7 +156,9 @@ def test_a_checkpoint_that_is_changed_while_it_is_open(source, how, options, tmp
     lm.moelab.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "50%"}, {"experts": "external"}], ids=["resident", "50%", "external"])
+@pytest.mark.parametrize(
+    "options", [{}, {"memory": "50%"}, {"experts": "external"}], ids=["resident", "50%", "external"]
+)
 @pytest.mark.parametrize("stored", [False, True], ids=["checkpoint", "store"])
 def test_a_relative_path_is_from_where_one_stood(source, tmp_path, monkeypatch, stored, options):
     monkeypatch.chdir(tmp_path)
@@ -148,7 +167,9 @@ def test_a_relative_path_is_from_where_one_stood(source, tmp_path, monkeypatch, 
     with moelab.open_model("s" if stored else "m", **options) as lm:
         before = lm(IDS).logits
         monkeypatch.chdir("/")
-        assert torch.equal(lm(IDS).logits, before) and moelab.models.identity(lm) == identity_of(source)
+        assert torch.equal(lm(IDS).logits, before) and moelab.models.identity(lm) == identity_of(
+            source
+        )
 
 
 def test_a_home_that_no_shell_has_expanded(source, tmp_path, monkeypatch):
@@ -166,7 +187,10 @@ def test_a_store_that_cannot_be_kept_says_where_else(source, tmp_path, monkeypat
     """As in pypa/pip issue 7488."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="MOELAB_CACHE"), pytest.raises(OSError, match="set MOELAB_CACHE to another"):
+    with (
+        pytest.warns(UserWarning, match="MOELAB_CACHE"),
+        pytest.raises(OSError, match="set MOELAB_CACHE to another"),
+    ):
         moelab.open_model(source, quantize="int4")
 
 

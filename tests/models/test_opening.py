@@ -38,15 +38,24 @@ def test_the_small_model_opens_by_default():
 
 
 def test_a_config_imports_no_model():
-    code = ("import sys, moelab; moelab.models.checkpoint.load_config(moelab.files.small_model())\n"
-            "print('transformers.modeling_utils' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    code = (
+        "import sys, moelab; moelab.models.checkpoint.load_config(moelab.files.small_model())\n"
+        "print('transformers.modeling_utils' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_resident_is_plain_transformers(tmp_path):
     folder = tiny.save("qwen3_moe", tmp_path / "m")
     ours = open_checkpoint(folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager"
+    ).eval()
     ids = torch.arange(3, 20)[None]
     assert type(ours) is type(theirs) and torch.equal(ours(ids).logits, theirs(ids).logits)
 
@@ -66,16 +75,17 @@ def test_checkpoint_experts_are_the_models_own(name, tmp_path):
 
 
 def test_external_never_reads_the_experts(tmp_path):
-    """With its expert bytes destroyed, the checkpoint still opens, and only using an expert shows the damage."""
+    """With its expert bytes destroyed, the checkpoint still opens, and only using an expert shows
+    the damage."""
     folder = tiny.save("mixtral", tmp_path / "m")
     file = next(folder.glob("*.safetensors"))
     raw = bytearray(file.read_bytes())
     size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:8 + size])
+    header = json.loads(raw[8 : 8 + size])
     for key, entry in header.items():
         if ".experts." in key:
             start, end = (8 + size + offset for offset in entry["data_offsets"])
-            raw[start:end] = b"\xff" * (end - start)                      # NaN in every float type
+            raw[start:end] = b"\xff" * (end - start)  # NaN in every float type
     file.write_bytes(raw)
     model = open_model(folder, experts="external")
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -96,7 +106,20 @@ print(json.dumps(process()["peak_rss_bytes"] - before))
 
 def test_peak_memory_of_external_experts_does_not_hold_them(tmp_path):
     """Of 100 MB of experts."""
-    spec = MoESpec("two layers", "qwen3_moe", 2, (0, 1), 32, 4, 1024, 256, vocab=1024, heads=8, kv_heads=2, head_dim=128)
+    spec = MoESpec(
+        "two layers",
+        "qwen3_moe",
+        2,
+        (0, 1),
+        32,
+        4,
+        1024,
+        256,
+        vocab=1024,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+    )
     write_unstacked(synthesize(tmp_path / "stacked", spec), tmp_path / "model")
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert in_process(OPEN, tmp_path / "model") < size / 2
@@ -125,7 +148,9 @@ def test_external_without_a_source_says_so(tmp_path):
         model(torch.tensor([[5]]))
 
 
-# ---------------------------------------------------------------------------------------------------- bad input
+# ----------------------------------------------------------------------------------------------------
+# bad input
+
 
 def test_a_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
@@ -133,25 +158,41 @@ def test_a_missing_folder(tmp_path):
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once_and_the_error_says_so(tmp_path):
-    code = ("import time, moelab; from moelab.advice.model import find_model\n"
-            "def waits(seconds): raise SystemExit('waits to ask again')\n"
-            "time.sleep = waits\n"
-            "for open_it in (moelab.open_model, find_model):\n"
-            "    try: open_it('some-where/else')\n"
-            "    except FileNotFoundError as error: print(error)")
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.count("the hub cannot be reached") == done.stdout.count("check the network") == 2, done.stderr
+    code = (
+        "import time, moelab; from moelab.advice.model import find_model\n"
+        "def waits(seconds): raise SystemExit('waits to ask again')\n"
+        "time.sleep = waits\n"
+        "for open_it in (moelab.open_model, find_model):\n"
+        "    try: open_it('some-where/else')\n"
+        "    except FileNotFoundError as error: print(error)"
+    )
+    environment = os.environ | {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert (
+        done.stdout.count("the hub cannot be reached")
+        == done.stdout.count("check the network")
+        == 2
+    ), done.stderr
 
 
-@pytest.mark.parametrize("kind, words", [("RepositoryNotFoundError", "check the spelling"),
-                                         ("GatedRepoError", "accept its terms")])
+@pytest.mark.parametrize(
+    "kind, words",
+    [("RepositoryNotFoundError", "check the spelling"), ("GatedRepoError", "accept its terms")],
+)
 def test_what_the_hub_refuses_is_told_apart(kind, words, monkeypatch):
     from huggingface_hub import errors
+
     refusal = getattr(errors, kind)
 
     def refused(*_, **__):
         raise refusal.__new__(refusal)
+
     monkeypatch.setattr("huggingface_hub.snapshot_download", refused)
     with pytest.raises(FileNotFoundError, match=words):
         open_model("some/model")
@@ -164,8 +205,14 @@ def test_a_repository_without_a_config_is_no_checkpoint(tmp_path, monkeypatch):
             open_it("some/model-GGUF")
 
 
-@pytest.mark.parametrize("what, words", [("empty", "no config.json"), ("file", "is a file; give the folder"),
-                                         ("config", "no .safetensors")])
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("empty", "no config.json"),
+        ("file", "is a file; give the folder"),
+        ("config", "no .safetensors"),
+    ],
+)
 def test_what_is_no_checkpoint_is_not_told_to_get_a_tokenizer(what, words, tmp_path):
     path = tmp_path / "model"
     if what == "file":
@@ -198,8 +245,14 @@ def test_a_damaged_file(tmp_path, how):
     folder = tiny.save("mixtral", tmp_path / "m")
     file = next(folder.glob("*.safetensors"))
     raw = file.read_bytes()
-    file.write_bytes({"cut off": raw[:-7], "no header": raw[:8] + b"{" * (len(raw) - 8), "empty": b"",
-                      "header cut": raw[:40]}[how])
+    file.write_bytes(
+        {
+            "cut off": raw[:-7],
+            "no header": raw[:8] + b"{" * (len(raw) - 8),
+            "empty": b"",
+            "header cut": raw[:40],
+        }[how]
+    )
     for experts in ("resident", "external"):
         with pytest.raises(ValueError, match=f"{file.name}.*again"):
             open_model(folder, experts=experts)
@@ -208,7 +261,9 @@ def test_a_damaged_file(tmp_path, how):
 def test_a_missing_shard_no_weights_no_config(tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00002.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "model-00002.safetensors"}})
+    )
     with pytest.raises(FileNotFoundError, match="model-00002.safetensors"):
         open_model(folder)
     for file in folder.glob("model*"):
@@ -229,7 +284,7 @@ def test_where_in_its_file_a_weight_lies_changes_no_bit(tmp_path):
     """The last bits of an fp32 product with one row depend on it, on some processors."""
     folder = tiny.save("qwen2_moe", tmp_path / "m", torch.float32)
     file, found = folder / "model.safetensors", []
-    for padding in range(0, 64, 8):                         # a longer header moves all weights
+    for padding in range(0, 64, 8):  # a longer header moves all weights
         save_file(load_file(file), file, {"format": "pt", "padding": "x" * padding})
         model = open_model(folder)
         assert all(weight.data_ptr() % 64 == 0 for weight in model.parameters())

@@ -1,4 +1,5 @@
-"""What is put on a model, by us and by others, against a list: in any order, and nothing left behind."""
+"""What is put on a model, by us and by others, against a list: in any order, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moelab.models import SeamExperts, discover, eager, open_checkpoint, patches, plug, plugged, unplug
+from moelab.models import (
+    SeamExperts,
+    discover,
+    eager,
+    open_checkpoint,
+    patches,
+    plug,
+    plugged,
+    unplug,
+)
 from moelab.models.patches import Dressed, Patches, bare, change, dress, put
 from moelab.models.stream import FOUND
 
@@ -40,16 +50,23 @@ def around(name):
     return lambda below: lambda said=(): below([*said, name])
 
 
-# ------------------------------------------------------------------------------------- accelerate's hooks, or their like
+# ------------------------------------------------------------------------------------- accelerate's
+# hooks, or their like
+
 
 def by_hand_add(module, before):
     """accelerate.hooks.add_hook_to_module, as far as it matters here."""
-    old = module._old_forward if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else module.forward
+    old = (
+        module._old_forward
+        if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")
+        else module.forward
+    )
     module._old_forward, module._hf_hook = old, before
 
     def forward(module, *args, **kwargs):
         args, kwargs = module._hf_hook(module, *args, **kwargs)
         return module._old_forward(*args, **kwargs)
+
     module.forward = functools.update_wrapper(functools.partial(forward, module), old)
 
 
@@ -66,6 +83,7 @@ def accelerate_add(module, before):
     class Hook(hooks.ModelHook):
         def pre_forward(self, module, *args, **kwargs):
             return before(module, *args, **kwargs)
+
     hooks.add_hook_to_module(module, Hook())
 
 
@@ -73,7 +91,10 @@ def accelerate_remove(module):
     pytest.importorskip("accelerate.hooks").remove_hook_from_module(module)
 
 
-HOOKS = {"by hand": (by_hand_add, by_hand_remove), "accelerate": (accelerate_add, accelerate_remove)}
+HOOKS = {
+    "by hand": (by_hand_add, by_hand_remove),
+    "accelerate": (accelerate_add, accelerate_remove),
+}
 kinds = pytest.mark.parametrize("kind", HOOKS)
 
 
@@ -108,9 +129,9 @@ def test_methods_are_what_a_list_says(kind):
     @given(st.lists(st.sampled_from(OPERATIONS), max_size=14))
     @settings(max_examples=depth(60, 5000))
     def check(operations):
-        toy, without = Toy(), Toy()                     # with ours and without: the same is done to both by others
+        toy, without = Toy(), Toy()  # with ours and without: the same is done to both by others
         users, open_patches = (User(), User()), {}
-        stack = []                                      # what is on, bottom first
+        stack = []  # what is on, bottom first
         for operation in operations:
             if operation in OWNERS and operation in open_patches:
                 open_patches.pop(operation).close()
@@ -122,11 +143,14 @@ def test_methods_are_what_a_list_says(kind):
             elif operation == "hook":
                 for module in (toy, without):
                     add(module, says)
-                stack = [*(stack[:stack.index("hooked")] if "hooked" in stack else stack), "hooked"]
+                stack = [
+                    *(stack[: stack.index("hooked")] if "hooked" in stack else stack),
+                    "hooked",
+                ]
             elif operation == "unhook":
                 for module in (toy, without):
                     remove(module)
-                stack = stack[:stack.index("hooked")] if "hooked" in stack else stack
+                stack = stack[: stack.index("hooked")] if "hooked" in stack else stack
             elif operation == "assign" and "user" not in stack:
                 for user, module in zip(users, (toy, without)):
                     user.assign(module)
@@ -140,12 +164,21 @@ def test_methods_are_what_a_list_says(kind):
             mine.close()
         assert toy() == without() == [*(x for x in reversed(stack) if x not in OWNERS), "own"]
         missing = set(vars(without)) - set(vars(toy))
-        assert not set(vars(toy)) - set(vars(without)) and (not missing or missing == {"forward"} and bare(without))
+        assert not set(vars(toy)) - set(vars(without)) and (
+            not missing or missing == {"forward"} and bare(without)
+        )
+
     check()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["put", "take", "assign", "dress", "undress"]), st.sampled_from(OWNERS)),
-                max_size=16))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "take", "assign", "dress", "undress"]), st.sampled_from(OWNERS)
+        ),
+        max_size=16,
+    )
+)
 @settings(max_examples=200)
 def test_values_and_classes_are_what_a_list_says(operations):
     toy, before = Toy(), set(vars(Toy()))
@@ -164,12 +197,19 @@ def test_values_and_classes_are_what_a_list_says(operations):
             values.append((None, number))
         else:
             owners[name].close()
-            values, classes = [(who, v) for who, v in values if who != name], [who for who in classes if who != name]
+            values, classes = (
+                [(who, v) for who, v in values if who != name],
+                [who for who in classes if who != name],
+            )
         assert getattr(toy, "value", None) == (values[-1][1] if values else None)
-        assert type(toy) is (louder(Toy) if classes else Toy) and toy() == (["louder"] if classes else []) + ["own"]
+        assert type(toy) is (louder(Toy) if classes else Toy) and toy() == (
+            ["louder"] if classes else []
+        ) + ["own"]
     for patches_ in owners.values():
         patches_.close()
-    assert set(vars(toy)) == before | ({"value"} if any(who is None for who, _ in values) else set())
+    assert set(vars(toy)) == before | (
+        {"value"} if any(who is None for who, _ in values) else set()
+    )
 
 
 @functools.lru_cache(None)
@@ -179,7 +219,9 @@ def louder(cls):
 
     def forward(self, said=()):
         return (cls.forward if isinstance(self, made) else type(self).forward)(
-            self, [*said, "louder"] if isinstance(self, made) else said)
+            self, [*said, "louder"] if isinstance(self, made) else said
+        )
+
     made = type("Louder" + cls.__name__, (Dressed, cls), {"forward": forward})
     return made
 
@@ -198,8 +240,13 @@ def test_a_step_that_fails_takes_everything_off():
 
     def fail(*_):
         raise OSError("no")
-    for last in (lambda p: p.wrap(toy, "forward", fail), lambda p: change(p, toy, "value", fail),
-                 lambda p: p.hook(fail, print), lambda p: fail()):
+
+    for last in (
+        lambda p: p.wrap(toy, "forward", fail),
+        lambda p: change(p, toy, "value", fail),
+        lambda p: p.hook(fail, print),
+        lambda p: fail(),
+    ):
         with pytest.raises(OSError), Patches() as mine:
             mine.hook(toy.register_forward_hook, lambda *_: ["hook"])
             mine.wrap(toy, "forward", around("A"))
@@ -207,7 +254,12 @@ def test_a_step_that_fails_takes_everything_off():
             put(mine, toy, "value", 1)
             assert toy() == ["hook"]
             last(mine)
-        assert set(vars(toy)) == set(before) and type(toy) is Toy and toy() == ["own"] and not toy._forward_hooks
+        assert (
+            set(vars(toy)) == set(before)
+            and type(toy) is Toy
+            and toy() == ["own"]
+            and not toy._forward_hooks
+        )
 
 
 def test_an_interruption_at_any_line_takes_everything_off():
@@ -225,11 +277,14 @@ def test_an_interruption_at_any_line_takes_everything_off():
             if frame.f_code.co_filename != patches.__file__ or frame.f_code.co_name not in pairs:
                 return None if event == "call" else trace
             # not where a lock is let go: no signal comes there, and the lock would stay locked
-            if event == "line" and "_lock" not in linecache.getline(patches.__file__, frame.f_lineno):
+            if event == "line" and "_lock" not in linecache.getline(
+                patches.__file__, frame.f_lineno
+            ):
                 seen[0] += 1
                 if seen[0] == line:
                     raise KeyboardInterrupt
             return trace
+
         sys.settrace(trace)
         try:
             return put_on(toy)
@@ -237,6 +292,7 @@ def test_an_interruption_at_any_line_takes_everything_off():
             return None
         finally:
             sys.settrace(None)
+
     line = 0
     while True:
         toy, line = Toy(), line + 1
@@ -254,7 +310,7 @@ def test_a_model_can_go_while_it_is_patched():
     mine.wrap(toy, "forward", around("A"))
     mine.wrap(toy, "other", lambda below: below)
     gone = weakref.ref(toy)
-    del toy                                                     # no cycle: nothing waits for the collector
+    del toy  # no cycle: nothing waits for the collector
     assert gone() is None
     mine.close()
     toy, mine = Toy(), Patches()
@@ -266,7 +322,9 @@ def test_a_model_can_go_while_it_is_patched():
     assert gone() is None
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
+)
 def test_a_copy_has_nothing_of_it_and_what_is_dressed_has_none(again):
     toy, calls = Toy(), []
     with Patches() as mine:
@@ -303,6 +361,7 @@ def test_many_threads_put_on_and_take_off():
                 put(mine, toy, name, 1)
                 if name not in toy() or getattr(toy, name) != 1:
                     failed.append(name)
+
     threads = [threading.Thread(target=work, args=(name,)) for name in OWNERS]
     for thread in threads:
         thread.start()
@@ -311,7 +370,9 @@ def test_many_threads_put_on_and_take_off():
     assert not failed and set(vars(toy)) == set(vars(Toy())) and type(toy) is Toy
 
 
-# ------------------------------------------------------------------------------------------------------ the seam's own
+# ------------------------------------------------------------------------------------------------------
+# the seam's own
+
 
 def zero(x, ids, weights, experts):
     return torch.zeros_like(x)
@@ -321,15 +382,25 @@ def snapshot(model):
     """Everything that could be left behind: class, attributes and what they are, hooks."""
     found = {}
     for name, module in model.named_modules():
-        hooks = [len(value) for key, value in vars(module).items() if "_hooks" in key and value is not None]
-        found[name] = type(module), {key: id(value) for key, value in vars(module).items() if key != FOUND}, hooks
+        hooks = [
+            len(value)
+            for key, value in vars(module).items()
+            if "_hooks" in key and value is not None
+        ]
+        found[name] = (
+            type(module),
+            {key: id(value) for key, value in vars(module).items() if key != FOUND},
+            hooks,
+        )
     return found
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     """name → a model, opened once; who uses it leaves it as it was."""
-    return functools.lru_cache(None)(lambda name: open_checkpoint(tiny.save(name, tmp_path_factory.mktemp(name))))
+    return functools.lru_cache(None)(
+        lambda name: open_checkpoint(tiny.save(name, tmp_path_factory.mktemp(name)))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -345,12 +416,12 @@ def test_plug_inside_plugged_lasts(mixtral):
     before, exact = snapshot(model), model(IDS).logits
     with plugged(model, zero):
         zeroed = model(IDS).logits
-        plug(model)                                             # asks for nothing else
+        plug(model)  # asks for nothing else
         assert torch.equal(model(IDS).logits, zeroed)
         with plugged(model, eager):
             assert torch.equal(model(IDS).logits, exact)
         assert torch.equal(model(IDS).logits, zeroed)
-        unplug(model)                                           # what `plug` put on, no more
+        unplug(model)  # what `plug` put on, no more
         assert torch.equal(model(IDS).logits, zeroed)
         plug(model, executor=eager)
         assert torch.equal(model(IDS).logits, exact)
@@ -362,15 +433,21 @@ def test_plug_inside_plugged_lasts(mixtral):
 @pytest.mark.parametrize("name", ["mixtral", "llama4_text", "switch_transformers"])
 @kinds
 def test_hooks_of_others_that_came_later_stay(kind, name, model_of):
-    """accelerate puts its hooks on every module; what was plugged beneath them may go before they do."""
+    """accelerate puts its hooks on every module; what was plugged beneath them may go before they
+    do."""
     model, (add, remove) = model_of(name), HOOKS[kind]
-    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})
+    inputs = {"input_ids": IDS} | (
+        {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    )
     exact, asked, hooked = model(**inputs).logits, [], []
-    modules = [module for layer in discover(model) for module in (layer.block, layer.experts, layer.router)]
+    modules = [
+        module for layer in discover(model) for module in (layer.block, layer.experts, layer.router)
+    ]
 
     def counting(x, ids, weights, experts):
         asked.append(experts.layer)
         return eager(x, ids, weights, experts)
+
     with plugged(model, counting):
         for module in modules:
             add(module, lambda module, *args, **kwargs: (hooked.append(module), (args, kwargs))[1])
@@ -382,7 +459,7 @@ def test_hooks_of_others_that_came_later_stay(kind, name, model_of):
     hooked.clear()
     assert torch.equal(model(**inputs).logits, exact) and not hooked
     assert not any(isinstance(module, Dressed) for module in model.modules())
-    with plugged(model, counting):                              # over the class's own forward, which accelerate leaves
+    with plugged(model, counting):  # over the class's own forward, which accelerate leaves
         assert torch.equal(model(**inputs).logits, exact) and asked
 
 
@@ -405,5 +482,6 @@ def test_an_executor_that_is_a_module_is_no_child(mixtral):
     class Linear(nn.Linear):
         def forward(self, x, ids, weights, experts):
             return super().forward(x)
+
     with plugged(model, Linear(32, 32)):
         assert [name for name, _ in model.named_parameters()] == names

@@ -16,11 +16,16 @@ from .sweep import generate
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    "name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16])
+)
 def test_external_and_plugged_experts_equal_eager_bit_for_bit(name, dtype, tmp_path):
     folder = tiny.save(name, tmp_path / name, dtype)
     resident, external = open_model(folder), open_model(folder, experts="external")
-    assert all(isinstance(layer.experts, SeamExperts) and not layer.experts.resident for layer in discover(external))
+    assert all(
+        isinstance(layer.experts, SeamExperts) and not layer.experts.resident
+        for layer in discover(external)
+    )
     expected = [generate(resident, seed) for seed in range(2)]
     plug(resident)
     for model in (external, resident):
@@ -45,8 +50,9 @@ def test_plugged_is_undone_whatever_happens(tmp_path):
 
     def zero(x, ids, weights, experts):
         return torch.zeros_like(x)
+
     before = model(x).logits
-    for _ in range(2):                                      # as it was opened, then with an executor of its own
+    for _ in range(2):  # as it was opened, then with an executor of its own
         with pytest.raises(KeyError), plugged(model, zero) as given:
             assert given is zero and not torch.equal(model(x).logits, before)
             raise KeyError
@@ -59,13 +65,20 @@ def test_plugged_is_undone_whatever_happens(tmp_path):
 
 
 def test_an_executor_sees_every_token_once(tmp_path):
-    """A dozen-line executor of one's own: here it counts, and drops the second choice of every token."""
+    """A dozen-line executor of one's own: here it counts, and drops the second choice of every
+    token."""
     model = open_model(tiny.save("mixtral", tmp_path / "m"))
     seen = []
 
     def first_choice_only(x, ids, weights, experts):
         seen.append((experts.layer, tuple(x.shape), tuple(ids.shape)))
-        return eager(x, torch.where(torch.arange(ids.shape[1]) == 0, ids, experts.num_experts), weights, experts)
+        return eager(
+            x,
+            torch.where(torch.arange(ids.shape[1]) == 0, ids, experts.num_experts),
+            weights,
+            experts,
+        )
+
     plug(model, executor=first_choice_only)
     ids = torch.arange(3, 14)[None]
     dropped = model(ids).logits
@@ -75,12 +88,22 @@ def test_an_executor_sees_every_token_once(tmp_path):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_experts_that_may_lie_either_way_round_are_read_as_the_whole_model_reads_them(turned, tmp_path):
-    """Qwen 3 VL's conversion turns a bank whose shape is not the model's; square ones it takes as they are."""
-    folder = tiny.save("qwen3_vl_moe", tmp_path / "m", torch.bfloat16,
-                       text_config={} if turned else {"moe_intermediate_size": 32})     # down: [E, H, I], H = I
+def test_experts_that_may_lie_either_way_round_are_read_as_the_whole_model_reads_them(
+    turned, tmp_path
+):
+    """Qwen 3 VL's conversion turns a bank whose shape is not the model's; square ones it takes as
+    they are."""
+    folder = tiny.save(
+        "qwen3_vl_moe",
+        tmp_path / "m",
+        torch.bfloat16,
+        text_config={} if turned else {"moe_intermediate_size": 32},
+    )  # down: [E, H, I], H = I
     reference, external = open_model(folder), open_model(folder, experts="external")
     for ours, theirs in zip(discover(external), discover(reference)):
         for expert in range(ours.E):
             read = ours.experts.weights(expert)
-            assert all(torch.equal(read[name], bank[expert]) for name, bank in theirs.experts.named_parameters())
+            assert all(
+                torch.equal(read[name], bank[expert])
+                for name, bank in theirs.experts.named_parameters()
+            )

@@ -1,4 +1,5 @@
-"""The residual stream of every architecture against what hooks on its own modules see, and against its code as read."""
+"""The residual stream of every architecture against what hooks on its own modules see, and against
+its code as read."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from . import tiny
 from .wild import model_of, names
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71]]
-#: as read in transformers' code: norm before the router, norm after the block, and what the block's output is times
+#: as read in transformers' code: norm before the router, norm after the block, and what the block's
+#: output is times
 READ = {
     "afmoe": ("pre_mlp_layernorm", "post_mlp_layernorm"),
     "axk1": ("post_attention_layernorm", "mlp.post_mlp_layernorm"),
@@ -32,13 +34,25 @@ READ = {
     "switch_transformers": ("layer_norm", None),
 }
 #: plain, or plain but for a factor
-PLAIN = ("qwen3_moe", "deepseek_v3", "llama4_text", "gpt_oss", "granitemoe", "granitemoeshared", "laguna")
+PLAIN = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "llama4_text",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
+    "laguna",
+)
 #: whose stream is no such relation, and what the message says
 REFUSED = {
     "deepseek_v4": "one residual stream|follow from its input",
-    "gemma4": "neither times a factor", "gemma4_text": "neither times a factor",
-    "hy_v4": "one residual stream", "inkling_text": "neither times a factor", "inkling2_text": "next = r [+] y",
-    "minimax": "next = r [+] y", "qwen4_exp_text": "one residual stream|not the residual stream|next = r",
+    "gemma4": "neither times a factor",
+    "gemma4_text": "neither times a factor",
+    "hy_v4": "one residual stream",
+    "inkling_text": "neither times a factor",
+    "inkling2_text": "next = r [+] y",
+    "minimax": "next = r [+] y",
+    "qwen4_exp_text": "one residual stream|not the residual stream|next = r",
     "zaya": "follow from its input|next = r",
 }
 
@@ -53,7 +67,8 @@ def some(wanted: list[str]) -> list[str]:
 
 
 class Seen:
-    """Inputs and outputs of every module of the layers that hold a MoE block, in one forward pass of tokens."""
+    """Inputs and outputs of every module of the layers that hold a MoE block, in one forward pass
+    of tokens."""
 
     def __init__(self, model, tokens: list[int]) -> None:
         self.inputs, self.outputs, self.hooks = {}, {}, []
@@ -64,13 +79,20 @@ class Seen:
             out = out[0] if isinstance(out, tuple) else out
             if first is not None and torch.is_tensor(out):
                 self.inputs[module], self.outputs[module] = first.clone(), out.clone()
-        within = {part for layer in self.layers for part in [*layer.experts.modules()][1:]}    # not called when plugged
+
+        within = {
+            part for layer in self.layers for part in [*layer.experts.modules()][1:]
+        }  # not called when plugged
         for module in set(model.modules()) - within:
             self.hooks.append(module.register_forward_hook(keep, with_kwargs=True))
         try:
             with torch.no_grad():
                 ids = torch.tensor([tokens])
-                extra = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {"use_cache": False}
+                extra = (
+                    {"decoder_input_ids": ids}
+                    if model.config.is_encoder_decoder
+                    else {"use_cache": False}
+                )
                 model(input_ids=ids, **extra)
         finally:
             for hook in self.hooks:
@@ -78,7 +100,8 @@ class Seen:
 
 
 def holder_of(model, layer):
-    """The decoder layer of a block, by its name: up to the last number before the block's own name."""
+    """The decoder layer of a block, by its name: up to the last number before the block's own
+    name."""
     name = layer.name
     while not name.rpartition(".")[2].isdigit():
         name = name.rpartition(".")[0]
@@ -103,7 +126,11 @@ def test_norm_and_sum_are_what_the_hooks_see(name, dtype):
     """s = norm(r) bit for bit; what the layer puts out is α r + β post(v)."""
     model = model_of(name, dtype)
     around, seen, added = streams(model), Seen(model, PROMPTS[0]), {}
-    hooks = [hook for i, stream in enumerate(around) for hook in stream.listen(lambda v, i=i: added.update({i: v}))]
+    hooks = [
+        hook
+        for i, stream in enumerate(around)
+        for hook in stream.listen(lambda v, i=i: added.update({i: v}))
+    ]
     Seen(model, PROMPTS[0])
     for hook in hooks:
         hook.remove()
@@ -122,7 +149,8 @@ def test_norm_and_sum_are_what_the_hooks_see(name, dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("name", some(known()))
 def test_routed_experts_count_as_often_as_they_reach_the_sum(name):
-    """Doubling the experts' output of the last MoE layer changes v by κ times it, and the layer's output accordingly."""
+    """Doubling the experts' output of the last MoE layer changes v by κ times it, and the layer's
+    output accordingly."""
     model = model_of(name)
     stream = streams(model)[-1]
     last, routed = stream.layer.index, {}
@@ -133,7 +161,9 @@ def test_routed_experts_count_as_often_as_they_reach_the_sum(name):
             if experts.layer == last:
                 routed[factor] = out
             return factor * out if experts.layer == last else out
+
         return execute
+
     outs = {}
     for factor in (1.0, 2.0):
         added = []
@@ -142,8 +172,14 @@ def test_routed_experts_count_as_often_as_they_reach_the_sum(name):
             seen = Seen(model, PROMPTS[0])
         for hook in hooks:
             hook.remove()
-        outs[factor] = flat(seen.inputs[stream.entry]), flat(added[0]).double(), flat(seen.outputs[stream.holder])
-    torch.testing.assert_close(outs[2.0][1] - outs[1.0][1], stream.scale * routed[1.0].double(), rtol=1e-3, atol=1e-5)
+        outs[factor] = (
+            flat(seen.inputs[stream.entry]),
+            flat(added[0]).double(),
+            flat(seen.outputs[stream.holder]),
+        )
+    torch.testing.assert_close(
+        outs[2.0][1] - outs[1.0][1], stream.scale * routed[1.0].double(), rtol=1e-3, atol=1e-5
+    )
     assert near(stream.added(outs[2.0][0], outs[2.0][1].to(torch.float32)), outs[2.0][2])
 
 
@@ -151,8 +187,9 @@ def test_routed_experts_count_as_often_as_they_reach_the_sum(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", some(known()))
 def test_of_one_token_default_vectors_are_exact(name):
-    """They are then means over one: d_l, put through what the model does to it, gives the layer's true output, and r of
-    the next MoE layer is γ times that but for what attention and dense layers add."""
+    """They are then means over one: d_l, put through what the model does to it, gives the layer's
+    true output, and r of the next MoE layer is γ times that but for what attention and dense layers
+    add."""
     model = model_of(name)
     if model.config.is_encoder_decoder:
         pytest.skip("a decoder's prompt is its start token, not the encoder's")
@@ -160,8 +197,12 @@ def test_of_one_token_default_vectors_are_exact(name):
         spec_of(model)
     except Exception as error:
         pytest.skip(f"{name} has no spec: {error}")
-    with plugged(model):                                # or transformers would run grouped products, which round else
-        seen, vectors, trace = Seen(model, [7]), default_vectors(model, [[7]]), record(model, [[7]], hidden=True)
+    with plugged(model):  # or transformers would run grouped products, which round else
+        seen, vectors, trace = (
+            Seen(model, [7]),
+            default_vectors(model, [[7]]),
+            record(model, [[7]], hidden=True),
+        )
     around = streams(model)
     for i, stream in enumerate(around):
         r = trace.residuals[:, i]
@@ -172,22 +213,32 @@ def test_of_one_token_default_vectors_are_exact(name):
         torch.testing.assert_close(stream.added(r, d).to(out.dtype), out, rtol=1e-3, atol=1e-4)
         if i + 1 < len(around) and around[i + 1].norm is not None:
             naive = around[i + 1].carry * out
-            torch.testing.assert_close(quasi_hidden(around[i:i + 2], r, d), around[i + 1].norm(naive), rtol=1e-2,
-                                       atol=1e-3)
+            torch.testing.assert_close(
+                quasi_hidden(around[i : i + 2], r, d),
+                around[i + 1].norm(naive),
+                rtol=1e-2,
+                atol=1e-3,
+            )
 
 
 def test_factors_are_those_of_the_code():
     """Residual multipliers, scaled sums and shared branches as transformers' code has them."""
+
     def factors(name):
         return [(s.scale, s.gain, s.keep, s.carry) for s in streams(model_of(name))]
+
     near = dict(rel=1e-5)
     assert factors("granitemoe")[1] == pytest.approx((1, 0.37, 1, 1), **near)
-    assert factors("granitemoeshared")[1] == pytest.approx((0.37, 1, 1, 1), **near)         # with its shared branch
+    assert factors("granitemoeshared")[1] == pytest.approx(
+        (0.37, 1, 1, 1), **near
+    )  # with its shared branch
     assert factors("minimax_m3_vl_text")[0] == pytest.approx((2.5, 1, 1, 1), **near)
     for i, (scale, gain, keep, carry) in enumerate(factors("beam")):
         layer = int(streams(model_of("beam"))[i].layer.name.split(".")[2])
-        n = 2 * (layer + 1) + 1                     # residual_add_idx of the feed-forward
-        assert (scale, gain, keep) == pytest.approx((2.5, 1 / math.sqrt(n), math.sqrt((n - 1) / n)), **near)
+        n = 2 * (layer + 1) + 1  # residual_add_idx of the feed-forward
+        assert (scale, gain, keep) == pytest.approx(
+            (2.5, 1 / math.sqrt(n), math.sqrt((n - 1) / n)), **near
+        )
         if i:
             assert carry == pytest.approx(math.sqrt((n - 2) / (n - 1)), **near)
 
@@ -196,12 +247,15 @@ def test_factors_are_those_of_the_code():
 def test_other_streams_are_refused_by_name_and_reason(name):
     model = model_of(name)
     layer = discover(model)[0]
-    for ask in (lambda: streams(model), lambda: record(model, PROMPTS, hidden=True),
-                lambda: default_vectors(model, PROMPTS)):
+    for ask in (
+        lambda: streams(model),
+        lambda: record(model, PROMPTS, hidden=True),
+        lambda: default_vectors(model, PROMPTS),
+    ):
         with pytest.raises(ValueError, match=REFUSED[name]) as refusal:
             ask()
         assert type(layer.block).__name__ in str(refusal.value) or "layers." in str(refusal.value)
-    assert len(record(model, PROMPTS)) == sum(map(len, PROMPTS))            # without hidden states it goes
+    assert len(record(model, PROMPTS)) == sum(map(len, PROMPTS))  # without hidden states it goes
 
 
 def test_every_text_architecture_is_known_or_refused():
@@ -211,16 +265,24 @@ def test_every_text_architecture_is_known_or_refused():
 @torch.no_grad()
 def test_measuring_leaves_the_model_as_it_was_and_reads_no_expert():
     from moelab.models.stream import FOUND
+
     model = model_of("afmoe")
     vars(model).pop(FOUND, None)
-    before = [(type(m), len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
+    before = [
+        (type(m), len(m._forward_hooks), len(m._forward_pre_hooks), m.training)
+        for m in model.modules()
+    ]
     logits = model(torch.tensor([PROMPTS[0]])).logits
 
     def supply(layer, expert):
         raise AssertionError("an expert was read")
+
     with plugged(model, source=supply):
         streams(model)
-    assert [(type(m), len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()] == before
+    assert [
+        (type(m), len(m._forward_hooks), len(m._forward_pre_hooks), m.training)
+        for m in model.modules()
+    ] == before
     assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, logits)
 
 
@@ -235,9 +297,15 @@ def test_a_router_asked_by_itself_chooses_as_its_block_had_it(name):
         assert name in ("zaya", "deepseek_v4") and "follow from its input" in str(error)
         return
     chosen = {}
-    hooks = [layer.experts.register_forward_pre_hook(
-        lambda _m, args, kwargs, i=layer.index: chosen.update({i: [*args, *kwargs.values()][1:3]}), with_kwargs=True)
-        for layer in discover(model)]
+    hooks = [
+        layer.experts.register_forward_pre_hook(
+            lambda _m, args, kwargs, i=layer.index: chosen.update(
+                {i: [*args, *kwargs.values()][1:3]}
+            ),
+            with_kwargs=True,
+        )
+        for layer in discover(model)
+    ]
     with plugged(model):
         seen = Seen(model, PROMPTS[0])
     for hook in hooks:
@@ -256,10 +324,17 @@ def model_E(layer) -> int:
 def test_an_external_model_has_the_same_stream(tmp_path):
     """It has no experts to run, and needs none."""
     from moelab import open_model
+
     path = tiny.save("qwen2_moe", tmp_path)
     mine, theirs = (streams(open_model(path, experts=kind)) for kind in ("external", "resident"))
     for a, b in zip(mine, theirs, strict=True):
-        assert (a.place, a.scale, a.gain, a.keep, a.carry) == (b.place, b.scale, b.gain, b.keep, b.carry)
+        assert (a.place, a.scale, a.gain, a.keep, a.carry) == (
+            b.place,
+            b.scale,
+            b.gain,
+            b.keep,
+            b.carry,
+        )
         assert torch.equal(a.norm.weight, b.norm.weight)
 
 
@@ -267,9 +342,21 @@ def test_an_external_model_has_the_same_stream(tmp_path):
 def test_a_deep_model_is_measured_to_its_last_layer(dtype):
     """Noise that were passed on from layer to layer would be infinite before the fiftieth."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, vocab_size=64,
-                            num_hidden_layers=50, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=64,
+        num_hidden_layers=50,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
     model = Qwen3MoeForCausalLM(config).to(dtype).eval()
     check_routers(model)
-    assert [(stream.scale, stream.gain, stream.keep, stream.carry) for stream in streams(model)] == [(1, 1, 1, 1)] * 50
+    assert [
+        (stream.scale, stream.gain, stream.keep, stream.carry) for stream in streams(model)
+    ] == [(1, 1, 1, 1)] * 50

@@ -1,4 +1,5 @@
-"""Random models of every text architecture, in memory, in which no weight is neutral: for tests across architectures."""
+"""Random models of every text architecture, in memory, in which no weight is neutral: for tests
+across architectures."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ from . import tiny
 TEXT = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "switch_transformers", "deepseek"}
 #: what would be one, or zero, in a small random model, and hide that it is not used
 CHANGES = {
-    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid"),
-                    {"residual_multiplier": 0.37, "shared_intermediate_size": 40}),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid"),
+        {"residual_multiplier": 0.37, "shared_intermediate_size": 40},
+    ),
     **dict.fromkeys(("deepseek_v3", "beam", "minimax_m3_vl_text"), {"routed_scaling_factor": 2.5}),
-    "laguna": {"moe_routed_scaling_factor": 2.5}, "afmoe": {"num_dense_layers": 1, "route_scale": 1.7},
-    "phimoe": {"num_experts_per_tok": 2}, "minimax": {"full_attn_alpha_factor": 3.5, "mlp_alpha_factor": 2.0},
+    "laguna": {"moe_routed_scaling_factor": 2.5},
+    "afmoe": {"num_dense_layers": 1, "route_scale": 1.7},
+    "phimoe": {"num_experts_per_tok": 2},
+    "minimax": {"full_attn_alpha_factor": 3.5, "mlp_alpha_factor": 2.0},
 }
 #: in which discover finds no block of routed experts
 ELSEWHERE = ("dbrx", "doge", "jetmoe", "nllb_moe")
@@ -27,7 +32,8 @@ ELSEWHERE = ("dbrx", "doge", "jetmoe", "nllb_moe")
 
 @lru_cache(maxsize=None)
 def built(name: str, dtype: torch.dtype = torch.float32):
-    """A random model in which no weight is neutral: norms and correction biases are not what they are initialised to."""
+    """A random model in which no weight is neutral: norms and correction biases are not what they
+    are initialised to."""
     config = tiny.config(name, **CHANGES.get(name, {}))
     torch.manual_seed(0)
     model = compat.model_class(config)._from_config(config, dtype=dtype).eval()

@@ -9,8 +9,10 @@ from moelab.ndp.balance import residual
 from moelab.ndp.sweep import MODELS, Assumptions
 
 
-@pytest.mark.parametrize("model, N, S, tokens", [(MODELS[1], 2, 1, 1.0), (MODELS[0], 3, 1, 1.0),
-                                                 (MODELS[3], 3, 64, 20.0)])
+@pytest.mark.parametrize(
+    "model, N, S, tokens",
+    [(MODELS[1], 2, 1, 1.0), (MODELS[0], 3, 1, 1.0), (MODELS[3], 3, 64, 20.0)],
+)
 def test_a_solution_is_where_the_sides_cross(model, N, S, tokens):
     """Eq. 2 as the paper prints it, scanned from 0 in steps of a thousandth of an expert."""
     t = conditions.times(model, N, tokens=tokens)
@@ -21,7 +23,15 @@ def test_a_solution_is_where_the_sides_cross(model, N, S, tokens):
 
     def units_take(E):
         return (N + 1) * T_a + T_n * (K - E)
-    E = next((i / 1000 for i in range(1, 1000 * K) if i % 1000 and gpu_takes(i / 1000) >= units_take(i / 1000)), K)
+
+    E = next(
+        (
+            i / 1000
+            for i in range(1, 1000 * K)
+            if i % 1000 and gpu_takes(i / 1000) >= units_take(i / 1000)
+        ),
+        K,
+    )
     solved = conditions.solutions(t, S)
     assert solved[conditions.BALANCED][0] == pytest.approx(E, abs=2e-3)
     assert solved[conditions.WHOLE] == (int(E), pytest.approx(units_take(int(E))))
@@ -35,14 +45,17 @@ def test_prefetched_experts_end_together():
     t = conditions.times(MODELS[1], 6)
     _, solved = conditions.prefetched(t)
     most, seconds = solved[conditions.BALANCED]
-    late = [i / 1000 for i in range(1000 * t["K"])
-            if t["T_g"] * i / 1000 > (t["K"] - i / 1000) * t["T_n"] + 7 * t["T_a"]]
+    late = [
+        i / 1000
+        for i in range(1000 * t["K"])
+        if t["T_g"] * i / 1000 > (t["K"] - i / 1000) * t["T_n"] + 7 * t["T_a"]
+    ]
     assert most == pytest.approx(late[0], abs=1e-3) and seconds == pytest.approx(t["T_g"] * most)
 
 
 def test_answers_are_for_what_fits_and_solve_the_equation():
     found = conditions.answers(units=(1, 2, 3))
-    assert {model for model, N in found if N == 1} == {MODELS[0]}               # 32 GB hold one of the four
+    assert {model for model, N in found if N == 1} == {MODELS[0]}  # 32 GB hold one of the four
     for key, E_g in found.items():
         if E_g % 1:
             terms = conditions.times(*key)
@@ -55,4 +68,5 @@ def test_the_prompt_length_where_link_and_modules_are_equal():
     S = conditions.crossing(MODELS[1], machine)
     weights = spec.expert_bytes / 2
     assert spec.expert_bytes / machine.link == pytest.approx(
-        weights * S * spec.K / spec.E / (machine.units * machine.unit_macs))
+        weights * S * spec.K / spec.E / (machine.units * machine.unit_macs)
+    )

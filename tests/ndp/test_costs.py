@@ -1,4 +1,5 @@
-"""Times and sizes by hand, from published rates and published parameter counts; what fits and what does not."""
+"""Times and sizes by hand, from published rates and published parameter counts; what fits and what
+does not."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def test_the_papers_machine_by_hand():
     assert h.unit_bandwidth == pytest.approx(4 * 24.0e9) and h.unit_macs == pytest.approx(51.2e9)
     assert h.link == pytest.approx(63e9, rel=1e-3) and h.host_bandwidth == 89.6e9
     assert h.unit_memory == pytest.approx(32 * 2**30, rel=1e-4)
-    assert hardware(pcie=4).link * 2 == pytest.approx(hardware().link) and hardware(pcie=6).link < 2 * hardware().link
+    assert (
+        hardware(pcie=4).link * 2 == pytest.approx(hardware().link)
+        and hardware(pcie=6).link < 2 * hardware().link
+    )
     assert hardware(6, host_channels=2, efficiency=(1, 1)).link == 51.2e9
 
 
@@ -29,13 +33,25 @@ def test_every_variant_is_a_machine(name):
     assert [hardware(N, **VARIANTS[name]).units for N in (1, 16)] == [1, 16]
 
 
-@pytest.mark.parametrize("arguments, says", [
-    ({"pcie": 7}, "known generations are 4, 5, 6"), ({"mapping": "x"}, "MOP4CLXOR"), ({"units": 0}, "at least one"),
-    ({"unit": "a100-80gb"}, "computes nothing"), ({"unit": "ndp-dim"}, "Did you mean"),
-    ({"gpu": "rtx-508"}, "rtx-5080"),
-    ({"units": 2.5}, "whole number"), ({"clock_ghz": 0}, "clock"), ({"clock_ghz": -1.0}, "clock"),
-    ({"host_channels": -1}, "channels"), ({"host_channels": 0}, "channels"), ({"efficiency": (0, 0)}, "efficiency"),
-    ({"efficiency": (0.5, 1.5)}, "efficiency"), ({"gpu": "i7-14700"}, "has no bf16_tflops")])
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"pcie": 7}, "known generations are 4, 5, 6"),
+        ({"mapping": "x"}, "MOP4CLXOR"),
+        ({"units": 0}, "at least one"),
+        ({"unit": "a100-80gb"}, "computes nothing"),
+        ({"unit": "ndp-dim"}, "Did you mean"),
+        ({"gpu": "rtx-508"}, "rtx-5080"),
+        ({"units": 2.5}, "whole number"),
+        ({"clock_ghz": 0}, "clock"),
+        ({"clock_ghz": -1.0}, "clock"),
+        ({"host_channels": -1}, "channels"),
+        ({"host_channels": 0}, "channels"),
+        ({"efficiency": (0, 0)}, "efficiency"),
+        ({"efficiency": (0.5, 1.5)}, "efficiency"),
+        ({"gpu": "i7-14700"}, "has no bf16_tflops"),
+    ],
+)
 def test_what_is_no_machine(arguments, says):
     with pytest.raises(ValueError, match=says):
         hardware(**arguments)
@@ -57,16 +73,23 @@ def test_expert_times_by_hand():
     assert np.allclose(costs.cpu([1, 100]), [2 * params / 2e10, 2 * 100 * params / 1e11])
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B", "DeepSeek-MoE-16B"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B", "DeepSeek-MoE-16B"]
+)
 def test_dense_part_and_experts_make_the_published_total(name):
     spec = cards.load_model(name)
     costs = Costs(spec, hardware())
     total = costs.dense_bytes / 2 + spec.experts_bytes / 2
-    assert total == pytest.approx(cards.load_card(name)["figures"]["total_params"]["value"], rel=0.015)
+    assert total == pytest.approx(
+        cards.load_card(name)["figures"]["total_params"]["value"], rel=0.015
+    )
 
 
 def test_keys_and_values_by_hand():
-    assert Costs(cards.load_model("Mixtral-8x7B"), hardware()).kv_bytes(1024) == 1024 * 32 * 2 * 8 * 128 * 2
+    assert (
+        Costs(cards.load_model("Mixtral-8x7B"), hardware()).kv_bytes(1024)
+        == 1024 * 32 * 2 * 8 * 128 * 2
+    )
 
 
 def test_a_decode_step_reads_the_dense_weights_once():
@@ -79,13 +102,13 @@ def test_a_decode_step_reads_the_dense_weights_once():
 def test_a_prompt_is_bound_by_arithmetic():
     costs, S = toy.costs(), 2000
     head = 1000 * 512
-    attention = 2 * 4 * 64 * S * S                       # QKᵀ and PV, causal: half of 4·S²·heads·head_dim, 2 layers
+    attention = 2 * 4 * 64 * S * S  # QKᵀ and PV, causal: half of 4·S²·heads·head_dim, 2 layers
     flops = 2 * S * (costs.dense_params - head) + 2 * head + 2 * attention
     assert costs.dense_prefill(S) == pytest.approx(flops / 1e13)
 
 
 def test_what_does_not_fit_is_not_supported():
-    costs = toy.costs(L=4, E=64)                         # 64 × 4 × 3.1 MB = 805 MB on two units of 1 GB
+    costs = toy.costs(L=4, E=64)  # 64 × 4 × 3.1 MB = 805 MB on two units of 1 GB
     costs.check(100, "units")
     with pytest.raises(NotSupported, match="use more units"):
         Costs(toy.spec(L=4, E=64), toy.machine(2, unit_memory=4e8)).check(100, "units")
@@ -96,7 +119,8 @@ def test_what_does_not_fit_is_not_supported():
 
 
 def test_the_fullest_unit_must_hold_its_experts():
-    """Seven experts of two layers on three units: one has three of a layer, 6 in all, though 14 fit together."""
+    """Seven experts of two layers on three units: one has three of a layer, 6 in all, though 14 fit
+    together."""
     one = toy.spec().expert_bytes
     routing = simulated_routing(toy.spec(E=7), prompt=4, answer=2)
     small, large = (toy.machine(3, unit_memory=n * one) for n in (5, 6))

@@ -1,4 +1,5 @@
-"""The event simulation and the closed form: by hand, against each other, and what must be conserved."""
+"""The event simulation and the closed form: by hand, against each other, and what must be
+conserved."""
 
 from __future__ import annotations
 
@@ -24,11 +25,21 @@ from tests.ndp.conservation import check, conserve
 def test_two_units_one_expert_each_by_hand():
     costs = toy.costs()
     a, t = costs.activation, float(costs.unit(1))
-    seconds, events = simulate_layer(make_plan(toy.step([1, 1], homes=[0, 1]), 2), costs, layer=3, start=1.0)
-    assert seconds == pytest.approx(2 * a + t + 2 * a)          # a token to each, both compute, one output after other
-    found = [(e.resource, e.kind, e.layer, e.expert, round((e.start - 1) / a, 3), e.bytes) for e in events]
-    assert found[:3] == [("link", "read activations", 3, -1, 0.0, 2048), ("unit 0", "expert", 3, 0, 2.0, 0),
-                         ("unit 1", "expert", 3, 1, 2.0, 0)]
+    seconds, events = simulate_layer(
+        make_plan(toy.step([1, 1], homes=[0, 1]), 2), costs, layer=3, start=1.0
+    )
+    assert seconds == pytest.approx(
+        2 * a + t + 2 * a
+    )  # a token to each, both compute, one output after other
+    found = [
+        (e.resource, e.kind, e.layer, e.expert, round((e.start - 1) / a, 3), e.bytes)
+        for e in events
+    ]
+    assert found[:3] == [
+        ("link", "read activations", 3, -1, 0.0, 2048),
+        ("unit 0", "expert", 3, 0, 2.0, 0),
+        ("unit 1", "expert", 3, 1, 2.0, 0),
+    ]
     assert [row[:2] for row in found[3:]] == [("link", "read activations")] * 2
 
 
@@ -36,7 +47,11 @@ def test_a_moved_expert_is_computed_piece_by_piece():
     costs = toy.costs(units=4)
     plan = make_plan(toy.step([1]), 4, moved=1.0, split=True, pieces=4)
     seconds, events = simulate_layer(plan, costs)
-    assert seconds == pytest.approx(costs.transfer() + float(costs.gpu(1)) / 4) == layer_seconds(plan, costs)
+    assert (
+        seconds
+        == pytest.approx(costs.transfer() + float(costs.gpu(1)) / 4)
+        == layer_seconds(plan, costs)
+    )
     sent = [e for e in events if e.kind == "read weights"]
     assert len(sent) == 4 and sum(e.bytes for e in sent) == costs.spec.expert_bytes
 
@@ -48,30 +63,38 @@ def test_an_expert_that_computes_longer_than_it_is_sent_waits_for_its_first_piec
     for pieces in (1, 2, 4):
         plan = make_plan(toy.step([1]), 4, moved=1.0, split=True, pieces=pieces)
         by_hand = costs.transfer() / pieces + work
-        assert layer_seconds(plan, costs) == pytest.approx(by_hand) == simulate_layer(plan, costs)[0]
+        assert (
+            layer_seconds(plan, costs) == pytest.approx(by_hand) == simulate_layer(plan, costs)[0]
+        )
 
 
 def test_weights_wait_for_outputs():
-    """Both outputs are ready during the first piece of weights and go before the second; the formula lets them slip in.
+    """Both outputs are ready during the first piece of weights and go before the second; the
+    formula lets them slip in.
 
-    One expert is sent in two pieces and a fifth of the other; the units do the rest. So the last piece is late by the
-    two outputs, and with it the GPU, which computes it for a tenth of an expert's time.
-    """
+    One expert is sent in two pieces and a fifth of the other; the units do the rest. So the last
+    piece is late by the two outputs, and with it the GPU, which computes it for a tenth of an
+    expert's time."""
     costs = toy.costs(units=2)
     plan = make_plan(toy.step([1, 1]), 2, moved=np.array([1.0, 0.2]), split=True, pieces=2)
     formula = costs.activation + 1.2 * costs.transfer() + 0.1 * float(costs.gpu(1))
     assert layer_seconds(plan, costs) == pytest.approx(formula)
-    assert simulate_layer(plan, costs)[0] == pytest.approx(formula + 2 * costs.activation, rel=1e-12)
+    assert simulate_layer(plan, costs)[0] == pytest.approx(
+        formula + 2 * costs.activation, rel=1e-12
+    )
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.integers(1, 5), st.sampled_from((1, 30)))
 def test_shared_dram_is_read_no_faster_than_it_can(seed, split, N, S):
-    """Whatever a unit computes and sends is read from its memory before the layer ends; both engines say so."""
+    """Whatever a unit computes and sends is read from its memory before the layer ends; both
+    engines say so."""
     rng = np.random.default_rng(seed)
     costs = Costs(toy.spec(K=6), toy.machine(N, link=10 ** rng.uniform(9, 11.5), shared_dram=True))
     step = toy.step([1] * 6 if S == 1 else rng.integers(1, S, 6), rng.integers(0, N, 6), S=S)
-    plan = make_plan(step, N, moved=rng.choice((0.0, 0.4, 1.0), 6), split=split, pieces=N if split else 1)
+    plan = make_plan(
+        step, N, moved=rng.choice((0.0, 0.4, 1.0), 6), split=split, pieces=N if split else 1
+    )
     home = np.full((6, N), 1 / N) if split else step.home[:, None] == np.arange(N)
     read = (home * costs.spec.expert_bytes).sum(0)[plan.receivers[:-1] > 0].max(initial=0)
     for seconds in (layer_seconds(plan, costs), simulate_layer(plan, costs)[0]):
@@ -82,7 +105,8 @@ def test_shared_dram_is_read_no_faster_than_it_can(seed, split, N, S):
 
 @pytest.mark.parametrize("engine", [layer_seconds, event_seconds])
 def test_balancing_by_the_dram_that_it_relieves_gains_nothing(engine):
-    """While decoding every byte of K experts is read from the modules, whoever computes: +LB is +TP, exactly."""
+    """While decoding every byte of K experts is read from the modules, whoever computes: +LB is
+    +TP, exactly."""
     gained = {}
     for shared, better in product((False, True), ("", ", improved")):
         assumed = Assumptions(shared_dram=shared)
@@ -90,8 +114,10 @@ def test_balancing_by_the_dram_that_it_relieves_gains_nothing(engine):
             for N in range(modules_needed(model), 7):
                 costs = Costs(load_model(model), assumed.hardware(N))
                 step = toy.step([1] * costs.spec.K)
-                alone, balanced = (engine(assumed.system(name).plan(step, costs), costs)
-                                   for name in ("NDP+TP", "NDP+TP+LB" + better))
+                alone, balanced = (
+                    engine(assumed.system(name).plan(step, costs), costs)
+                    for name in ("NDP+TP", "NDP+TP+LB" + better)
+                )
                 gained.setdefault((shared, better), []).append(alone / balanced)
     assert max(gained[False, ""]) > 1.2 and min(gained[False, ", improved"]) > 1.02
     assert gained[True, ""] == pytest.approx(np.ones(19), rel=1e-12)
@@ -102,7 +128,9 @@ def test_nothing_is_lost_in_random_configurations():
     found = conserve(100, seed=7)
     assert found["problems"] == [] and found["layers"] > 200
     assert found["largest difference, exact plans"] < 1e-9
-    assert found["smallest, mixed"] > 0.98              # weights that need not wait for outputs, as Eq. 2 has it
+    assert (
+        found["smallest, mixed"] > 0.98
+    )  # weights that need not wait for outputs, as Eq. 2 has it
 
 
 def test_the_check_can_fail():

@@ -1,4 +1,5 @@
-"""Schedules of one's own: the README's, state and time, batches, what is in GPU memory, other links and machines."""
+"""Schedules of one's own: the README's, state and time, batches, what is in GPU memory, other links
+and machines."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 def recent():
     names: dict = {}
-    block = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "class Recent" in block)
+    block = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.S)
+        if "class Recent" in block
+    )
     exec(block.rpartition("\nprint")[0], names)
     return names["Recent"]()
 
@@ -49,7 +54,9 @@ def test_the_readmes_recipe_is_what_a_loop_counts():
             missed = [e for e in chosen if e not in kept[layer]]
             hits += 3 - len(missed)
             work = float(costs.gpu(1))
-            seconds.append(max(3 * work, len(missed) * costs.transfer() + work) if missed else 3 * work)
+            seconds.append(
+                max(3 * work, len(missed) * costs.transfer() + work) if missed else 3 * work
+            )
             order = sorted(chosen, key=lambda e: routing.history[layer, e])
             kept[layer] = ([e for e in kept[layer] if e not in chosen] + order)[-16:]
     assert found.hit_rate == hits / (9 * 2 * 3) and 0.2 < found.hit_rate < 1
@@ -68,7 +75,11 @@ class Diary(System):
 
 
 def test_a_system_sees_time_and_keeps_state_of_its_own_run():
-    routing, machine, mine = simulated_routing(toy.spec(), 1, prompt=5, answer=3), toy.machine(2), Diary()
+    routing, machine, mine = (
+        simulated_routing(toy.spec(), 1, prompt=5, answer=3),
+        toy.machine(2),
+        Diary(),
+    )
     run, costs = NDPRun(machine, mine, routing), Costs(toy.spec(), machine)
     now, began = 0.0, []
     for number in range(4):
@@ -78,16 +89,27 @@ def test_a_system_sees_time_and_keeps_state_of_its_own_run():
             began.append((number > 0, layer, now))
             ids = routing.decode[number - 1, layer] if number else routing.prefill[:, layer]
             count = sorted(Counter(ids.ravel().tolist()).values())
-            now += max(sum(float(costs.gpu(n)) for n in count),
-                       layer_seconds(make_plan(toy.step(count[::-1], S=5), 2, moved=1.0), costs))
+            now += max(
+                sum(float(costs.gpu(n)) for n in count),
+                layer_seconds(make_plan(toy.step(count[::-1], S=5), 2, moved=1.0), costs),
+            )
         run.forward(number, lambda plan: layer_seconds(plan, run.costs))
-    assert [(s.decode, s.layer) for s in run.system.steps] == [of[:2] for of in began] and mine.steps == []
-    assert [s.now for s in run.system.steps] == pytest.approx([of[2] for of in began]) and run.now == pytest.approx(now)
-    for a, b in zip((simulate(machine, mine, routing) for _ in range(2)), [simulate(machine, OnDemand(), routing)] * 2):
-        assert a.end_to_end == pytest.approx(b.end_to_end)             # twice alike, and as without situations
+    assert [(s.decode, s.layer) for s in run.system.steps] == [
+        of[:2] for of in began
+    ] and mine.steps == []
+    assert [s.now for s in run.system.steps] == pytest.approx(
+        [of[2] for of in began]
+    ) and run.now == pytest.approx(now)
+    for a, b in zip(
+        (simulate(machine, mine, routing) for _ in range(2)),
+        [simulate(machine, OnDemand(), routing)] * 2,
+    ):
+        assert a.end_to_end == pytest.approx(b.end_to_end)  # twice alike, and as without situations
 
 
-@pytest.mark.parametrize("name", ["MoE-OnDemand", "MoNDE", "NDP+LB", "NDP+TP+LB+PRE", "NDP+TP+LB+PRE, improved"])
+@pytest.mark.parametrize(
+    "name", ["MoE-OnDemand", "MoNDE", "NDP+LB", "NDP+TP+LB+PRE", "NDP+TP+LB+PRE, improved"]
+)
 def test_a_batch_is_decoded_in_lockstep(name):
     spec, machine, B, D = toy.spec(L=2, E=12, K=3), toy.machine(3), 4, 5
     alone = [simulated_routing(spec, seed, prompt=6, answer=D, zipf=0.7) for seed in range(B)]
@@ -96,7 +118,12 @@ def test_a_batch_is_decoded_in_lockstep(name):
     run, seconds = NDPRun(machine, SYSTEMS[name], together), 0.0
     for n in range(D):
         for layer in range(2):
-            tokens = Counter(e for b in range(B) for e in together.decode[n * B + b, layer].tolist() if e < spec.E)
+            tokens = Counter(
+                e
+                for b in range(B)
+                for e in together.decode[n * B + b, layer].tolist()
+                if e < spec.E
+            )
             step = run.decode_step(layer, together.token(n + 1)[:, layer])
             assert dict(zip(step.experts.tolist(), step.tokens.tolist())) == tokens
             assert step.S == B and step.decode and (np.diff(step.tokens) <= 0).all()
@@ -121,7 +148,8 @@ def test_what_is_no_batch(wrong):
 
 
 class Chooses(System):
-    """Computes on the GPU what is there; `start` and `later` are in its memory, and `kept` after each plan."""
+    """Computes on the GPU what is there; `start` and `later` are in its memory, and `kept` after
+    each plan."""
 
     def __init__(self, start=(), later=(), kept=None):
         self.start, self.later, self.kept = start, later, kept
@@ -142,17 +170,23 @@ class Chooses(System):
 def test_what_is_in_gpu_memory_is_the_systems_choice():
     routing, costs = toy.routing([[[0, 1], [0, 2]]] * 3, [[[0, 1], [2, 3]]] * 4), toy.costs(2)
     found = simulate(toy.machine(2), Chooses([5], [0, 5, 2]), routing)
-    assert found.prefetched == 3 and found.intermediate == pytest.approx(4 * costs.transfer())      # 5 was there
+    assert found.prefetched == 3 and found.intermediate == pytest.approx(
+        4 * costs.transfer()
+    )  # 5 was there
     assert found.hit_rate == 2 / 4
     events, forwards = timeline(toy.machine(2), Chooses(kept=[0, 1, 2]), routing, forwards=(2, 4))
     assert check(events) == [] and forwards[0][0] == 0 and forwards[1][0] == forwards[0][1]
     kept = simulate(toy.machine(2), Chooses(kept=[0, 1, 2]), routing)
     plain = simulate(toy.machine(2), Chooses(), routing)
-    assert kept.moe_prefill - plain.moe_prefill == pytest.approx(2 * 3 * costs.transfer())      # nothing was sent
+    assert kept.moe_prefill - plain.moe_prefill == pytest.approx(
+        2 * 3 * costs.transfer()
+    )  # nothing was sent
     assert np.isnan(plain.hit_rate) and kept.intermediate == pytest.approx(0)
 
 
-@pytest.mark.parametrize("system", [Chooses(range(8)), Chooses([], range(8)), Chooses(kept=range(8))])
+@pytest.mark.parametrize(
+    "system", [Chooses(range(8)), Chooses([], range(8)), Chooses(kept=range(8))]
+)
 def test_no_more_than_fits_is_in_gpu_memory(system):
     spec = toy.spec()
     room = Costs(spec, toy.machine()).dense_bytes + 9 * spec.expert_bytes
@@ -160,24 +194,31 @@ def test_no_more_than_fits_is_in_gpu_memory(system):
     with pytest.raises(ValueError, match="Chooses has .* experts in GPU memory"):
         simulate(toy.machine(gpu_memory=room), system, routing)
     with pytest.raises(ValueError, match=r"must be a mask, bool \[2, 8\]"):
-        simulate(toy.machine(), type("Lists", (Chooses,), {"resident": lambda self, run: [1, 2]})(), routing)
+        simulate(
+            toy.machine(),
+            type("Lists", (Chooses,), {"resident": lambda self, run: [1, 2]})(),
+            routing,
+        )
 
 
 def test_what_pays_needs_situations():
     class Pays(Diary):
         prefetches = "pay"
+
     with pytest.raises(ValueError, match="Pays prefetches what pays.*situations"):
         simulate(toy.machine(), Pays(), simulated_routing(toy.spec(), 0, prompt=3, answer=2))
 
 
 def test_what_has_after_is_planned_step_by_step():
     """Though it inherits situations, in which no time and no change of memory is."""
+
     class Keeps(GPUNDP):
         def after(self, plan, costs):
             return np.isin(np.arange(8), [0])
+
     routing = toy.routing([[[0, 1], [0, 1]]] * 2, [[[0, 1], [1, 0]]] * 3)
     found = simulate(toy.machine(), Keeps(prefetch=True, limit="memory", cached=True), routing)
-    assert found.hit_rate == (4 + 2 * 2) / 12           # of the first token both; from then on 0 alone
+    assert found.hit_rate == (4 + 2 * 2) / 12  # of the first token both; from then on 0 alone
 
 
 @pytest.mark.parametrize("latency", [0.0, 1e-4])
@@ -187,32 +228,52 @@ def test_every_message_has_its_latency(latency):
     free = Costs(toy.spec(K=4), toy.machine(3))
     step = toy.step([1] * 4)
     for seconds in (layer_seconds, event_seconds):
-        sent = seconds(OnDemand().plan(step, costs), costs) - seconds(OnDemand().plan(step, free), free)
-        assert sent == pytest.approx(4 * latency)               # four experts in a message each
+        sent = seconds(OnDemand().plan(step, costs), costs) - seconds(
+            OnDemand().plan(step, free), free
+        )
+        assert sent == pytest.approx(4 * latency)  # four experts in a message each
         pieces = [make_plan(step, 3, moved=1.0, split=True, pieces=3) for _ in range(2)]
         assert seconds(pieces[0], costs) - seconds(pieces[1], free) == pytest.approx(12 * latency)
         units = [seconds(SYSTEMS["NDP+TP"].plan(step, of), of) for of in (costs, free)]
-        assert units[0] - units[1] == pytest.approx(4 * latency)        # one in to all, one out of each of three
+        assert units[0] - units[1] == pytest.approx(
+            4 * latency
+        )  # one in to all, one out of each of three
 
 
 def test_other_links_and_cards_of_ones_own(tmp_path):
     import moelab.cards
+
     text = (Path(moelab.cards.__file__).parent / "devices" / "rtx-5080.toml").read_text()
     mine = tmp_path / "mine.toml"
     mine.write_text(re.sub(r'name = ".*?"', 'name = "Mine"', text, count=1))
     a, b = hardware(2, gpu=mine, link_gbs=100, latency_us=5, efficiency=(0.5, 1.0)), hardware(2)
     assert a.link == pytest.approx(50e9) and a.latency == pytest.approx(5e-6) and "Mine" in a.name
-    assert "100 GB/s" in a.name and "PCIe" not in a.name and (a.gpu_memory, b.latency) == (b.gpu_memory, 0)
+    assert (
+        "100 GB/s" in a.name
+        and "PCIe" not in a.name
+        and (a.gpu_memory, b.latency) == (b.gpu_memory, 0)
+    )
     for wrong in ({"link_gbs": 0}, {"latency_us": -1}):
         with pytest.raises(ValueError, match="above 0"):
             hardware(2, **wrong)
 
 
 def test_a_sweep_of_ones_own_models_and_systems():
-    spec = replace(load_model("Qwen3-30B-A3B"), name="mine", moe_layers=tuple(range(4)), num_layers=4)
-    sweep = paper_sweep(models=(spec, "DeepSeek-MoE-16B"), units=(1, 2), seeds=(0,), prompt=8, answer=4,
-                        systems={"ours": recent(), "MoE-OnDemand": OnDemand()})
+    spec = replace(
+        load_model("Qwen3-30B-A3B"), name="mine", moe_layers=tuple(range(4)), num_layers=4
+    )
+    sweep = paper_sweep(
+        models=(spec, "DeepSeek-MoE-16B"),
+        units=(1, 2),
+        seeds=(0,),
+        prompt=8,
+        answer=4,
+        systems={"ours": recent(), "MoE-OnDemand": OnDemand()},
+    )
     assert sweep.models == ["mine", "DeepSeek-MoE-16B"] and len(sweep.cells) == 8
     assert sweep.result("mine", 2, "ours").hit_rate > 0
     gains = sweep.mean_gains("ours", "MoE-OnDemand", "moe_decode", averaged=False)
-    assert set(gains) == {(model, N) for model in sweep.models for N in (1, 2)} and min(gains.values()) >= 1
+    assert (
+        set(gains) == {(model, N) for model in sweep.models for N in (1, 2)}
+        and min(gains.values()) >= 1
+    )

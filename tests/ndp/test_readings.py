@@ -1,4 +1,5 @@
-"""All combinations at once against the sweep, one by one, and what is asked of them against plain loops."""
+"""All combinations at once against the sweep, one by one, and what is asked of them against plain
+loops."""
 
 from __future__ import annotations
 
@@ -13,8 +14,14 @@ from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, SOURCES, error, nulls
 from moelab.ndp.readings import AXES, Readings, readings
 from moelab.ndp.sweep import Assumptions, paper_sweep, quantities
 
-FEW = CHOICES | {"zipf": (0.4,), "bias": (0.6,), "mapping": ("ChRaBaRoCo", "stated"), "clock_ghz": (0.5, 1.25),
-                 "efficiency": ((1.0, 1.0), (0.85, 0.8)), "averaged": ((2, 6), (2, 4))}
+FEW = CHOICES | {
+    "zipf": (0.4,),
+    "bias": (0.6,),
+    "mapping": ("ChRaBaRoCo", "stated"),
+    "clock_ghz": (0.5, 1.25),
+    "efficiency": ((1.0, 1.0), (0.85, 0.8)),
+    "averaged": ((2, 6), (2, 4)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +34,33 @@ def drawn(seed: int) -> Assumptions:
     return Assumptions(**{name: rng.choice(options) for name, options in FEW.items()})
 
 
-@pytest.mark.parametrize("assumed", [
-    drawn(0), replace(drawn(1), monde_prefill="none"), replace(drawn(2), monde_prefill="none"),
-    replace(drawn(4), monde_prefill="tuned", placement="popularity"),
-    replace(drawn(5), monde_prefill="share", monde_relieves="busiest", monde_rounding="ceil"),
-    replace(drawn(6), rounding="none", limit="memory", cached="Fiddler", eq2_tokens="prompt", monde_prefill="share")])
+@pytest.mark.parametrize(
+    "assumed",
+    [
+        drawn(0),
+        replace(drawn(1), monde_prefill="none"),
+        replace(drawn(2), monde_prefill="none"),
+        replace(drawn(4), monde_prefill="tuned", placement="popularity"),
+        replace(drawn(5), monde_prefill="share", monde_relieves="busiest", monde_rounding="ceil"),
+        replace(
+            drawn(6),
+            rounding="none",
+            limit="memory",
+            cached="Fiddler",
+            eq2_tokens="prompt",
+            monde_prefill="share",
+        ),
+    ],
+)
 def test_every_combination_is_the_sweeps(few, assumed):
     sweep = paper_sweep(assumed, units=assumed.averaged, seeds=(3,), prompt=8, answer=5)
     assert few.at(assumed) == pytest.approx(quantities(sweep, 3), rel=1e-9)
 
 
 def test_choices_have_sources_and_the_defaults_are_among_them():
-    assert set(SOURCES) == set(CHOICES) and all(len(set(options)) > 1 for options in CHOICES.values())
+    assert set(SOURCES) == set(CHOICES) and all(
+        len(set(options)) > 1 for options in CHOICES.values()
+    )
     for name, options in CHOICES.items():
         assert getattr(Assumptions(), name) in options
     with pytest.raises(ValueError, match="in that order"):
@@ -50,13 +72,18 @@ def test_choices_have_sources_and_the_defaults_are_among_them():
 def test_what_fits_against_a_loop_over_all():
     """Figures that depend on three assumptions, made up around the published ones."""
     choices = {name: options[:1] for name, options in CHOICES.items()} | {
-        name: CHOICES[name][:3] for name in ("zipf", "clock_ghz", "rounding")}
+        name: CHOICES[name][:3] for name in ("zipf", "clock_ghz", "rounding")
+    }
     rng, shape = np.random.default_rng(0), [len(options) for options in choices.values()]
     figures = {}
     for i, name in enumerate((*FIT, *JUDGED)):
-        axes = [size if a in (("zipf", "clock_ghz"), ("rounding",), ("zipf", "rounding"))[i % 3] else 1
-                for a, size in zip(AXES, shape)]
-        figures[name] = np.mean(CLAIMS[name].ends) * rng.uniform(0.95 if i % 3 else 0.88, 1.06, axes)
+        axes = [
+            size if a in (("zipf", "clock_ghz"), ("rounding",), ("zipf", "rounding"))[i % 3] else 1
+            for a, size in zip(AXES, shape)
+        ]
+        figures[name] = np.mean(CLAIMS[name].ends) * rng.uniform(
+            0.95 if i % 3 else 0.88, 1.06, axes
+        )
     found = Readings(choices, figures)
     fitting = []
     for options in product(*choices.values()):
@@ -69,14 +96,20 @@ def test_what_fits_against_a_loop_over_all():
         of = [values[name] for _, values in fitting]
         assert found.band(name) == (min(of), max(of))
     assert found.errors.min() == pytest.approx(min(float(error(values)) for _, values in fitting))
-    counts = [sum(bool(CLAIMS[name].agrees(values[name])) for name in JUDGED) for _, values in fitting]
+    counts = [
+        sum(bool(CLAIMS[name].agrees(values[name])) for name in JUDGED) for _, values in fitting
+    ]
     assert found.agreement() == {n: counts.count(n) for n in sorted(set(counts))}
-    assert found.left()["zipf"] == {str(z): sum(a.zipf == z for a, _ in fitting) for z in choices["zipf"]}
+    assert found.left()["zipf"] == {
+        str(z): sum(a.zipf == z for a, _ in fitting) for z in choices["zipf"]
+    }
 
 
 def test_nothing_fits():
-    found = Readings({name: options[:1] for name, options in CHOICES.items()},
-                     {name: np.full([1] * len(AXES), 99.0) for name in (*FIT, *JUDGED)})
+    found = Readings(
+        {name: options[:1] for name, options in CHOICES.items()},
+        {name: np.full([1] * len(AXES), 99.0) for name in (*FIT, *JUDGED)},
+    )
     assert not found.fits.any() and found.agreement() == {} and not found.errors.size
     assert np.isnan(found.band(FIT[0])).all()
 
@@ -86,11 +119,20 @@ def test_judged_figures_follow_by_rule():
     paper = {name: CLAIMS[name].value for name in CLAIMS}
     together = paper["decode NDP+TP+LB"] * paper["decode NDP+TP+PRE"] / paper["decode NDP+TP"]
     balanced = paper["prefill NDP+TP"] * paper["decode NDP+TP+LB"] / paper["decode NDP+TP"]
-    assert nulls() == pytest.approx({
-        "prefill NDP+TP+LB": balanced, "decode NDP+TP+LB+PRE": together, "Qwen3 prefill": balanced,
-        "Qwen3 decode": together, "end to end ÷ Fiddler": paper["end to end ÷ MoE-OnDemand"] * 64 / 89.6,
-        "end to end ÷ MoNDE": together, "DeepSeek, N=2, decode NDP+TP": 0.925})
+    assert nulls() == pytest.approx(
+        {
+            "prefill NDP+TP+LB": balanced,
+            "decode NDP+TP+LB+PRE": together,
+            "Qwen3 prefill": balanced,
+            "Qwen3 decode": together,
+            "end to end ÷ Fiddler": paper["end to end ÷ MoE-OnDemand"] * 64 / 89.6,
+            "end to end ÷ MoNDE": together,
+            "DeepSeek, N=2, decode NDP+TP": 0.925,
+        }
+    )
     assert [name for name in JUDGED if not CLAIMS[name].predicted] == ["Qwen3 decode"]
     for name in JUDGED:
         claim = CLAIMS[name]
-        assert claim.verdict(np.mean(claim.ends)) == ("follows" if claim.predicted else "reproduced")
+        assert claim.verdict(np.mean(claim.ends)) == (
+            "follows" if claim.predicted else "reproduced"
+        )

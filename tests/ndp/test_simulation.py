@@ -1,4 +1,5 @@
-"""Whole runs: the cached decode against a plain loop, the timeline against the metrics' rules, traces as routing."""
+"""Whole runs: the cached decode against a plain loop, the timeline against the metrics' rules,
+traces as routing."""
 
 from __future__ import annotations
 
@@ -26,39 +27,63 @@ from tests.timelines import check
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from(sorted(SYSTEMS)), st.integers(1, 4), st.integers(0, 999),
-       st.sampled_from(("id", "popularity")))
+@given(
+    st.sampled_from(sorted(SYSTEMS)),
+    st.integers(1, 4),
+    st.integers(0, 999),
+    st.sampled_from(("id", "popularity")),
+)
 def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
     spec, machine, system = toy.spec(L=2, K=3), toy.machine(N), SYSTEMS[name]
     routing = simulated_routing(spec, seed, prompt=9, answer=6, zipf=0.8)
     routing.decode[2, 1, 0] = spec.E
     result = simulate(machine, system, routing, placement=placement)
     run = NDPRun(machine, system, routing, placement)
+
     def seconds(steps):
         return sum(layer_seconds(system.plan(step, run.costs), run.costs) for step in steps)
-    assert result.moe_prefill == pytest.approx(seconds(
-        run.prefill_step(layer, np.bincount(routing.prefill[:, layer].ravel(), minlength=spec.E)) for layer in range(2)))
+
+    assert result.moe_prefill == pytest.approx(
+        seconds(
+            run.prefill_step(
+                layer, np.bincount(routing.prefill[:, layer].ravel(), minlength=spec.E)
+            )
+            for layer in range(2)
+        )
+    )
     ids = routing.decode_by_popularity
     tokens = run.decode_seconds(ids, hits(run.resident, ids)).sum(1)
     for token, found in zip(routing.decode, tokens, strict=True):
-        assert found == pytest.approx(seconds(run.decode_step(layer, ids) for layer, ids in enumerate(token)))
+        assert found == pytest.approx(
+            seconds(run.decode_step(layer, ids) for layer, ids in enumerate(token))
+        )
     assert result.moe_decode == pytest.approx(tokens.sum())
     assert result.end_to_end == pytest.approx(result.prefill + result.decode + result.intermediate)
     assert result.intermediate == result.prefetched * 2 * Costs(spec, machine).transfer()
 
 
 def test_steps_are_ordered_as_experts_would_leave():
-    """A prompt's hottest first, equal ones by popularity elsewhere; a token's by popularity; none left out."""
-    routing = toy.routing([[[0, 1]], [[1, 2]], [[4, 1]]], [[[2, 5]], [[8, 3]]], history=[[1, 2, 9, 4, 5, 6, 7, 8]])
-    run = NDPRun(toy.machine(3), SYSTEMS["NDP+TP+PRE"], routing)               # prefetches 1 and, of the rest, 0
+    """A prompt's hottest first, equal ones by popularity elsewhere; a token's by popularity; none
+    left out."""
+    routing = toy.routing(
+        [[[0, 1]], [[1, 2]], [[4, 1]]], [[[2, 5]], [[8, 3]]], history=[[1, 2, 9, 4, 5, 6, 7, 8]]
+    )
+    run = NDPRun(toy.machine(3), SYSTEMS["NDP+TP+PRE"], routing)  # prefetches 1 and, of the rest, 0
     prefill = run.prefill_step(0, routing.counts()[0])
-    assert (prefill.experts.tolist(), prefill.tokens.tolist(), prefill.S) == ([1, 2, 4, 0], [3, 1, 1, 1], 3)
+    assert (prefill.experts.tolist(), prefill.tokens.tolist(), prefill.S) == (
+        [1, 2, 4, 0],
+        [3, 1, 1, 1],
+        3,
+    )
     assert prefill.home.tolist() == [1, 2, 1, 0] and not prefill.resident.any()
     first, second = (run.decode_step(0, ids[0]) for ids in routing.decode)
     assert (first.experts.tolist(), second.experts.tolist()) == ([2, 5], [3]) and first.S == 1
     hit = run.decode_step(0, np.array([1, 7]))
     assert hit.experts.tolist() == [7, 1] and hit.resident.tolist() == [False, True]
-    assert run.decode_step(0, np.array([1, 7]), np.array([False, True])).resident.tolist() == [True, False]
+    assert run.decode_step(0, np.array([1, 7]), np.array([False, True])).resident.tolist() == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -93,17 +118,20 @@ def test_what_does_not_fit_is_not_simulated():
     small = toy.machine(2, unit_memory=1e8)
     with pytest.raises(NotSupported):
         simulate(small, SYSTEMS["NDP+TP"], routing)
-    simulate(small, SYSTEMS["Fiddler"], routing)                  # its experts are in host memory
+    simulate(small, SYSTEMS["Fiddler"], routing)  # its experts are in host memory
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 20), st.floats(1e6, 1e9), st.integers(1, 30))
 def test_x_grows_until_memory_is_full(E, memory, limit):
-    """Memory is filled expert by expert, a layer at a time, beside weights, keys and values, and two in transit."""
+    """Memory is filled expert by expert, a layer at a time, beside weights, keys and values, and
+    two in transit."""
     spec = toy.spec(E=E, K=1)
     costs = Costs(spec, toy.machine(gpu_memory=memory))
     expert, x = 3 * 512 * 1024 * 2, 0
-    used = costs.dense_bytes + 64 * 2 * 2 * 2 * 2 * 64 + 2 * expert         # 2 layers, K and V, 2 heads of 64, bf16
+    used = (
+        costs.dense_bytes + 64 * 2 * 2 * 2 * 2 * 64 + 2 * expert
+    )  # 2 layers, K and V, 2 heads of 64, bf16
     while x < min(E, limit) and used + 2 * expert <= memory:
         used, x = used + 2 * expert, x + 1
     assert experts_that_fit(costs, 64, limit) == x
@@ -115,9 +143,14 @@ def utilisation(resident, ids):
 
 
 def test_prefetching_by_hand():
-    routing = toy.routing([[[0, 1]], [[0, 2]]], [[[0, 1]], [[3, 0]], [[2, 8]]], history=[[0, 0, 0, 5, 4, 0, 0, 0]])
+    routing = toy.routing(
+        [[[0, 1]], [[0, 2]]], [[[0, 1]], [[3, 0]], [[2, 8]]], history=[[0, 0, 0, 5, 4, 0, 0, 0]]
+    )
     free, known = most_used(routing.counts(), 2), most_used(routing.history, 2)
-    assert np.flatnonzero(free[0]).tolist() == [0, 1] and np.flatnonzero(known[0]).tolist() == [3, 4]
+    assert np.flatnonzero(free[0]).tolist() == [0, 1] and np.flatnonzero(known[0]).tolist() == [
+        3,
+        4,
+    ]
     assert utilisation(free, routing.decode) == 3 / 6 and hit_rate(free, routing.decode) == 3 / 5
     assert utilisation(known, routing.decode) == 1 / 6
 
@@ -127,8 +160,10 @@ def test_a_prompts_own_bias_favours_its_own_counts():
     gains = []
     for seed in range(6):
         routing = simulated_routing(spec, seed, 200, 100, zipf=0.2, bias=0.8)
-        gains.append(utilisation(most_used(routing.counts(), 4), routing.decode)
-                     - utilisation(most_used(routing.history, 4), routing.decode))
+        gains.append(
+            utilisation(most_used(routing.counts(), 4), routing.decode)
+            - utilisation(most_used(routing.history, 4), routing.decode)
+        )
     assert min(gains) > 0
 
 
@@ -146,30 +181,40 @@ def test_places_are_found_by_leaving_each_token_out(seed, E, T):
 
 
 def test_what_is_prefetched_pays():
-    """All tokens alike: prefetching saves the same for each, so x grows with the answer, and 0 if it is too short."""
+    """All tokens alike: prefetching saves the same for each, so x grows with the answer, and 0 if
+    it is too short."""
+
     def chosen(answer):
         routing = toy.routing([[[0, 1]] * 2] * 8, [[[0, 1]] * 2] * answer)
         run = NDPRun(toy.machine(2), SYSTEMS["NDP+TP+PRE, improved"], routing)
-        ours, paper = (simulate(toy.machine(2), SYSTEMS["NDP+TP+PRE" + version], routing)
-                       for version in (", improved", ""))
+        ours, paper = (
+            simulate(toy.machine(2), SYSTEMS["NDP+TP+PRE" + version], routing)
+            for version in (", improved", "")
+        )
         assert ours.end_to_end <= paper.end_to_end * (1 + 1e-9) and ours.prefetched == run.x
         return run.x
+
     found = [chosen(answer) for answer in range(1, 12)]
     assert found[0] == 0 and found[-1] == 2 and found == sorted(found)
-    a_hit = float(toy.costs().unit(1)) / 2 - float(toy.costs().gpu(1))      # seconds saved; loading is twice unit(1)/2
+    a_hit = float(toy.costs().unit(1)) / 2 - float(
+        toy.costs().gpu(1)
+    )  # seconds saved; loading is twice unit(1)/2
     assert found.index(2) + 1 == pytest.approx(toy.costs().transfer() / a_hit, abs=1.5)
 
 
 @pytest.mark.parametrize("prompt, answer", [(8, 4), (8, 64), (64, 16)])
 def test_improved_is_as_fast_as_literal_end_to_end(prompt, answer):
-    """Loading included, with short prompts that predict little and short answers that repay nothing."""
+    """Loading included, with short prompts that predict little and short answers that repay
+    nothing."""
     a = Assumptions()
     for model in MODELS:
         routing = a.routing(model, 0, prompt, answer)
         for N in (modules_needed(model), 6):
             for name in ("NDP+TP+PRE", "NDP+TP+LB+PRE"):
-                literal, improved = (simulate(a.hardware(N), a.system(name + version), routing)
-                                     for version in ("", ", improved"))
+                literal, improved = (
+                    simulate(a.hardware(N), a.system(name + version), routing)
+                    for version in ("", ", improved")
+                )
                 assert improved.end_to_end <= literal.end_to_end * (1 + 1e-9), (model, N, name)
 
 
@@ -177,9 +222,14 @@ def test_a_filled_memory_decodes_faster_than_the_paper():
     a = Assumptions()
     for model in MODELS[:2]:
         routing = a.routing(model, 0, 128, 512)
-        literal, improved = (simulate(a.hardware(6), a.system("NDP+TP+LB+PRE" + version), routing)
-                             for version in ("", ", improved"))
-        assert improved.moe_decode * 1.05 < literal.moe_decode and improved.prefetched > literal.prefetched
+        literal, improved = (
+            simulate(a.hardware(6), a.system("NDP+TP+LB+PRE" + version), routing)
+            for version in ("", ", improved")
+        )
+        assert (
+            improved.moe_decode * 1.05 < literal.moe_decode
+            and improved.prefetched > literal.prefetched
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -203,7 +253,9 @@ def test_simulated_routing_is_routing(seed, zipf, bias):
     spec = toy.spec(E=6, K=3)
     one, two = (simulated_routing(spec, seed, 7, 5, zipf, bias) for _ in range(2))
     for ids in (one.prefill, one.decode):
-        assert ((ids >= 0) & (ids < 6)).all() and all(len(set(row)) == 3 for row in ids.reshape(-1, 3).tolist())
+        assert ((ids >= 0) & (ids < 6)).all() and all(
+            len(set(row)) == 3 for row in ids.reshape(-1, 3).tolist()
+        )
     assert (one.prefill == two.prefill).all() and (one.decode == two.decode).all()
 
 
@@ -218,17 +270,26 @@ def make_trace(sequences=3, S=6, D=4):
     spec = toy.spec()
     rng = torch.Generator().manual_seed(0)
     T = sequences * (S + D)
-    ids = torch.stack([torch.randperm(8, generator=rng)[:2] for _ in range(T * 2)]).view(T, 2, 2).short()
-    column = {"phase": torch.tensor(([0] * S + [1] * D) * sequences, dtype=torch.uint8),
-              "sequence": torch.arange(sequences, dtype=torch.int32).repeat_interleave(S + D),
-              "position": torch.arange(T, dtype=torch.int32), "tokens": torch.zeros(T, dtype=torch.int32)}
+    ids = (
+        torch.stack([torch.randperm(8, generator=rng)[:2] for _ in range(T * 2)])
+        .view(T, 2, 2)
+        .short()
+    )
+    column = {
+        "phase": torch.tensor(([0] * S + [1] * D) * sequences, dtype=torch.uint8),
+        "sequence": torch.arange(sequences, dtype=torch.int32).repeat_interleave(S + D),
+        "position": torch.arange(T, dtype=torch.int32),
+        "tokens": torch.zeros(T, dtype=torch.int32),
+    }
     return RoutingTrace(ids, torch.full((T, 2, 2), 0.5), **column, spec=spec, model_id="toy")
 
 
 def test_a_recorded_sequence_is_what_was_recorded():
     trace = make_trace()
     routing = recorded_routing(trace, 1)
-    assert (routing.prefill == trace.ids[10:16].numpy()).all() and (routing.decode == trace.ids[16:20].numpy()).all()
+    assert (routing.prefill == trace.ids[10:16].numpy()).all() and (
+        routing.decode == trace.ids[16:20].numpy()
+    ).all()
     others = torch.cat([trace.ids[:10], trace.ids[20:]])
     assert routing.history[1, 3] == int((others[:, 1] == 3).sum())
     assert simulate(toy.machine(2), SYSTEMS["NDP+TP+LB+PRE"], routing).moe_decode > 0
@@ -239,7 +300,7 @@ def test_a_recorded_sequence_is_what_was_recorded():
 def test_experts_are_dealt_out_in_turn():
     history = np.array([[1.0, 9.0, 5.0, 7.0]])
     assert place(history, 2).tolist() == [[0, 1, 0, 1]]
-    assert place(history, 2, "popularity").tolist() == [[1, 0, 0, 1]]       # ranks 3, 0, 2, 1
+    assert place(history, 2, "popularity").tolist() == [[1, 0, 0, 1]]  # ranks 3, 0, 2, 1
     with pytest.raises(ValueError, match="There are: id, popularity"):
         place(history, 2, "random")
 
@@ -268,28 +329,39 @@ def _first(values, value):
 
 
 SPOILS = {
-    "computed 0.5 times": lambda p: replace(p, units=p.units / 2, moved=p.moved / 2, host=p.host / 2,
-                                            resident=p.resident / 2),
+    "computed 0.5 times": lambda p: replace(
+        p, units=p.units / 2, moved=p.moved / 2, host=p.host / 2, resident=p.resident / 2
+    ),
     "computed 2 times": lambda p: replace(p, moved=p.moved + 1),
-    "computed 0 times": lambda p: replace(p, **{
-        name: _first(getattr(p, name), 0 * getattr(p, name)[0]) for name in ("units", "moved", "host", "resident")}),
+    "computed 0 times": lambda p: replace(
+        p,
+        **{
+            name: _first(getattr(p, name), 0 * getattr(p, name)[0])
+            for name in ("units", "moved", "host", "resident")
+        },
+    ),
     "negative or no number": lambda p: replace(p, moved=_first(p.moved, np.nan)),
     "asked was for": lambda p: replace(p, step=replace(p.step, experts=_first(p.step.experts, 99))),
     "of 7 tokens": lambda p: replace(p, step=replace(p.step, S=7)),
     "is of experts": lambda p: replace(p, step=replace(p.step, tokens=p.step.tokens + 1)),
     "without being there": lambda p: make_plan(p.step, 3, resident=1.0),
     "resident .*, and asked": lambda p: replace(p, step=replace(p.step, resident=~p.step.resident)),
-    "it is of experts .*, and asked": lambda p: make_plan(p.step.take(np.arange(1, len(p.step))), 3, moved=1.0),
+    "it is of experts .*, and asked": lambda p: make_plan(
+        p.step.take(np.arange(1, len(p.step))), 3, moved=1.0
+    ),
     "for [0-9] experts": lambda p: replace(p, moved=p.moved[1:]),
     "on 3 units": lambda p: replace(p, units=np.column_stack([p.units, 0 * p.host])),
-    "does not have so much of it": lambda p: make_plan(p.step, 3, host=1.0) if p.units.any() else
-    make_plan(p.step, 3, split=True),
+    "does not have so much of it": lambda p: (
+        make_plan(p.step, 3, host=1.0) if p.units.any() else make_plan(p.step, 3, split=True)
+    ),
     "in 0 pieces": lambda p: replace(p, pieces=0),
     "no plan but None": lambda p: None,
 }
 
 
-@pytest.mark.parametrize("name", ["NDP", "NDP+TP+LB", "NDP+TP+LB+PRE, improved", "MoNDE", "Fiddler"])
+@pytest.mark.parametrize(
+    "name", ["NDP", "NDP+TP+LB", "NDP+TP+LB+PRE, improved", "MoNDE", "Fiddler"]
+)
 @pytest.mark.parametrize("words", SPOILS)
 @pytest.mark.parametrize("prompt", [True, False])
 def test_a_schedule_that_plans_wrongly_is_refused(name, words, prompt):
@@ -308,8 +380,11 @@ def test_any_one_share_that_is_changed_is_noticed(data, name, seed):
     """Every plan of ours passes, and none with one number of it changed."""
     routing = simulated_routing(toy.spec(L=2, K=3), seed, prompt=9, answer=2, zipf=0.8)
     run = NDPRun(toy.machine(3), SYSTEMS[name], routing)
-    step = run.prefill_step(0, routing.counts()[0]) if data.draw(st.booleans()) else run.decode_step(
-        1, routing.decode[0, 1])
+    step = (
+        run.prefill_step(0, routing.counts()[0])
+        if data.draw(st.booleans())
+        else run.decode_step(1, routing.decode[0, 1])
+    )
     plan = run.plan(step)
     field = data.draw(st.sampled_from(("units", "moved", "host", "resident")))
     shares = getattr(plan, field).copy()

@@ -29,7 +29,11 @@ def test_speedups_are_ratios_over_what_both_support(sweep):
 
 def test_every_claim_about_times_is_computed(sweep):
     found = quantities(sweep, 0)
-    assert set(found) == set(FIT) | set(JUDGED) == {name for name in CLAIMS if not name.startswith("modules")}
+    assert (
+        set(found)
+        == set(FIT) | set(JUDGED)
+        == {name for name in CLAIMS if not name.startswith("modules")}
+    )
     assert not set(FIT) & set(JUDGED) and len(FIT) <= len(JUDGED)
 
 
@@ -42,25 +46,49 @@ def test_modules_needed(model, billions):
 
 def test_a_claim_judges():
     number, words = CLAIMS["decode NDP+TP"], CLAIMS["Qwen3, N=2, decode NDP+TP"]
-    assert number.agrees(1.99 * 1.09) and not number.agrees(1.99 * 1.11) and off("decode NDP+TP", 1.99) == 0
+    assert (
+        number.agrees(1.99 * 1.09)
+        and not number.agrees(1.99 * 1.11)
+        and off("decode NDP+TP", 1.99) == 0
+    )
     assert words.agrees(0.95) and not words.agrees(1.05) and not words.agrees(0.5)
-    assert off("Qwen3, N=2, decode NDP+TP", np.array([0.9, 1.1, 0.425])) == pytest.approx([0, 0.1, -0.5])
+    assert off("Qwen3, N=2, decode NDP+TP", np.array([0.9, 1.1, 0.425])) == pytest.approx(
+        [0, 0.1, -0.5]
+    )
     assert number.agrees(np.array([1.99, 2.5])).tolist() == [True, False]
 
 
 def test_assumptions_reach_hardware_and_systems():
-    a = replace(Assumptions(), mapping="MOP4CLXOR", monde_rounding="ceil", limit="memory", rounding="ceil")
-    assert a.hardware(2).unit_bandwidth == pytest.approx(96e9) and a.hardware(2, pcie=4).link < a.hardware(2).link
+    a = replace(
+        Assumptions(), mapping="MOP4CLXOR", monde_rounding="ceil", limit="memory", rounding="ceil"
+    )
+    assert (
+        a.hardware(2).unit_bandwidth == pytest.approx(96e9)
+        and a.hardware(2, pcie=4).link < a.hardware(2).link
+    )
     assert a.system("MoNDE").rounding == "ceil" and a.system("NDP+TP+PRE").prefetches == "memory"
-    b = replace(Assumptions(), mapping="stated", gpu_gb=17.0, shared_dram=True, monde_prefill="share", cached="Fiddler")
-    assert (b.hardware(2).unit_bandwidth, b.hardware(2).gpu_memory) == pytest.approx((102.4e9, 17e9))
+    b = replace(
+        Assumptions(),
+        mapping="stated",
+        gpu_gb=17.0,
+        shared_dram=True,
+        monde_prefill="share",
+        cached="Fiddler",
+    )
+    assert (b.hardware(2).unit_bandwidth, b.hardware(2).gpu_memory) == pytest.approx(
+        (102.4e9, 17e9)
+    )
     assert b.hardware(2).shared_dram and b.system("MoNDE").prefill == "share"
     assert b.system("Fiddler").cached and not b.system("MoNDE").cached
     equal = replace(Assumptions(), cached="all")
     assert equal.system("MoNDE").cached and equal.system("NDP+TP+LB+PRE").prefetches == "memory"
-    assert Assumptions().system("NDP+TP+PRE").prefetches == "K" and a.system("NDP+TP").prefetches == "none"
+    assert (
+        Assumptions().system("NDP+TP+PRE").prefetches == "K"
+        and a.system("NDP+TP").prefetches == "none"
+    )
     assert a.system("NDP+TP+LB, improved") == Assumptions().system("NDP+TP+LB, improved").__class__(
-        prefetch=False, version="improved", rounding="ceil", limit="pay")
+        prefetch=False, version="improved", rounding="ceil", limit="pay"
+    )
 
 
 def test_an_unknown_system_is_named():
@@ -69,27 +97,46 @@ def test_an_unknown_system_is_named():
 
 
 def test_what_is_missed_is_explained():
-    """At the paper's size with one seed: what disagrees is what `MISSES` explains, and nothing else."""
+    """At the paper's size with one seed: what disagrees is what `MISSES` explains, and nothing
+    else."""
     found = quantities(paper_sweep(units=(2, 3, 4, 5, 6), seeds=(0,)), 0)
     assert {name for name in found if not CLAIMS[name].agrees(found[name])} == set(MISSES)
 
 
 def test_gains_are_over_the_seeds_and_only_where_both_are_supported():
-    sweep = paper_sweep(models=MODELS[:2], units=(1, 2), systems=("MoNDE", "NDP+TP"), seeds=(0, 1), prompt=16, answer=4)
-    ratios = [sweep.result(MODELS[0], 2, "MoNDE", s).moe_decode / sweep.result(MODELS[0], 2, "NDP+TP", s).moe_decode
-              for s in (0, 1)]
+    sweep = paper_sweep(
+        models=MODELS[:2],
+        units=(1, 2),
+        systems=("MoNDE", "NDP+TP"),
+        seeds=(0, 1),
+        prompt=16,
+        answer=4,
+    )
+    ratios = [
+        sweep.result(MODELS[0], 2, "MoNDE", s).moe_decode
+        / sweep.result(MODELS[0], 2, "NDP+TP", s).moe_decode
+        for s in (0, 1)
+    ]
     gain = sweep.gain(MODELS[0], 2, "NDP+TP", "MoNDE", "moe_decode")
     assert gain == pytest.approx((sum(ratios) / 2, min(ratios), max(ratios)))
-    assert sweep.gain(MODELS[1], 1, "NDP+TP", "MoNDE", "moe_decode") is None        # 58 GB on one module
+    assert sweep.gain(MODELS[1], 1, "NDP+TP", "MoNDE", "moe_decode") is None  # 58 GB on one module
     every = sweep.mean_gains("NDP+TP", "MoNDE", "moe_decode", averaged=False)
-    assert set(every) == {(MODELS[0], 1), (MODELS[0], 2), (MODELS[1], 2)} and every[MODELS[0], 2] == gain[0]
+    assert (
+        set(every) == {(MODELS[0], 1), (MODELS[0], 2), (MODELS[1], 2)}
+        and every[MODELS[0], 2] == gain[0]
+    )
     assert set(sweep.mean_gains("NDP+TP", "MoNDE", "moe_decode", MODELS[0])) == {(MODELS[0], 2)}
     assert (sweep.models, sweep.units) == (list(MODELS[:2]), [1, 2])
 
 
 def test_joined_sweeps_have_both_cells():
-    a, b = (paper_sweep(models=MODELS[:1], units=(2,), systems=(name,), seeds=(0,), prompt=8, answer=2)
-            for name in ("MoNDE", "NDP+TP"))
+    a, b = (
+        paper_sweep(models=MODELS[:1], units=(2,), systems=(name,), seeds=(0,), prompt=8, answer=2)
+        for name in ("MoNDE", "NDP+TP")
+    )
     both = a.joined(b)
-    assert both.result(MODELS[0], 2, "MoNDE") is a.result(MODELS[0], 2, "MoNDE") and len(both.cells) == 2
+    assert (
+        both.result(MODELS[0], 2, "MoNDE") is a.result(MODELS[0], 2, "MoNDE")
+        and len(both.cells) == 2
+    )
     assert len(a.cells) == 1

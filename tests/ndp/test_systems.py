@@ -24,15 +24,21 @@ def test_on_demand_moves_everything():
 
 def test_fiddler_takes_the_quicker_way_for_each_expert():
     costs = toy.costs()
-    n = 1 + int(np.searchsorted(costs.cpu(np.arange(1, 200)) > costs.transfer() + costs.gpu(np.arange(1, 200)), True))
+    n = 1 + int(
+        np.searchsorted(
+            costs.cpu(np.arange(1, 200)) > costs.transfer() + costs.gpu(np.arange(1, 200)), True
+        )
+    )
     assert 2 < n < 200
     plan = Fiddler().plan(toy.step([n, n - 1, 1], S=n), costs)
     assert plan.host.tolist() == [0, 1, 1] and plan.moved.tolist() == [1, 0, 0]
 
 
-@pytest.mark.parametrize("N, rounding, share", [(2, "round", 3), (2, "floor", 2), (6, "round", 1), (6, "ceil", 2)])
+@pytest.mark.parametrize(
+    "N, rounding, share", [(2, "round", 3), (2, "floor", 2), (6, "round", 1), (6, "ceil", 2)]
+)
 def test_monde_sends_the_bandwidth_ratio_of_the_most_popular(N, rounding, share):
-    costs = Costs(toy.spec(E=16, K=8), toy.machine(N))              # link and unit equally fast: 8 / (1 + N)
+    costs = Costs(toy.spec(E=16, K=8), toy.machine(N))  # link and unit equally fast: 8 / (1 + N)
     step = toy.step([1] * 8, homes=[i % N for i in range(8)])
     plan = MoNDE(rounding).plan(step, costs)
     assert plan.moved.tolist() == [1] * share + [0] * (8 - share)
@@ -44,29 +50,42 @@ def test_monde_sends_the_bandwidth_ratio_of_the_most_popular(N, rounding, share)
 
 
 def test_monde_sends_of_a_prompt_what_it_is_told_to():
-    """Nothing, the bandwidths' share of the active experts, or as many as make the layer fastest, by trying all."""
-    costs = Costs(toy.spec(E=16, K=2), toy.machine(3))              # link and unit equally fast: A / (1 + N)
+    """Nothing, the bandwidths' share of the active experts, or as many as make the layer fastest,
+    by trying all."""
+    costs = Costs(toy.spec(E=16, K=2), toy.machine(3))  # link and unit equally fast: A / (1 + N)
     step = toy.step([40, 30, 20, 9, 4, 2, 1, 1], homes=[0, 1, 2, 0, 1, 2, 0, 1], S=50)
-    count = {how: MoNDE(prefill=how).plan(step, costs).moved.sum() for how in ("none", "share", "tuned")}
+    count = {
+        how: MoNDE(prefill=how).plan(step, costs).moved.sum() for how in ("none", "share", "tuned")
+    }
     times = [layer_seconds(make_plan(step, 3, moved=np.arange(8) < m), costs) for m in range(9)]
-    assert (count["none"], count["share"], count["tuned"]) == (0, 2, int(np.argmin(times))) and count["tuned"] > 2
+    assert (count["none"], count["share"], count["tuned"]) == (
+        0,
+        2,
+        int(np.argmin(times)),
+    ) and count["tuned"] > 2
 
 
 def test_monde_relieves_the_busiest_module():
-    costs = Costs(toy.spec(E=16, K=8), toy.machine(2))              # 8 / 3 → 3 experts
+    costs = Costs(toy.spec(E=16, K=8), toy.machine(2))  # 8 / 3 → 3 experts
     step = toy.step([1] * 8, homes=[0, 0, 1, 1, 1, 1, 1, 0])
     popular, busiest = (MoNDE(relieves=who).plan(step, costs) for who in ("popular", "busiest"))
     assert popular.step.experts[popular.moved > 0].tolist() == [0, 1, 2]
-    assert busiest.step.experts[busiest.moved > 0].tolist()[:2] == [2, 3]           # 5 to 3, then either
+    assert busiest.step.experts[busiest.moved > 0].tolist()[:2] == [2, 3]  # 5 to 3, then either
     assert layer_seconds(busiest, costs) < layer_seconds(popular, costs)
 
 
-@pytest.mark.parametrize("system", [OnDemand(cached=True), Fiddler(cached=True), MoNDE(cached=True)])
+@pytest.mark.parametrize(
+    "system", [OnDemand(cached=True), Fiddler(cached=True), MoNDE(cached=True)]
+)
 def test_what_the_gpu_has_is_not_sent(system):
     costs = Costs(toy.spec(K=8), toy.machine(2))
-    plan = system.plan(toy.step([1] * 8, homes=[0, 1] * 4, resident=[True, True] + [False] * 6), costs)
+    plan = system.plan(
+        toy.step([1] * 8, homes=[0, 1] * 4, resident=[True, True] + [False] * 6), costs
+    )
     assert plan.resident.tolist() == [1, 1] + [0] * 6 and not problems(plan, N=2)
-    assert plan.moved.sum() == {OnDemand: 6, Fiddler: 0, MoNDE: 1}[type(system)]       # MoNDE's share is 3
+    assert (
+        plan.moved.sum() == {OnDemand: 6, Fiddler: 0, MoNDE: 1}[type(system)]
+    )  # MoNDE's share is 3
 
 
 def test_tensor_parallelism_divides_every_expert():
@@ -81,7 +100,11 @@ def test_tensor_parallelism_divides_every_expert():
 def test_literal_prefetching_runs_hits_on_the_gpu_and_misses_on_the_units():
     costs = toy.costs(units=2)
     plan = SYSTEMS["NDP+TP+LB+PRE"].plan(toy.step([1, 1], resident=[False, True]), costs)
-    assert plan.step.experts.tolist() == [1, 0] and plan.resident.tolist() == [1, 0] and not plan.moved.any()
+    assert (
+        plan.step.experts.tolist() == [1, 0]
+        and plan.resident.tolist() == [1, 0]
+        and not plan.moved.any()
+    )
     without = SYSTEMS["NDP+TP+LB"].plan(toy.step([1, 1], resident=[False, True]), costs)
     assert not without.resident.any()
 
@@ -93,14 +116,23 @@ def test_whole_experts_leave_from_the_busiest_unit():
     assert plan.moved.sum() >= 1 and plan.step.experts.tolist()[:2] == [1, 2] and not problems(plan)
 
 
-steps = st.integers(1, 6).flatmap(lambda A: st.tuples(
-    st.lists(st.integers(1, 40), min_size=A, max_size=A).map(lambda n: sorted(n, reverse=True)),
-    st.lists(st.integers(0, 3), min_size=A, max_size=A), st.lists(st.booleans(), min_size=A, max_size=A)))
+steps = st.integers(1, 6).flatmap(
+    lambda A: st.tuples(
+        st.lists(st.integers(1, 40), min_size=A, max_size=A).map(lambda n: sorted(n, reverse=True)),
+        st.lists(st.integers(0, 3), min_size=A, max_size=A),
+        st.lists(st.booleans(), min_size=A, max_size=A),
+    )
+)
 
 
 @settings(max_examples=25, deadline=None)
-@given(steps, st.sampled_from((1, 60)), st.sampled_from([n for n in SYSTEMS if n.endswith("improved") and "TP" in n]),
-       st.floats(1e9, 1e11), st.floats(1e9, 1e11))
+@given(
+    steps,
+    st.sampled_from((1, 60)),
+    st.sampled_from([n for n in SYSTEMS if n.endswith("improved") and "TP" in n]),
+    st.floats(1e9, 1e11),
+    st.floats(1e9, 1e11),
+)
 def test_improved_is_never_beaten_by_a_grid(drawn, S, name, link, unit):
     """The same family of splits, tried at 61 places."""
     tokens, homes, resident = drawn
@@ -120,34 +152,58 @@ def test_improved_is_never_beaten_by_a_grid(drawn, S, name, link, unit):
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.sampled_from([*sorted(SYSTEMS), MoNDE(relieves="busiest"), MoNDE("ceil")]), st.integers(1, 5),
-       st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from([*sorted(SYSTEMS), MoNDE(relieves="busiest"), MoNDE("ceil")]),
+    st.integers(1, 5),
+    st.integers(0, 2**32 - 1),
+)
 def test_steps_of_one_situation_take_equally_long(name, N, seed):
     rng, system = np.random.default_rng(seed), SYSTEMS.get(name, name)
     costs = Costs(toy.spec(K=4), toy.machine(N))
     homes, resident = rng.integers(0, N, (24, 4)), rng.random((24, 4)) < 0.4
     rows = system.situations(homes, resident, costs)
-    times = [layer_seconds(system.plan(toy.step([1] * 4, h, r), costs), costs) for h, r in zip(homes, resident)]
+    times = [
+        layer_seconds(system.plan(toy.step([1] * 4, h, r), costs), costs)
+        for h, r in zip(homes, resident)
+    ]
     for row in np.unique(rows, axis=0):
         same = np.array(times)[(rows == row).all(1)]
-        assert np.ptp(same) <= 1e-4 * same.max()          # bisection ends somewhere in that range
+        assert np.ptp(same) <= 1e-4 * same.max()  # bisection ends somewhere in that range
 
 
 def test_a_plan_that_computes_an_expert_twice_is_found():
     step = toy.step([1, 1])
     plan = make_plan(step, 2, resident=np.array([0.0, 1.0]))
     assert problems(plan) == ["expert 1 runs from GPU memory without being there"]
-    assert any("computed" in text for text in problems(type(plan)(**{**plan.__dict__, "moved": np.array([0.5, 0])})))
+    assert any(
+        "computed" in text
+        for text in problems(type(plan)(**{**plan.__dict__, "moved": np.array([0.5, 0])}))
+    )
 
 
-@pytest.mark.parametrize("system, field, wrong", [
-    (GPUNDP, "version", "improve"), (GPUNDP, "limit", "mem"), (GPUNDP, "eq2_tokens", "x"), (GPUNDP, "rounding", "flor"),
-    (MoNDE, "rounding", "flor"), (MoNDE, "relieves", "busy"), (MoNDE, "prefill", "tune")])
+@pytest.mark.parametrize(
+    "system, field, wrong",
+    [
+        (GPUNDP, "version", "improve"),
+        (GPUNDP, "limit", "mem"),
+        (GPUNDP, "eq2_tokens", "x"),
+        (GPUNDP, "rounding", "flor"),
+        (MoNDE, "rounding", "flor"),
+        (MoNDE, "relieves", "busy"),
+        (MoNDE, "prefill", "tune"),
+    ],
+)
 def test_an_unknown_option_names_the_known_ones(system, field, wrong):
-    with pytest.raises(ValueError, match=f"no {field} '{wrong}'.* There are: .*{getattr(system(), field)}"):
+    with pytest.raises(
+        ValueError, match=f"no {field} '{wrong}'.* There are: .*{getattr(system(), field)}"
+    ):
         system(**{field: wrong})
 
 
 def test_every_combination_is_there():
-    flags = {(s.tensor_parallel, s.load_balance, s.prefetch) for s in SYSTEMS.values() if isinstance(s, GPUNDP)}
+    flags = {
+        (s.tensor_parallel, s.load_balance, s.prefetch)
+        for s in SYSTEMS.values()
+        if isinstance(s, GPUNDP)
+    }
     assert len(flags) == 8

@@ -9,7 +9,8 @@ from tests.models import tiny
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """(folder of a checkpoint, of its store) of a small bf16 model with 2 MoE layers of 8 experts."""
+    """(folder of a checkpoint, of its store) of a small bf16 model with 2 MoE layers of 8
+    experts."""
     folder = tmp_path_factory.mktemp("qwen")
     tiny.save("qwen3_moe", folder / "model", torch.bfloat16, max_position_embeddings=1024)
     convert(folder / "model", folder / "store")

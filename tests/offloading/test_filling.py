@@ -1,4 +1,5 @@
-"""Where all experts fit, opening reads them: what lies in the slots, what the first prompt finds, what can go wrong."""
+"""Where all experts fit, opening reads them: what lies in the slots, what the first prompt finds,
+what can go wrong."""
 
 import pytest
 import torch
@@ -9,21 +10,29 @@ from moelab.offloading.offload import offload
 from moelab.store.layout import StoreError
 from moelab.store.reader import StoreExperts
 from tests.models import tiny
-from tests.offloading.test_offload import DELAYS, damaged, no_thread_is_left, threads   # noqa: F401
+from tests.offloading.test_offload import DELAYS, damaged, no_thread_is_left, threads  # noqa: F401
 
 IDS = torch.arange(3, 20)[None]
-#: codecs, formats of few bits with and without unpacking, and checkpoints, of which some are converted
+#: codecs, formats of few bits with and without unpacking, and checkpoints, of which some are
+#: converted
 FORMS = ["raw", "bf12", "huffman", "int4", "int4 compact", "qwen3_moe", "mxfp4", "fp8"]
 
 
 def opened(form, folder, memory, **options):
-    """(an opened model's session, one in memory that must agree, its experts' tensors by layer and expert)."""
+    """(an opened model's session, one in memory that must agree, its experts' tensors by layer and
+    expert)."""
     if form in ("mxfp4", "fp8", "qwen3_moe"):
-        made = tiny.save_few(form, folder / "m") if form != "qwen3_moe" else tiny.save(form, folder / "m")
+        made = (
+            tiny.save_few(form, folder / "m")
+            if form != "qwen3_moe"
+            else tiny.save(form, folder / "m")
+        )
         return offload(made, memory, delays=DELAYS, **options), open_model(made), None
     model = tiny.save("qwen3_moe", folder / "m", torch.bfloat16)
     name, compact = form.partition(" ")[::2]
-    store = convert(model, folder / "s", **({"quantize": name} if name == "int4" else {"codec": name}))
+    store = convert(
+        model, folder / "s", **({"quantize": name} if name == "int4" else {"codec": name})
+    )
     lm = offload(store, memory, delays=DELAYS, compact=bool(compact), **options)
     return lm, open_model(store.folder), StoreExperts(store)
 
@@ -35,7 +44,9 @@ def test_the_first_prompt_finds_every_expert_and_reads_nothing(form, scope, tmp_
     with lm.moelab as session, torch.inference_mode():
         held = session.engine.pipeline.queue.held
         everyone = {(layer, expert) for layer in range(lm.spec.L) for expert in range(lm.spec.E)}
-        assert set(held) == everyone and len({slots["full"] for slots in held.values()}) == len(everyone)
+        assert set(held) == everyone and len({slots["full"] for slots in held.values()}) == len(
+            everyone
+        )
         for key in everyone if experts else ():
             for name, tensor in experts(*key).items():
                 assert torch.equal(session.engine.weights(*key)[name], tensor)
@@ -67,7 +78,8 @@ def test_ctrl_c_while_the_other_weights_load_ends_the_reading(tmp_path, monkeypa
     def interrupted(*_, **__):
         assert threads()
         raise KeyboardInterrupt
+
     monkeypatch.setattr(opening, "open_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        offload(store, 1.0, delays=DELAYS, bandwidth=1e5)       # of all experts' bytes, minutes
+        offload(store, 1.0, delays=DELAYS, bandwidth=1e5)  # of all experts' bytes, minutes
     assert not threads()

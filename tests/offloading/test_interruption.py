@@ -1,8 +1,7 @@
 """Ctrl-C at any line of the engine: the next generation works and is exact, and nothing hangs.
 
-Lines are found in two ways: a signal that comes after a random time, as a person's does, and a trace function that
-raises at every line in turn, which finds each window without luck.
-"""
+Lines are found in two ways: a signal that comes after a random time, as a person's does, and a
+trace function that raises at every line in turn, which finds each window without luck."""
 
 import faulthandler
 import gc
@@ -33,11 +32,21 @@ from tests.models import tiny
 from tests.offloading.test_offload import DELAYS, assert_equal, generate, jitter, threads
 
 PACKAGE = Path(moelab.__file__).parent
-TRACED = tuple(str(PACKAGE / part) for part in ("offloading", "schedule", "cache", "speculate", "models/seam.py"))
+TRACED = tuple(
+    str(PACKAGE / part)
+    for part in ("offloading", "schedule", "cache", "speculate", "models/seam.py")
+)
 #: how a model is set up: (codec, mode of speculation, options of `offload`)
-SETUPS = [("raw", None, {}), ("huffman", None, {"plan": Pools(2, 2, 1, 1), "policy": "zipmoe", "workers": 2}),
-          ("zstd-huffman", "hint", {"plan": Pools(F=3), "ahead": 4, "policy": "marking"}),
-          ("huffman", "speculative", {"plan": Pools(2, 1, 1, 0), "ahead": 8, "workers": 2, "policy": "lfu"})]
+SETUPS = [
+    ("raw", None, {}),
+    ("huffman", None, {"plan": Pools(2, 2, 1, 1), "policy": "zipmoe", "workers": 2}),
+    ("zstd-huffman", "hint", {"plan": Pools(F=3), "ahead": 4, "policy": "marking"}),
+    (
+        "huffman",
+        "speculative",
+        {"plan": Pools(2, 1, 1, 0), "ahead": 8, "workers": 2, "policy": "lfu"},
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +70,7 @@ def watched(seconds=300):
 
 
 @lru_cache(maxsize=2)
-def resident(folder, mode):                     # one for each mode: what it generated is remembered, see `of_eager`
+def resident(folder, mode):  # one for each mode: what it generated is remembered, see `of_eager`
     return open_model(folder / "model")
 
 
@@ -75,7 +84,9 @@ def set_up(folder, codec, mode, options):
         if mode:
             stack.enter_context(Speculation(model, make("predictor", "router", model), mode))
         if mode == "speculative":
-            stack.enter_context(Speculation(reference, make("predictor", "router", reference), mode))
+            stack.enter_context(
+                Speculation(reference, make("predictor", "router", reference), mode)
+            )
         yield model, reference
     assert not threads()
 
@@ -88,23 +99,30 @@ def in_order(model):
         taken = [one[kind] for one in queue.held.values() if kind in one]
         for load in (load for batch in queue.prefetched.values() for load in batch.loads.values()):
             taken += [slot for key, slot in load.slots.items() if key == kind and slot not in taken]
-        assert not Counter(queue.free[kind] + taken) - Counter(range(pipeline.slots.count[kind])), "given twice"
+        assert not Counter(queue.free[kind] + taken) - Counter(range(pipeline.slots.count[kind])), (
+            "given twice"
+        )
     assert {key for key, one in queue.held.items() if "full" in one} >= set(
-        key for key in queue.held if offloading.residency.state(key).value == "F")
+        key for key in queue.held if offloading.residency.state(key).value == "F"
+    )
     assert len(offloading.forwards) == len(offloading.steps) == len(offloading.predictions)
     assert not offloading.cancel()
     assert len(threads()) == len(pipeline.threads)
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("codec, mode, options", SETUPS, ids=lambda value: str(value) if value is None else None)
+@pytest.mark.parametrize(
+    "codec, mode, options", SETUPS, ids=lambda value: str(value) if value is None else None
+)
 def test_a_signal_at_any_time(folder, codec, mode, options):
     chance = random.Random(0)
     with set_up(folder, codec, mode, options) as (model, reference):
         jitter(model, chance)
         assert_equal(model, reference, new=3)
         longest, hit, before = 10.0, 0, torch.get_num_threads()
-        for seed in takewhile(lambda seed: seed < depth(3, 250) or not hit, count()):     # until one hits
+        for seed in takewhile(
+            lambda seed: seed < depth(3, 250) or not hit, count()
+        ):  # until one hits
             with watched():
                 try:
                     if seed:
@@ -125,13 +143,15 @@ def test_a_signal_at_any_time(folder, codec, mode, options):
 def alarm_is_an_interrupt():
     def interrupt(*_):
         raise KeyboardInterrupt
+
     before = signal.signal(signal.SIGALRM, interrupt)
     yield
     signal.signal(signal.SIGALRM, before)
 
 
 class Lines:
-    """Raises KeyboardInterrupt at the `point`-th line of the engine that this thread comes to; None only counts."""
+    """Raises KeyboardInterrupt at the `point`-th line of the engine that this thread comes to; None
+    only counts."""
 
     def __init__(self, point=None):
         self.point, self.count = point, 0
@@ -154,9 +174,11 @@ class Lines:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("codec, mode, options", SETUPS, ids=lambda value: str(value) if value is None else None)
+@pytest.mark.parametrize(
+    "codec, mode, options", SETUPS, ids=lambda value: str(value) if value is None else None
+)
 def test_an_interruption_at_any_line_of_a_generation(folder, codec, mode, options, monkeypatch):
-    chance, count = random.Random(1), [2]               # torch's threads, of which there is one all the same
+    chance, count = random.Random(1), [2]  # torch's threads, of which there is one all the same
     monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: count.__setitem__(0, n))
     with set_up(folder, codec, mode, options) as (model, reference):
@@ -191,7 +213,7 @@ def test_an_interruption_while_torch_gets_its_threads_back(folder, line, monkeyp
                 type(engine).widen(engine)
 
         engine.one_thread, engine.widen = True, widen
-        for seed in range(20):                          # until a decode step finds the workers busy
+        for seed in range(20):  # until a decode step finds the workers busy
             with watched(), suppress(KeyboardInterrupt):
                 generate(model, seed=seed, batch=1, new=3)
             if found:
@@ -247,7 +269,8 @@ def test_an_interruption_while_a_model_is_opened_or_closed_leaves_no_thread(fold
 
 
 def test_what_was_cached_before_an_interruption_is_still_there(folder):
-    """All but what the layer that was interrupted had under way: Ctrl-C in a notebook does not empty the cache."""
+    """All but what the layer that was interrupted had under way: Ctrl-C in a notebook does not
+    empty the cache."""
     with set_up(folder, "raw", None, {"plan": Pools(F=16)}) as (model, reference):
         for seed in range(4):
             assert_equal(model, reference, seed=seed, new=3)
@@ -271,6 +294,7 @@ def test_a_thread_that_dies_ends_the_generation_with_its_error(folder, monkeypat
             if next(calls) == 3:
                 raise MemoryError("no memory for a dictionary")
             return done(self, load, error)
+
         monkeypatch.setattr(LoadQueue, "_done", broken)
         model.moelab.residency.clear()
         model.moelab.engine._sound = False
@@ -282,7 +306,8 @@ def test_a_thread_that_dies_ends_the_generation_with_its_error(folder, monkeypat
 
 
 def test_a_model_that_is_dropped_within_one_of_its_own_threads_is_closed(folder):
-    """The garbage collector runs in any thread: there, it must not wait for the thread that it runs in."""
+    """The garbage collector runs in any thread: there, it must not wait for the thread that it runs
+    in."""
     model = offload(folder / "huffman", 0.5, delays=DELAYS)
     generate(model, batch=1, new=2)
     engine = model.moelab.engine
@@ -293,6 +318,7 @@ def test_a_model_that_is_dropped_within_one_of_its_own_threads_is_closed(folder)
         engine.pipeline.end()
         done.set()
         return read(*args, **kwargs)
+
     reader.fill = closing
     engine.residency.clear()
     engine._sound = False
@@ -306,12 +332,13 @@ def test_a_model_that_is_dropped_within_one_of_its_own_threads_is_closed(folder)
 
 
 def test_cancelling_after_an_interruption(folder):
-    """An interruption leaves nothing that a later `cancel` would take for a generation that runs."""
+    """An interruption leaves nothing that a later `cancel` would take for a generation that
+    runs."""
     with set_up(folder, "raw", None, {}) as (model, reference):
         for point in range(1, 60, depth(15, 1)):
             with pytest.raises(KeyboardInterrupt), Lines(point):
                 generate(model, batch=1, new=2)
-            model.moelab.cancel()                               # nothing runs
+            model.moelab.cancel()  # nothing runs
             assert_equal(model, reference, seed=1, new=2)
         jitter(model, random.Random(0))
         ended = []
@@ -321,6 +348,7 @@ def test_cancelling_after_an_interruption(folder):
                 generate(model, new=100)
             except Cancelled as error:
                 ended.append(error)
+
         thread = threading.Thread(target=run)
         model.moelab.reset()
         thread.start()

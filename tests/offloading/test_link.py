@@ -1,7 +1,8 @@
-"""Experts on a GPU: with a GPU's own streams where there is one, and everywhere with a link that only keeps their order.
+"""Experts on a GPU: with a GPU's own streams where there is one, and everywhere with a link that
+only keeps their order.
 
-`Ordered` does what streams do as far as order goes: what is sent is in its slot only once that was waited for.
-"""
+`Ordered` does what streams do as far as order goes: what is sent is in its slot only once that was
+waited for."""
 
 import time
 from contextlib import contextmanager
@@ -21,11 +22,15 @@ from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 CPU = torch.device("cpu")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 
 
 class Ordered(Link):
-    """`log` : what happened to slots: "copy", "send" or "leave". What is sent is there only when it is waited for."""
+    """`log` : what happened to slots: "copy", "send" or "leave". What is sent is there only when it
+    is waited for."""
 
     def __init__(self, device):
         super().__init__(device)
@@ -66,8 +71,14 @@ class Ordered(Link):
 def forms(tmp_path_factory):
     """form → folder, of one bf16 model whose weights bf12 can pack."""
     folder = tmp_path_factory.mktemp("forms")
-    tiny.save("qwen3_moe", folder / "model", torch.bfloat16, max_position_embeddings=1024, hidden_size=64,
-              moe_intermediate_size=64)
+    tiny.save(
+        "qwen3_moe",
+        folder / "model",
+        torch.bfloat16,
+        max_position_embeddings=1024,
+        hidden_size=64,
+        moe_intermediate_size=64,
+    )
     for codec in ("raw", "bf12", "huffman"):
         convert(folder / "model", folder / codec, codec=codec)
     convert(folder / "model", folder / "int4", quantize="int4")
@@ -77,13 +88,17 @@ def forms(tmp_path_factory):
 @pytest.fixture
 def opened(monkeypatch):
     """Opens a model for a device, "cpu" as if it were a GPU."""
+
     def opens(folder, memory, device, **options):
         if device == "cpu":
             monkeypatch.setattr("moelab.offloading.slots.link_to", Ordered)
             if options.pop("mode", None) == "pinned":
-                monkeypatch.setattr("moelab.offloading.offload.Reader",
-                                    lambda store, **given: PinnedReader(store, CPU, **given))
+                monkeypatch.setattr(
+                    "moelab.offloading.offload.Reader",
+                    lambda store, **given: PinnedReader(store, CPU, **given),
+                )
         return open_model(folder, memory=memory, device=device, **options)
+
     yield opens
 
 
@@ -92,15 +107,24 @@ def on(model, device, **options):
     if device == "cpu":
         return generate(model, **options)
     ids = torch.randint(3, 96, (1, 9), generator=torch.Generator().manual_seed(0)).to(device)
-    out = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, output_logits=True,
-                         return_dict_in_generate=True)
+    out = model.generate(
+        ids,
+        max_new_tokens=24,
+        min_new_tokens=24,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     return out.sequences, torch.stack(out.logits)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
-@pytest.mark.parametrize("options", [{}, {"mode": "pinned"}, {"mode": "pinned", "prefetch": "router"}, {"workers": 2}],
-                         ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "pinned"}, {"mode": "pinned", "prefetch": "router"}, {"workers": 2}],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
 @pytest.mark.parametrize("memory", [0.3, 1.0])
 def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms, opened):
     reference = open_model(forms["model"], device=device)
@@ -123,11 +147,13 @@ def test_fast_behind_a_link_is_close_to_exact(device, form, forms, opened):
             ids = torch.arange(3, 40)[None].to(lm.device)
             with torch.inference_mode():
                 cache = lm(ids[:, :9], use_cache=True).past_key_values
-                found[executor] = torch.cat([lm(ids[:, i:i + 1], past_key_values=cache).logits for i in range(9, 37)])
+                found[executor] = torch.cat(
+                    [lm(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9, 37)]
+                )
             assert lm.moelab.metrics().misses
     off = (found["fast"] - found["exact"]).abs().float().mean((1, 2))
-    # Two tokens' logits are 1 apart. Where two experts are as good as each other, rounding decides, which every
-    # processor does in its own way, and another one is chosen.
+    # Two tokens' logits are 1 apart. Where two experts are as good as each other, rounding decides,
+    # which every processor does in its own way, and another one is chosen.
     assert 0 < off.median() < 0.05 and (off < 0.1).float().mean() > 0.75, off
 
 
@@ -135,18 +161,28 @@ def test_fast_behind_a_link_is_close_to_exact(device, form, forms, opened):
 def test_pinned_chunks_are_those_that_are_read(form, forms):
     from moelab.models.direct import CheckpointStore
     from moelab.models.opening import examine
-    store = ExpertStore(forms[form]) if form != "model" else CheckpointStore(examine(forms[form]), torch.bfloat16)
+
+    store = (
+        ExpertStore(forms[form])
+        if form != "model"
+        else CheckpointStore(examine(forms[form]), torch.bfloat16)
+    )
     with Reader(store) as reader, PinnedReader(store, CPU) as pinned:
         for layer, of in enumerate(store.layers):
             for expert in range(len(of.experts)):
                 for part in PARTS:
                     wanted, got = reader.read(layer, expert, part), pinned.read(layer, expert, part)
-                    assert (got.offset, got.nbytes, got.part) == (wanted.offset, wanted.nbytes, part)
+                    assert (got.offset, got.nbytes, got.part) == (
+                        wanted.offset,
+                        wanted.nbytes,
+                        part,
+                    )
                     assert np.array_equal(got.data, wanted.data)
 
 
 def test_a_damaged_store_is_not_pinned(forms, tmp_path):
     from shutil import copytree
+
     store = ExpertStore(copytree(forms["raw"], tmp_path / "store"))
     entry = next(iter(store.layers[0].experts[3].values()))
     with open(store.folder / store.layers[0].file, "r+b") as f:
@@ -176,7 +212,9 @@ def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
         assert "disk" not in metrics.busy and 0 < metrics.busy["link"]
         assert metrics.read_rate == pytest.approx(metrics.read_bytes / metrics.busy["link"])
         run.settings = replace(run.settings, device="cuda")
-        with pytest.raises(ValueError, match="cuda, and only a CPU's delays are measured: give device="):
+        with pytest.raises(
+            ValueError, match="cuda, and only a CPU's delays are measured: give device="
+        ):
             simulate(run)
         assert simulate(run, device="a100-80gb").tpot > 0
 
@@ -186,7 +224,11 @@ def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
     with open_model(forms["raw"], memory=memory, executor="fast") as lm, torch.no_grad():
         lm(torch.arange(3, 9)[None])
         experts = discover(lm)[0].experts
-        hit = np.array([0] if memory is None else sorted(e for l, e in lm.moelab.engine.pipeline.queue.held if l == 0))
+        hit = np.array(
+            [0]
+            if memory is None
+            else sorted(e for l, e in lm.moelab.engine.pipeline.queue.held if l == 0)
+        )
         assert GEMV()._matrices(experts, hit, torch.bfloat16) is not None
         assert GEMV()._matrices(experts, hit, torch.bfloat16, "cuda") is None
 

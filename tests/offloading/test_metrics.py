@@ -1,4 +1,5 @@
-"""Metrics: a small run counted by hand, properties of any run, and impossible timelines told apart."""
+"""Metrics: a small run counted by hand, properties of any run, and impossible timelines told
+apart."""
 
 import math
 
@@ -13,20 +14,27 @@ from tests.timelines import check
 
 FORWARDS = [(0.0, 4.0, 10, "prefill"), (5.0, 7.0, 2, "decode"), (7.0, 10.0, 2, "decode")]
 EVENTS = [
-    Event("disk", "read E", 0, 1, 0.0, 1.0, 100), Event("disk", "read SM", 0, 1, 1.0, 2.0, 300),
-    Event("worker 0", "decompress", 0, 1, 1.0, 2.0), Event("worker 0", "recover", 0, 1, 2.0, 2.5),
-    Event("compute", "other", 0, -1, 0.0, 0.5), Event("compute", "wait", 0, -1, 0.5, 2.5),
+    Event("disk", "read E", 0, 1, 0.0, 1.0, 100),
+    Event("disk", "read SM", 0, 1, 1.0, 2.0, 300),
+    Event("worker 0", "decompress", 0, 1, 1.0, 2.0),
+    Event("worker 0", "recover", 0, 1, 2.0, 2.5),
+    Event("compute", "other", 0, -1, 0.0, 0.5),
+    Event("compute", "wait", 0, -1, 0.5, 2.5),
     Event("compute", "expert", 0, 1, 2.5, 4.0),
-    Event("compute", "other", 0, -1, 5.0, 6.0), Event("compute", "expert", 0, 1, 6.0, 7.0),
-    Event("compute", "other", 0, -1, 7.0, 7.5), Event("disk", "read", 0, 2, 7.5, 9.5, 40),
-    Event("compute", "wait", 0, -1, 7.5, 9.5), Event("compute", "expert", 0, 2, 9.5, 10.0)]
+    Event("compute", "other", 0, -1, 5.0, 6.0),
+    Event("compute", "expert", 0, 1, 6.0, 7.0),
+    Event("compute", "other", 0, -1, 7.0, 7.5),
+    Event("disk", "read", 0, 2, 7.5, 9.5, 40),
+    Event("compute", "wait", 0, -1, 7.5, 9.5),
+    Event("compute", "expert", 0, 2, 9.5, 10.0),
+]
 
 
 def test_a_run_by_hand():
     found = metrics(EVENTS, FORWARDS)
     assert found.ttft == 4 and found.tpot == 2.5
     assert (found.tpot_p10, found.tpot_p90) == pytest.approx((2.1, 2.9))
-    assert found.throughput == pytest.approx(4 / 6)            # from the prefill's end at 4 to 10
+    assert found.throughput == pytest.approx(4 / 6)  # from the prefill's end at 4 to 10
     assert found.wall == 10 and found.between_forwards == 1
     assert (found.prefill_tokens, found.decode_tokens) == (10, 4)
     assert found.read_bytes == 440
@@ -36,7 +44,9 @@ def test_a_run_by_hand():
     assert found.utilisation["disk"] == pytest.approx(4 / 9)
     assert found.read_rate == 110 and found.overlap_efficiency == 0
     assert found.by_kind["wait"] == 4 and found.by_kind["decompress"] == 1
-    assert found.compute_share == pytest.approx({"other": 2 / 9, "wait": 4 / 9, "expert": 3 / 9, "unaccounted": 0})
+    assert found.compute_share == pytest.approx(
+        {"other": 2 / 9, "wait": 4 / 9, "expert": 3 / 9, "unaccounted": 0}
+    )
 
 
 def test_nothing_happened():
@@ -52,15 +62,22 @@ def test_decoding_without_a_prefill_and_reads_before_the_first_forward():
 
 
 def test_counters_are_merged_with_the_rates_that_follow():
-    found = metrics([], [], CacheCounters(hits={State.FULL: 6, State.COMPRESSED: 3}, misses=3, evictions=2))
+    found = metrics(
+        [], [], CacheCounters(hits={State.FULL: 6, State.COMPRESSED: 3}, misses=3, evictions=2)
+    )
     assert found.hits == {"F": 6, "C": 3} and found.evictions == 2
     assert found.hit_rate == 0.5 and found.any_hit_rate == 0.75
     assert metrics([], [], CacheCounters()).hit_rate is None
 
 
-@pytest.mark.parametrize("forwards, message", [
-    ([(0, 1, 1, "decoding")], "'prefill' or 'decode'"), ([(1, 0, 1, "decode")], "ends after it starts"),
-    ([(0, 2, 1, "prefill"), (1, 3, 1, "decode")], "overlap or are out of order")])
+@pytest.mark.parametrize(
+    "forwards, message",
+    [
+        ([(0, 1, 1, "decoding")], "'prefill' or 'decode'"),
+        ([(1, 0, 1, "decode")], "ends after it starts"),
+        ([(0, 2, 1, "prefill"), (1, 3, 1, "decode")], "overlap or are out of order"),
+    ],
+)
 def test_forwards_that_make_no_sense_are_refused(forwards, message):
     with pytest.raises(ValueError, match=message):
         metrics([], forwards)
@@ -69,19 +86,39 @@ def test_forwards_that_make_no_sense_are_refused(forwards, message):
 @st.composite
 def runs(draw):
     """A sound run: forwards one after another, and on each resource events one after another."""
-    lengths = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=6))
+    lengths = draw(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=6)
+    )
     forwards, now = [], 0.0
     for i, (gap, length) in enumerate(lengths):
-        forwards.append(Forward(now + gap, now + gap + length, draw(st.integers(1, 4)), "decode" if i else "prefill"))
+        forwards.append(
+            Forward(
+                now + gap, now + gap + length, draw(st.integers(1, 4)), "decode" if i else "prefill"
+            )
+        )
         now += gap + length
     events = []
-    for resource, kinds in (("disk", ["read", "read E"]), ("worker 0", ["decode"]),
-                            ("compute", ["other", "expert", "wait"])):
+    for resource, kinds in (
+        ("disk", ["read", "read E"]),
+        ("worker 0", ["decode"]),
+        ("compute", ["other", "expert", "wait"]),
+    ):
         at = forwards[0].start
-        for gap, length in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=8)):
+        for gap, length in draw(
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=8)
+        ):
             kind = draw(st.sampled_from(kinds))
-            events.append(Event(resource, kind, 0, 0, at + gap, at + gap + length,
-                                draw(st.integers(1, 99)) if kind.startswith("read") else 0))
+            events.append(
+                Event(
+                    resource,
+                    kind,
+                    0,
+                    0,
+                    at + gap,
+                    at + gap + length,
+                    draw(st.integers(1, 99)) if kind.startswith("read") else 0,
+                )
+            )
             at += gap + length
     return draw(st.permutations(events)), forwards
 
@@ -96,14 +133,16 @@ def test_of_any_sound_run(run):
     assert sum(found.compute_share.values()) == pytest.approx(1)
     if len(forwards) > 1:
         assert found.tpot_p10 <= found.tpot <= found.tpot_p90
-    assert metrics(sorted(events), forwards) == found                    # whole seconds: every sum is exact
+    assert metrics(sorted(events), forwards) == found  # whole seconds: every sum is exact
 
 
 @given(runs(), st.floats(0.1, 10))
 def test_another_clock_scales_times_and_leaves_shares(run, factor):
     events, forwards = run
-    moved = metrics([e._replace(start=e.start * factor, end=e.end * factor) for e in events],
-                    [f._replace(start=f.start * factor, end=f.end * factor) for f in forwards])
+    moved = metrics(
+        [e._replace(start=e.start * factor, end=e.end * factor) for e in events],
+        [f._replace(start=f.start * factor, end=f.end * factor) for f in forwards],
+    )
     found = metrics(events, forwards)
     assert moved.ttft == pytest.approx(found.ttft * factor)
     assert moved.stall == pytest.approx(found.stall * factor)
@@ -111,23 +150,45 @@ def test_another_clock_scales_times_and_leaves_shares(run, factor):
     assert moved.compute_share == pytest.approx(found.compute_share, abs=1e-9)
 
 
-@pytest.mark.parametrize("events, problem", [
-    ([Event("disk", "read", 0, 0, 0, 2, 1), Event("disk", "read", 0, 1, 1, 3, 1)], "begins before"),
-    ([Event("compute", "wait", 0, -1, 0, 9), Event("compute", "expert", 0, 1, 1, 2),
-      Event("compute", "other", 0, 1, 3, 4)], "begins before"),
-    ([Event("compute", "expert", 0, 0, 2, 1)], "does not end"),
-    ([Event("compute", "expert", 0, 0, 0, math.nan)], "does not end"),
-    ([Event("disk", "read E", 0, 0, 0, 1)], "reads have bytes"),
-    ([Event("compute", "expert", 0, 0, 0, 1, 8)], "reads have bytes"),
-    ([Event("worker 0", "wait", 0, 0, 0, 1)], "only compute waits")])
+@pytest.mark.parametrize(
+    "events, problem",
+    [
+        (
+            [Event("disk", "read", 0, 0, 0, 2, 1), Event("disk", "read", 0, 1, 1, 3, 1)],
+            "begins before",
+        ),
+        (
+            [
+                Event("compute", "wait", 0, -1, 0, 9),
+                Event("compute", "expert", 0, 1, 1, 2),
+                Event("compute", "other", 0, 1, 3, 4),
+            ],
+            "begins before",
+        ),
+        ([Event("compute", "expert", 0, 0, 2, 1)], "does not end"),
+        ([Event("compute", "expert", 0, 0, 0, math.nan)], "does not end"),
+        ([Event("disk", "read E", 0, 0, 0, 1)], "reads have bytes"),
+        ([Event("compute", "expert", 0, 0, 0, 1, 8)], "reads have bytes"),
+        ([Event("worker 0", "wait", 0, 0, 0, 1)], "only compute waits"),
+    ],
+)
 def test_an_impossible_timeline_is_told(events, problem):
     assert problem in check(events)[0]
 
 
 def test_events_may_touch_and_resources_may_overlap():
     assert check(EVENTS) == []
-    assert check([Event("worker 0", "decode", 0, 0, 0, 2), Event("worker 1", "decode", 0, 1, 0, 2),
-                  Event("worker 0", "decode", 0, 2, 2, 3), Event("worker 0", "decode", 0, 3, 1, 1)]) == []
+    assert (
+        check(
+            [
+                Event("worker 0", "decode", 0, 0, 0, 2),
+                Event("worker 1", "decode", 0, 1, 0, 2),
+                Event("worker 0", "decode", 0, 2, 2, 3),
+                Event("worker 0", "decode", 0, 3, 1, 1),
+            ]
+        )
+        == []
+    )
 
 
 def test_the_process_has_a_peak_and_it_only_rises():
@@ -135,6 +196,9 @@ def test_the_process_has_a_peak_and_it_only_rises():
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])
     after = process()
-    if before["peak_rss_bytes"] is not None:                            # Linux
-        assert after["peak_rss_bytes"] >= before["peak_rss_bytes"] and after["peak_rss_bytes"] > 64 << 20
+    if before["peak_rss_bytes"] is not None:  # Linux
+        assert (
+            after["peak_rss_bytes"] >= before["peak_rss_bytes"]
+            and after["peak_rss_bytes"] > 64 << 20
+        )
     assert set(after) == {"peak_rss_bytes", "major_faults"}

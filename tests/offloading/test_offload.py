@@ -1,4 +1,5 @@
-"""An offloaded model against transformers' own eager experts, bit for bit; what goes wrong, what is left after it."""
+"""An offloaded model against transformers' own eager experts, bit for bit; what goes wrong, what is
+left after it."""
 
 import gc
 import random
@@ -46,7 +47,7 @@ def threads():
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
-    if threads():                                   # of a model that a test has dropped
+    if threads():  # of a model that a test has dropped
         gc.collect()
     assert not threads()
 
@@ -58,8 +59,15 @@ def generate(model, seed=0, batch=2, prompt=9, new=5):
     if prompt > 3:
         side = slice(-3, None) if model.config.is_encoder_decoder else slice(0, 3)
         ids[0, side], mask[0, side] = 0, 0
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                         output_logits=True, return_dict_in_generate=True)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     return out.sequences, torch.stack(out.logits)
 
 
@@ -78,7 +86,9 @@ def eager(qwen):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    "name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16])
+)
 def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", dtype))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
@@ -89,13 +99,20 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
             assert_equal(offloaded, reference)
             assert check(offloading.timeline) == []
             assert len(offloading.steps) == len(offloading.forwards)
-            assert {layer for forward in offloading.steps for layer, _ in forward} == set(range(len(store.layers)))
+            assert {layer for forward in offloading.steps for layer, _ in forward} == set(
+                range(len(store.layers))
+            )
     assert not threads()
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("name, executor, budget", [
-    *((name, "fast", budget) for name, budget in in_turn(tiny.ARCHITECTURES, [0.3, 1.0])), ("qwen3_moe", "sorted", 0.3)])
+@pytest.mark.parametrize(
+    "name, executor, budget",
+    [
+        *((name, "fast", budget) for name, budget in in_turn(tiny.ARCHITECTURES, [0.3, 1.0])),
+        ("qwen3_moe", "sorted", 0.3),
+    ],
+)
 def test_another_executor_computes_the_same_but_for_rounding(name, executor, budget, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
@@ -112,15 +129,21 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, tmp_path):
     store = convert(qwen[0], tmp_path / "store", codec=codec)
     plans = [None, Pools(2, 3, 2, 4), Pools(0, 4, 0, 3), Pools(0, 0, 5, 0), Pools(3, 0, 0, 6)]
     for plan, policy in in_turn(plans, ["lru", "zipmoe"]):
-        offloaded = offload(store, "10MB", plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS)
+        offloaded = offload(
+            store, "10MB", plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS
+        )
         assert_equal(offloaded, eager, new=8)
         offloaded.moelab.close()
 
 
 def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypatch, tmp_path):
     monkeypatch.setattr(codecs, "MIN_SHARD", 128)
-    reference = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64))
-    offloaded = offload(convert(tmp_path / "model", tmp_path / "store"), 0.25, workers=13, delays=DELAYS)
+    reference = open_model(
+        tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64)
+    )
+    offloaded = offload(
+        convert(tmp_path / "model", tmp_path / "store"), 0.25, workers=13, delays=DELAYS
+    )
     with offloaded.moelab as offloading:
         assert_equal(offloaded, reference, batch=1)
         kinds = Counter(event.kind for event in offloading.timeline)
@@ -128,21 +151,36 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
         assert check(offloading.timeline) == []
 
 
-@pytest.mark.parametrize("cores, codec, left", [(2, "raw", True), (2, "bf12", False), (2, "huffman", True),
-                                                (3, "raw", False), (3, "huffman", True)])
+@pytest.mark.parametrize(
+    "cores, codec, left",
+    [
+        (2, "raw", True),
+        (2, "bf12", False),
+        (2, "huffman", True),
+        (3, "raw", False),
+        (3, "huffman", True),
+    ],
+)
 def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, left):
     """Threads of torch while an expert is computed and another loaded."""
-    monkeypatch.setattr("moelab.schedule.load_queue.REST", 60.0)        # on a busy machine a thread waits for a core
+    monkeypatch.setattr(
+        "moelab.schedule.load_queue.REST", 60.0
+    )  # on a busy machine a thread waits for a core
     monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
-    tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64)
+    tiny.save(
+        "qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64
+    )
     store, used = convert(tmp_path / "model", tmp_path / "store", codec), set()
     before = torch.get_num_threads()
     torch.set_num_threads(cores)
     try:
         offloaded = offload(store, 0.25, delays=DELAYS)
         weights = offloaded.moelab.engine.weights
-        monkeypatch.setattr(offloaded.moelab.engine, "weights",
-                            lambda *args, **how: used.add(torch.get_num_threads()) or weights(*args, **how))
+        monkeypatch.setattr(
+            offloaded.moelab.engine,
+            "weights",
+            lambda *args, **how: used.add(torch.get_num_threads()) or weights(*args, **how),
+        )
         with offloaded.moelab:
             generate(offloaded, batch=1, prompt=3)
     finally:
@@ -152,17 +190,29 @@ def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, 
 
 def test_cores_that_wait_for_a_slow_disk_compute(monkeypatch, tmp_path):
     monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
-    tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64)
-    store, before, used = convert(tmp_path / "model", tmp_path / "store", "raw"), torch.get_num_threads(), {}
+    tiny.save(
+        "qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64
+    )
+    store, before, used = (
+        convert(tmp_path / "model", tmp_path / "store", "raw"),
+        torch.get_num_threads(),
+        {},
+    )
     torch.set_num_threads(2)
     try:
         for slow in (False, True):
-            # Any wait is a long one, or none is: how long a busy machine lets a thread wait does not count.
+            # Any wait is a long one, or none is: how long a busy machine lets a thread wait does
+            # not count.
             monkeypatch.setattr("moelab.schedule.load_queue.REST", 0.0 if slow else 60.0)
             with offload(store, 0.25, delays=DELAYS) as offloaded:
                 engine, seen = offloaded.moelab.engine, used.setdefault(slow, set())
-                monkeypatch.setattr(engine, "weights", lambda *args, of=engine.weights, seen=seen, **how: seen.add(
-                    torch.get_num_threads()) or of(*args, **how))
+                monkeypatch.setattr(
+                    engine,
+                    "weights",
+                    lambda *args, of=engine.weights, seen=seen, **how: (
+                        seen.add(torch.get_num_threads()) or of(*args, **how)
+                    ),
+                )
                 generate(offloaded, batch=1, prompt=3)
                 assert 0 < engine.pipeline.queue.waits.value < 60
     finally:
@@ -171,7 +221,9 @@ def test_cores_that_wait_for_a_slow_disk_compute(monkeypatch, tmp_path):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("policy, scope", in_turn(sorted(set(POLICIES) - set(NEEDS)), ["model", "layer"]))
+@pytest.mark.parametrize(
+    "policy, scope", in_turn(sorted(set(POLICIES) - set(NEEDS)), ["model", "layer"])
+)
 def test_every_policy(qwen, eager, policy, scope):
     offloaded = offload(qwen[1], 0.4, policy=policy, scope=scope, delays=DELAYS)
     for seed in range(3):
@@ -183,13 +235,22 @@ def test_every_policy(qwen, eager, policy, scope):
 
 @pytest.mark.parametrize("scheduler", names("scheduler"))
 def test_no_scheduler_changes_a_bit_and_the_simulator_takes_the_runs(qwen, eager, scheduler):
-    offloaded = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 4), staging=3, workers=2, scheduler=scheduler, delays=DELAYS)
+    offloaded = offload(
+        qwen[1],
+        "10MB",
+        plan=Pools(2, 3, 2, 4),
+        staging=3,
+        workers=2,
+        scheduler=scheduler,
+        delays=DELAYS,
+    )
     with offloaded.moelab as offloading:
         assert_equal(offloaded, eager)
         run = offloading.run
     assert replay(run).events == replay(run, scheduler=scheduler).events
-    assert sorted((e.layer, e.expert, e.kind) for e in replay(run).events if e.resource == "disk") == sorted(
-        (e.layer, e.expert, e.kind) for e in run.timeline if e.resource == "disk")
+    assert sorted(
+        (e.layer, e.expert, e.kind) for e in replay(run).events if e.resource == "disk"
+    ) == sorted((e.layer, e.expert, e.kind) for e in run.timeline if e.resource == "disk")
 
 
 @pytest.mark.parametrize("batch, prompt", [(1, 1), (1, 2), (1, 600), (4, 37), (16, 5)])
@@ -201,15 +262,28 @@ def test_prompts_and_batches(qwen, batch, prompt):
 
 
 @settings(max_examples=8)
-@given(st.integers(0, 1 << 30).map(random.Random), st.integers(1, 3), st.integers(1, 4),
-       st.tuples(*[st.integers(0, 4)] * 4), st.sampled_from(["lru", "zipmoe", "marking"]))
+@given(
+    st.integers(0, 1 << 30).map(random.Random),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.tuples(*[st.integers(0, 4)] * 4),
+    st.sampled_from(["lru", "zipmoe", "marking"]),
+)
 def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
-    """Reads and workers are delayed at random; nothing hangs, nothing is wrong, decisions do not depend on it."""
+    """Reads and workers are delayed at random; nothing hangs, nothing is wrong, decisions do not
+    depend on it."""
     model, store = qwen
     reference, decisions = open_model(model), []
     for round in range(2):
-        offloaded = offload(store, "10MB", plan=Pools(*pools), policy=policy, workers=workers, staging=staging,
-                            delays=DELAYS)
+        offloaded = offload(
+            store,
+            "10MB",
+            plan=Pools(*pools),
+            policy=policy,
+            workers=workers,
+            staging=staging,
+            delays=DELAYS,
+        )
         jitter(offloaded, chance)
         for seed in range(3):
             assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
@@ -227,6 +301,7 @@ def jitter(model, chance):
         nbytes = read(*args, **kwargs)
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
         return nbytes
+
     reader.fill = slow
 
 
@@ -239,15 +314,24 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
     generate(offloaded)
     queue = offloaded.moelab.engine.pipeline.queue
     residency = offloaded.moelab.residency
-    assert {key for key, one in queue.held.items() if "full" in one} == set(residency.resident(State.FULL))
+    assert {key for key, one in queue.held.items() if "full" in one} == set(
+        residency.resident(State.FULL)
+    )
     assert len(queue.free["full"]) == slots.count["full"] - len(queue.held)
     offloaded.moelab.close()
 
 
-@pytest.mark.parametrize("budget, message", [("1kB", "the least that works"), ("much", "it must be bytes"),
-                                             (-1, "it must be bytes"), (0, "the least that works"),
-                                             ("0%", "bytes.* are the least that works"),
-                                             ("200%", "all of them are 100%")])
+@pytest.mark.parametrize(
+    "budget, message",
+    [
+        ("1kB", "the least that works"),
+        ("much", "it must be bytes"),
+        (-1, "it must be bytes"),
+        (0, "the least that works"),
+        ("0%", "bytes.* are the least that works"),
+        ("200%", "all of them are 100%"),
+    ],
+)
 def test_budgets_that_cannot_be(qwen, budget, message):
     with pytest.raises(ValueError, match=message):
         offload(qwen[1], budget, delays=DELAYS)
@@ -269,6 +353,7 @@ def test_an_error_of_the_disk_reaches_the_caller_and_the_model_goes_on(qwen):
         if next(calls) == 5:
             raise OSError(5, "reading experts-00000.safetensors failed")
         return read(*args, **kwargs)
+
     reader.fill = failing
     with pytest.raises(OSError, match="experts-00000"):
         generate(offloaded)
@@ -301,7 +386,8 @@ def test_a_damaged_chunk_is_named(tmp_path):
 
 @pytest.mark.parametrize("delays", [None, DELAYS], ids=["delays are measured", "delays are given"])
 def test_a_model_that_cannot_be_opened_leaves_no_thread(tmp_path, delays, monkeypatch):
-    """The first expert is read when a model is opened, to try it; with several threads, whatever is given."""
+    """The first expert is read when a model is opened, to try it; with several threads, whatever is
+    given."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(StoreError, match=r"damaged: chunk 0\.0\.down_proj"):
         offload(damaged(tmp_path, [0]), 0.5, delays=delays)
@@ -311,7 +397,7 @@ def test_a_model_that_cannot_be_opened_leaves_no_thread(tmp_path, delays, monkey
 def test_cancel_ends_a_generation_and_nothing_else(qwen):
     model, store = qwen
     offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
-    assert not offloaded.moelab.cancel()                        # nothing is running
+    assert not offloaded.moelab.cancel()  # nothing is running
     jitter(offloaded, random.Random(0))
     result = []
 
@@ -320,6 +406,7 @@ def test_cancel_ends_a_generation_and_nothing_else(qwen):
             generate(offloaded, new=400)
         except Cancelled as error:
             result.append(error)
+
     thread = threading.Thread(target=run)
     thread.start()
     while not offloaded.moelab.forwards:
@@ -331,8 +418,12 @@ def test_cancel_ends_a_generation_and_nothing_else(qwen):
     offloaded.moelab.close()
 
 
-@pytest.mark.parametrize("share, left", [(0.0, 4), (0.1, 4), (0.3, 3), (1.1, 3), (1.3, 2), (9.0, 1)])
-def test_a_decode_step_leaves_reading_and_decoding_the_cores_that_they_use(qwen, share, left, monkeypatch):
+@pytest.mark.parametrize(
+    "share, left", [(0.0, 4), (0.1, 4), (0.3, 3), (1.1, 3), (1.3, 2), (9.0, 1)]
+)
+def test_a_decode_step_leaves_reading_and_decoding_the_cores_that_they_use(
+    qwen, share, left, monkeypatch
+):
     seen, count = {"prefill": set(), "decode": set()}, [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: count.__setitem__(0, n))
@@ -359,8 +450,14 @@ def test_the_cores_that_reading_uses_are_counted(qwen):
     with offload(qwen[1], 0.4, delays=DELAYS) as model:
         generate(model)
         engine = model.moelab.engine
-        disk = sum(event.end - event.start for event in model.moelab.timeline if event.resource == "disk")
-        computed = sum(seconds for thread, seconds in engine.pipeline.computed.items() if thread.startswith("disk"))
+        disk = sum(
+            event.end - event.start for event in model.moelab.timeline if event.resource == "disk"
+        )
+        computed = sum(
+            seconds
+            for thread, seconds in engine.pipeline.computed.items()
+            if thread.startswith("disk")
+        )
         assert 0 < computed < 1.5 * DEPTH * disk + 0.1 and 0 < engine._share.value < 4
 
 
@@ -373,6 +470,7 @@ def generate_interrupted(model, point):
         if next(calls) == point:
             raise KeyboardInterrupt
         return contribution(experts, *args)
+
     experts.contribution = interrupted
     with pytest.raises(KeyboardInterrupt):
         generate(model, seed=point)
@@ -423,7 +521,7 @@ def test_close_gives_memory_back_without_the_garbage_collector(qwen):
 
 def test_metrics_and_steps_of_a_run(qwen):
     _, store = qwen
-    offloaded = offload(store, 0.4)                             # measures its delays itself
+    offloaded = offload(store, 0.4)  # measures its delays itself
     generate(offloaded, batch=2, prompt=9, new=5)
     found, offloading = offloaded.moelab.metrics(), offloaded.moelab
     assert found.prefill_tokens == 18 and found.decode_tokens == 2 * 4
@@ -432,12 +530,17 @@ def test_metrics_and_steps_of_a_run(qwen):
     assert sum(offloading.steps[0][0][1].values()) == 18 * 3
     assert found.read_bytes == offloading.engine.pipeline.reader.counters.bytes > 0
     offloading.reset()
-    assert not offloading.steps and not len(offloading.timeline) and not offloading.residency.counters.requests
+    assert (
+        not offloading.steps
+        and not len(offloading.timeline)
+        and not offloading.residency.counters.requests
+    )
     offloading.close()
 
 
 def test_sampling_and_streaming_work_as_usual(qwen):
     from transformers import TextIteratorStreamer
+
     model, store = qwen
     offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
     ids = torch.randint(3, 96, (1, 6))
@@ -445,10 +548,14 @@ def test_sampling_and_streaming_work_as_usual(qwen):
     class Tokenizer:
         def decode(self, tokens, **_):
             return " ".join(map(str, tokens)) + " "
+
     streamer = TextIteratorStreamer(Tokenizer())
     torch.manual_seed(0)
-    thread = threading.Thread(target=offloaded.generate, args=(ids,),
-                              kwargs={"max_new_tokens": 5, "min_new_tokens": 5, "streamer": streamer})
+    thread = threading.Thread(
+        target=offloaded.generate,
+        args=(ids,),
+        kwargs={"max_new_tokens": 5, "min_new_tokens": 5, "streamer": streamer},
+    )
     thread.start()
     text = "".join(streamer)
     thread.join()
@@ -463,7 +570,8 @@ def test_sampling_and_streaming_work_as_usual(qwen):
 
 
 def test_a_policy_is_told_what_routers_see(qwen, eager):
-    """Of a prompt, its last token; of each further token, itself. What is computed stays the same."""
+    """Of a prompt, its last token; of each further token, itself. What is computed stays the
+    same."""
     told = []
 
     class Fitted:
@@ -483,7 +591,7 @@ def test_a_policy_is_told_what_routers_see(qwen, eager):
     with model.moelab as offloading:
         model.generate(torch.tensor([prompt]), do_sample=False, **new)
         assert offloading.residency.counters.evictions > 0
-    rows = trace.router_inputs[len(prompt) - 1:]
+    rows = trace.router_inputs[len(prompt) - 1 :]
     assert [layer for layer, _ in told] == list(range(eager.spec.L)) * len(rows)
     for (layer, s), row in zip(told, rows.repeat_interleave(eager.spec.L, 0)):
         assert torch.equal(s[0], row[layer].float())
@@ -503,6 +611,9 @@ with moelab.open_model(memory="50%") as lm:
 
 
 def test_ever_other_numbers_of_tokens_do_not_fill_the_memory():
-    """Once as many shapes are known as are kept, code for 300 more is kept nowhere; 0.4 MB each it was."""
-    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=300)
+    """Once as many shapes are known as are kept, code for 300 more is kept nowhere; 0.4 MB each it
+    was."""
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=300
+    )
     assert int(done.stdout) < 300 * 100_000, done.stderr

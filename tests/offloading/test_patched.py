@@ -1,4 +1,5 @@
-"""Everything that puts something on a model at once: in any order, exact meanwhile, and nothing left behind."""
+"""Everything that puts something on a model at once: in any order, exact meanwhile, and nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -27,19 +28,30 @@ PROMPT = [5, 9, 33, 12, 60, 7, 8]
 
 
 def estimator(model):
-    matrices = torch.randn(model.spec.L, model.spec.E, model.spec.H, generator=torch.Generator().manual_seed(0))
+    matrices = torch.randn(
+        model.spec.L, model.spec.E, model.spec.H, generator=torch.Generator().manual_seed(0)
+    )
     return lambda q, layer: q.float() @ matrices[layer].T
 
 
 def speculation(model, mode="hint"):
     if mode == "hint":
         return Speculation(model, make("predictor", "router", model))
-    vectors = default_vectors(model, [PROMPT])                  # which puts on and takes off, too
-    return Speculation(model, make("predictor", "estimator", model, vectors=vectors, estimator=estimator(model)), mode)
+    vectors = default_vectors(model, [PROMPT])  # which puts on and takes off, too
+    return Speculation(
+        model,
+        make("predictor", "estimator", model, vectors=vectors, estimator=estimator(model)),
+        mode,
+    )
 
 
-PUT_ON = {"first": speculation, "second": speculation, "free": lambda model: speculation(model, "router-free"),
-          "fast": FastDecode, "plugged": lambda model: _entered(plugged(model))}
+PUT_ON = {
+    "first": speculation,
+    "second": speculation,
+    "free": lambda model: speculation(model, "router-free"),
+    "fast": FastDecode,
+    "plugged": lambda model: _entered(plugged(model)),
+}
 INEXACT = {"free", "fast"}
 
 
@@ -60,7 +72,7 @@ def through(module, *args, **kwargs):
 def models(qwen):
     offloaded = offload(qwen[1], "10MB", delays=DELAYS, ahead=2)
     yield {"resident": open_model(qwen[0]), "offloaded": offloaded}
-    offloaded.moelab.close()                        # other modules look for threads that were left behind
+    offloaded.moelab.close()  # other modules look for threads that were left behind
 
 
 @pytest.mark.stress
@@ -70,14 +82,20 @@ def test_in_any_order(which, kind, models):
     model, (add, remove) = models[which], HOOKS[kind]
     exact, trace = generate(model), record(model, [PROMPT]).ids
     before = snapshot(model)
-    modules = [module for stream in streams(model) for module in (stream.layer.router, stream.norm, stream.layer.block)]
+    modules = [
+        module
+        for stream in streams(model)
+        for module in (stream.layer.router, stream.norm, stream.layer.block)
+    ]
 
     @given(st.lists(st.sampled_from([*PUT_ON, "hooks"]), min_size=1, max_size=8))
     @settings(max_examples=depth(4, 300))
     def check(operations):
         on, hooked = {}, False
         for operation in [*operations, *"." * 6]:
-            operation = next(iter(on), "hooks" if hooked else None) if operation == "." else operation
+            operation = (
+                next(iter(on), "hooks" if hooked else None) if operation == "." else operation
+            )
             if operation == "hooks":
                 for module in modules:
                     remove(module) if hooked else add(module, through)
@@ -92,9 +110,10 @@ def test_in_any_order(which, kind, models):
                 assert torch.equal(record(model, [PROMPT]).ids, trace)
             else:
                 generate(model)
-        for module in modules:                                  # accelerate leaves the module's own there
+        for module in modules:  # accelerate leaves the module's own there
             vars(module).pop("forward", None)
         assert snapshot(model) == before
+
     check()
 
 
@@ -106,7 +125,9 @@ def test_two_speculations_end_in_the_other_order(qwen):
     assert all(torch.equal(*pair) for pair in zip(generate(model), exact))
     assert second.requests.sum() > 0
     second.close()
-    assert snapshot(model) == before and all(torch.equal(*pair) for pair in zip(generate(model), exact))
+    assert snapshot(model) == before and all(
+        torch.equal(*pair) for pair in zip(generate(model), exact)
+    )
 
 
 @kinds
@@ -130,7 +151,9 @@ def test_what_came_later_outlives_a_speculation(kind, qwen):
     with speculation(model, "router-free"):
         generate(model)
     routers = [type(layer.router) for layer in discover(model)]
-    assert fast.routers == len(routers) and all("forward" in vars(layer.router) for layer in discover(model))
+    assert fast.routers == len(routers) and all(
+        "forward" in vars(layer.router) for layer in discover(model)
+    )
     fast.close()
     assert all(bare(module) for module in model.modules())
 
@@ -145,7 +168,7 @@ def test_an_offloaded_models_generate_is_only_wrapped(qwen):
     assert calls and not model.moelab.cancel()
     mine = model.generate
     model.moelab.close()
-    assert model.generate is mine                               # and what it calls passes on
+    assert model.generate is mine  # and what it calls passes on
     with pytest.raises(Exception) as error:
         generate(model)
     assert "clos" in str(error.value)
@@ -153,7 +176,9 @@ def test_an_offloaded_models_generate_is_only_wrapped(qwen):
     speculating = speculation(other)
     other.moelab.close()
     speculating.close()
-    assert "generate" not in vars(other) and not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
+    assert "generate" not in vars(other) and not any(
+        m._forward_hooks or m._forward_pre_hooks for m in other.modules()
+    )
 
 
 def test_a_copy_of_a_cache_grows_by_itself(qwen):
@@ -164,12 +189,14 @@ def test_a_copy_of_a_cache_grows_by_itself(qwen):
     def walk():
         def feed(cache, token):
             return model(torch.tensor([[token]]), past_key_values=cache).logits
+
         with torch.inference_mode():
             cache = model(tokens, use_cache=True).past_key_values
             feed(cache, 5)
             other = copy.copy(cache)
             other.layers = [copy.copy(layer) for layer in cache.layers]
             return [feed(cache, 7), feed(other, 9), feed(cache, 8), feed(other, 8)]
+
     wanted = walk()
     with FastDecode(model) as fast:
         assert fast.attentions

@@ -1,4 +1,5 @@
-"""Whether a guess is worth a read, and that tokens with prefetching are never much slower than those without."""
+"""Whether a guess is worth a read, and that tokens with prefetching are never much slower than
+those without."""
 
 import random
 from statistics import fmean
@@ -21,8 +22,9 @@ E = 16
 
 
 def gain_of_fetching(p, idle, piece, demands, chance, rounds=20_000):
-    """Mean seconds that a read under way gains when the layer comes after a memoryless time: one of a right expert
-    the time since it began, one of a wrong expert the rest of its piece, less than nothing."""
+    """Mean seconds that a read under way gains when the layer comes after a memoryless time: one of
+    a right expert the time since it began, one of a wrong expert the rest of its piece, less than
+    nothing."""
     total = 0.0
     for _ in range(rounds):
         if chance.random() < p:
@@ -33,33 +35,47 @@ def gain_of_fetching(p, idle, piece, demands, chance, rounds=20_000):
 
 
 class Run:
-    """Tokens of `layers` layers, each of which loads the experts that it wants, or some of them. One takes 50 ms and
-    1 ms more for each load, disturbed by `noise` (a share) and now and then by much; the gate's part is `asking` for
-    each prediction and `each` for each prefetch, seconds."""
+    """Tokens of `layers` layers, each of which loads the experts that it wants, or some of them.
+    One takes 50 ms and 1 ms more for each load, disturbed by `noise` (a share) and now and then by
+    much; the gate's part is `asking` for each prediction and `each` for each prefetch, seconds."""
 
     def __init__(self, each=0.0, asking=0.0, noise=0.0, layers=4, idle=2e-3, seed=0):
-        self.gate, self.each, self.asking, self.noise, self.idle = PrefetchGate(), each, asking, noise, idle
+        self.gate, self.each, self.asking, self.noise, self.idle = (
+            PrefetchGate(),
+            each,
+            asking,
+            noise,
+            idle,
+        )
         self.chance, self.reads, self.layers = random.Random(seed), Reads(), layers
         self.residency = Residency(layers, E, Pools())
 
     def token(self, precision, phase="decode", predicts=True):
-        """(seconds, what they would have been without prefetching, layers asked for, [(layer, rank) prefetched])."""
+        """(seconds, what they would have been without prefetching, layers asked for, [(layer, rank)
+        prefetched])."""
         gate, n, asked, found = self.gate, len(precision), 0, []
         gate.begin(phase)
         without = 50e-3
         for layer in range(self.layers):
             wanted = self.chance.sample(range(E), n + self.chance.randint(0, 3))
             others = [expert for expert in range(E) if expert not in wanted]
-            guess = [wanted[i] if self.chance.random() < p else others[i] for i, p in enumerate(precision)]
+            guess = [
+                wanted[i] if self.chance.random() < p else others[i]
+                for i, p in enumerate(precision)
+            ]
             if predicts and gate.wants(layer):
                 asked += 1
-                found += [(layer, guess.index(request.key.expert))
-                          for request in gate.requests(self.residency, layer, guess, self.reads)]
+                found += [
+                    (layer, guess.index(request.key.expert))
+                    for request in gate.requests(self.residency, layer, guess, self.reads)
+                ]
             self.reads = Reads(*(a + b * n for a, b in zip(self.reads, (1, 1e-3, PIECE))))
             gate.rested(layer, self.idle)
             gate.came(self.residency.begin(layer, dict.fromkeys(wanted, 1)))
             without += 1e-3 * len(wanted)
-        without *= self.chance.gauss(1.0, self.noise) * (3 if self.noise and self.chance.random() < 0.03 else 1)
+        without *= self.chance.gauss(1.0, self.noise) * (
+            3 if self.noise and self.chance.random() < 0.03 else 1
+        )
         seconds = without + self.each * len(found) + self.asking * asked
         gate.ended(seconds)
         return seconds, without, asked, found
@@ -117,11 +133,16 @@ def test_what_was_disturbed_counts_little():
     assert mean.value == 1.5
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=16), st.integers(0, 20), st.floats(1, 9), st.floats(0, 1),
-       st.floats(0.5, 2))
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=16),
+    st.integers(0, 20),
+    st.floats(1, 9),
+    st.floats(0, 1),
+    st.floats(0.5, 2),
+)
 def test_what_a_token_gains_does_not_depend_on_what_it_loads(before, loads, base, each, factor):
     """Tokens of exactly base + each · loads, and one that takes `factor` times that."""
-    if len({*before}) == 1:                                             # of tokens all alike nothing can be told
+    if len({*before}) == 1:  # of tokens all alike nothing can be told
         loads = before[0]
     found = gained([(n, base + each * n) for n in before], loads, factor * (base + each * loads))
     assert found == pytest.approx(1 - factor, abs=1e-9)
@@ -156,11 +177,13 @@ def test_no_generation_however_short_takes_a_hundredth_longer_than_on_demand(eac
 @given(st.floats(-2e-3, 1e-3), st.sampled_from([0.0, 0.02, 0.05]), st.integers(0, 99))
 def test_of_the_better_of_both_ways_hardly_anything_is_lost(each, noise, seed):
     """Against brute force: the same tokens all with prefetching, and all without."""
+
     def total(gate):
         run = Run(each=each, noise=noise, seed=seed)
         run.gate = gate or run.gate
         taken, without, *_ = zip(*(run.token([1.0] * 3) for _ in range(300)))
         return sum(taken), sum(without)
+
     (found, without), (within, _) = total(None), total(PrefetchGate(trials=False))
     best = min(without, within)
     # what the first tokens could have gained, what trials cost, and what noise hides
@@ -190,7 +213,10 @@ def test_a_predictor_that_takes_longer_than_it_gains_is_hardly_asked():
     """It takes 3 % of a token, and what it gains a third of that."""
     run = Run(asking=0.5e-3, each=-0.05e-3, noise=0.01)
     run.share(100, [1.0] * 3)
-    assert fmean(run.token([1.0] * 3)[2] for _ in range(400)) < 4 * 0.4 and run.share(400, [1.0] * 3) < 1.01
+    assert (
+        fmean(run.token([1.0] * 3)[2] for _ in range(400)) < 4 * 0.4
+        and run.share(400, [1.0] * 3) < 1.01
+    )
 
 
 def test_layers_without_a_rank_that_pays_are_hardly_asked_for():
@@ -201,7 +227,12 @@ def test_layers_without_a_rank_that_pays_are_hardly_asked_for():
     fresh = run.gate.now.layers[3] = type(run.gate.now.layers[3])(run.gate.now.precision)
     run.gate.begin("decode")
     run.gate._since = 1
-    assert [run.gate.wants(layer) for layer in range(4)] == [False, False, False, True] and not fresh.precision
+    assert [run.gate.wants(layer) for layer in range(4)] == [
+        False,
+        False,
+        False,
+        True,
+    ] and not fresh.precision
     run.gate._since = 0
     assert all(run.gate.wants(layer) for layer in range(4))
 
@@ -222,11 +253,15 @@ def test_when_the_machine_changes_so_does_the_choice(before, after, most):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_only_ranks_that_are_good_enough_pass(seed):
-    """A piece takes 1 ms, and the disk rests for half of one: with demands sure, p > (1 − p), so p > 0.5."""
+    """A piece takes 1 ms, and the disk rests for half of one: with demands sure, p > (1 − p), so p
+    > 0.5."""
     run, precision = Run(each=-1e-3, idle=0.5e-3, seed=seed), [0.95, 0.9, 0.05, 0.02, 0.8]
     run.share(60, precision)
     found = [one[3] for one in (run.token(precision) for _ in range(200)) if one[3]]
-    often = [sum((layer, rank) in one for one in found for layer in range(4)) / len(found) / 4 for rank in range(5)]
+    often = [
+        sum((layer, rank) in one for one in found for layer in range(4)) / len(found) / 4
+        for rank in range(5)
+    ]
     assert min(often[0], often[1], often[4]) > 0.9 and max(often[2:4]) < 0.1
 
 
@@ -286,11 +321,14 @@ def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
     offloaded = offload(store, "10MB", plan=Pools(), ahead=4, delays=DELAYS, bandwidth=2e6)
     engine = offloaded.moelab.engine
     inner, begin = type(engine).__call__, engine.residency.begin
-    engine.gate = PrefetchGate(trials=False)                # whatever this machine's tokens take
-    rested = engine.gate.rested                             # on a busy machine all is idle
+    engine.gate = PrefetchGate(trials=False)  # whatever this machine's tokens take
+    rested = engine.gate.rested  # on a busy machine all is idle
     engine.gate.rested = lambda layer, seconds: rested(layer, 1e-4)
     chosen = {}
-    engine.residency.begin = lambda layer, tokens: (chosen.__setitem__(layer, set(tokens)), begin(layer, tokens))[1]
+    engine.residency.begin = lambda layer, tokens: (
+        chosen.__setitem__(layer, set(tokens)),
+        begin(layer, tokens),
+    )[1]
     assert len(discover(offloaded)) == 2
     right = False
 
@@ -299,17 +337,19 @@ def test_an_engine_stops_fetching_for_a_guesser_that_is_always_wrong(qwen):
             others = chosen[1] if right else set(range(8)) - chosen[1]
             engine.prefetch(1, torch.tensor([sorted(others)]))
         return inner(engine, x, ids, weights, experts)
+
     plug(offloaded, executor=announcing)
 
     def begun(passes):
         offloaded.moelab.reset()
         for _ in range(passes):
-            offloaded(torch.tensor([[5]]))                      # the same token: layer 1 wants the same as before
+            offloaded(torch.tensor([[5]]))  # the same token: layer 1 wants the same as before
         return offloaded.moelab.metrics().prefetched["begun"]
+
     with torch.inference_mode():
         begun(30)
-        assert begun(5) == 0                                    # it has learnt not to listen
+        assert begun(5) == 0  # it has learnt not to listen
         right = True
         begun(100)
-        assert begun(5) > 0                                     # and that it may again
+        assert begun(5) > 0  # and that it may again
     offloaded.moelab.close()

@@ -1,4 +1,5 @@
-"""Fewer threads for torch: as many as are said, none that idles beside one, and all of them back."""
+"""Fewer threads for torch: as many as are said, none that idles beside one, and all of them
+back."""
 
 import sys
 import time
@@ -31,37 +32,44 @@ def spread():
 
 
 def running(fewer_than):
-    """How many threads this process has, as soon as they are so few; ended ones are there for a moment."""
+    """How many threads this process has, as soon as they are so few; ended ones are there for a
+    moment."""
     deadline = time.monotonic() + 5
     while (found := len(list(TASKS.iterdir()))) >= fewer_than and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not threads.PAUSE, reason="no threads to count, or no way to end them")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not threads.PAUSE,
+    reason="no threads to count, or no way to end them",
+)
 def test_beside_one_thread_none_is_left_to_spin(three):
     total, team = spread(), len(list(TASKS.iterdir()))
     narrow(2)
-    assert len(list(TASKS.iterdir())) == team                           # of two, both are wanted soon
+    assert len(list(TASKS.iterdir())) == team  # of two, both are wanted soon
     torch.set_num_threads(3)
     narrow(1)
     assert running(fewer_than=team - 1) == team - 2
     assert spread() == total
     torch.set_num_threads(3)
-    assert spread() == total and len(list(TASKS.iterdir())) == team     # a new team
+    assert spread() == total and len(list(TASKS.iterdir())) == team  # a new team
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not threads.SET, reason="no threads to count, or none that are fewer")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not threads.SET, reason="no threads to count, or none that are fewer"
+)
 @pytest.mark.parametrize("prepare", [threads.alone, threads.step_back])
 def test_a_thread_alone_computes_without_a_team(prepare, three):
     def work():
         prepare()
         return torch.get_num_threads(), spread(), len(list(TASKS.iterdir()))
+
     total, team = spread(), len(list(TASKS.iterdir()))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(work).result() == (1, total, team + 1)
     assert torch.get_num_threads() == 3
-    with ThreadPoolExecutor(1) as pool:                                 # nor is it so for threads that come later
+    with ThreadPoolExecutor(1) as pool:  # nor is it so for threads that come later
         assert pool.submit(torch.get_num_threads).result() == 3
 
 
@@ -90,6 +98,7 @@ def test_an_interrupt_while_they_become_fewer_gives_the_threads_back(three, monk
     def interrupted(n):
         torch.set_num_threads(n)
         raise KeyboardInterrupt
+
     monkeypatch.setattr(threads, "narrow", interrupted)
     with pytest.raises(KeyboardInterrupt), threads.threads(1):
         pass

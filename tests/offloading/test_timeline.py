@@ -11,9 +11,18 @@ from moelab.offloading.run import Timeline
 from moelab.specs import Event
 from tests.depth import depth
 
-EVENTS = st.lists(st.builds(Event, st.sampled_from(["disk", "worker 0", "compute"]),
-                            st.sampled_from(["read", "expert", "wait"]), st.integers(-1, 90), st.integers(-1, 500),
-                            st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 1 << 40)))
+EVENTS = st.lists(
+    st.builds(
+        Event,
+        st.sampled_from(["disk", "worker 0", "compute"]),
+        st.sampled_from(["read", "expert", "wait"]),
+        st.integers(-1, 90),
+        st.integers(-1, 500),
+        st.floats(0, 1e6),
+        st.floats(0, 1e6),
+        st.integers(0, 1 << 40),
+    )
+)
 
 
 @given(EVENTS, st.integers(1, 5))
@@ -52,6 +61,7 @@ def test_packing_drops_nothing_that_other_threads_report_meanwhile(monkeypatch):
     def pack():
         while not over.is_set():
             timeline.compact()
+
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

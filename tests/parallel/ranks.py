@@ -19,14 +19,22 @@ def tokens_and_logits(model) -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones_like(ids)
     padded = slice(-4, None) if model.config.is_encoder_decoder else slice(0, 4)
     ids[0, padded], mask[0, padded] = 0, 0
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False,
-                         output_logits=True, return_dict_in_generate=True)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        min_new_tokens=5,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     return out.sequences, torch.stack(out.logits)
 
 
 def generate_all(cases):
     """[(folder, variant, dtype)] → [(tokens, logits, bytes of experts held)]."""
     from moelab.parallel.opening import open_parallel
+
     made = []
     for folder, variant, dtype in cases:
         model = open_parallel(folder, variant, dtype=dtype)
@@ -35,10 +43,12 @@ def generate_all(cases):
 
 
 def generate_with(folder, ways):
-    """[(variant, executor or None, options)] → [(tokens, logits, choices routed, executed, slots)]."""
+    """[(variant, executor or None, options)] → [(tokens, logits, choices routed, executed,
+    slots)]."""
     from moelab.registry import make
     from moelab.models import discover, eager
     from moelab.parallel.opening import open_parallel
+
     made = []
     for variant, name, options in ways:
         inner = make("executor", name) if name else eager
@@ -51,20 +61,26 @@ def generate_with(folder, ways):
 
 def open_with(folder, options):
     from moelab.parallel.opening import open_parallel
+
     open_parallel(folder, **options)
 
 
 def route_alone_and_in_sequence(folder):
-    """(ids, weights) of a router for 18 and 2 tokens, the same in sequence parallel, and how many rows it saw then."""
+    """(ids, weights) of a router for 18 and 2 tokens, the same in sequence parallel, and how many
+    rows it saw then."""
     from moelab.parallel.opening import open_parallel, route_in_sequence
     from moelab.models import discover
+
     model = open_parallel(folder, "ep", dtype=torch.float32)
     layer = discover(model)[0]
-    x = torch.randn(1, 20, model.spec.H, generator=torch.Generator().manual_seed(0)).split((18, 2), 1)
+    x = torch.randn(1, 20, model.spec.H, generator=torch.Generator().manual_seed(0)).split(
+        (18, 2), 1
+    )
 
     def routed():
         both = [layer.routing(layer.router(part.flatten(0, 1))) for part in x]
         return torch.cat([ids for ids, _ in both]), torch.cat([weights for _, weights in both])
+
     with torch.no_grad():
         alone, rows, linear = routed(), [], torch.nn.functional.linear
         with route_in_sequence(model):
@@ -75,18 +91,29 @@ def route_alone_and_in_sequence(folder):
 
 
 def run_all(cases):
-    """[(experts, routing, way, options)] → [(output, output of own tokens, bytes sent, choices computed)]."""
+    """[(experts, routing, way, options)] → [(output, output of own tokens, bytes sent, choices
+    computed)]."""
     from moelab.models import eager
 
     from tests.experts import toy
+
     made = []
     for experts_options, routing_options, way, options in cases:
         experts, (ids, weights), x = toy_layer(toy, experts_options, routing_options)
         grid, kind = Grid(degree(way, dist.get_world_size())), VARIANTS[way]
         placement = options.get("placement") or kind.place(experts.num_experts, grid.ep.size)
-        source = ShardedExperts([experts], lambda _, e: experts.own(e), placement, grid.ep.rank, grid.tp.rank,
-                                grid.tp.size, kind.cut)
-        executor = kind(grid, placement, eager, **{key: of for key, of in options.items() if key != "placement"})
+        source = ShardedExperts(
+            [experts],
+            lambda _, e: experts.own(e),
+            placement,
+            grid.ep.rank,
+            grid.tp.rank,
+            grid.tp.size,
+            kind.cut,
+        )
+        executor = kind(
+            grid, placement, eager, **{key: of for key, of in options.items() if key != "placement"}
+        )
         experts.source = source
         y = executor.run(x, ids, weights, experts)
         computed = executor.tally.executed
@@ -94,8 +121,9 @@ def run_all(cases):
         if hasattr(executor, "run_own"):
             for exchange in (grid.world, grid.ep, grid.tp):
                 exchange.traffic.clear()
-            share = torch.arange(len(x)).tensor_split([(r + 1) * len(x) // grid.world.size
-                                                       for r in range(grid.world.size - 1)])[grid.world.rank]
+            share = torch.arange(len(x)).tensor_split(
+                [(r + 1) * len(x) // grid.world.size for r in range(grid.world.size - 1)]
+            )[grid.world.rank]
             own = executor.run_own(x[share], ids[share], weights[share], experts)
             sent = {label: t.bytes for label, t in grid.traffic().items()}
         made.append((y, own, sent, computed))
@@ -107,7 +135,7 @@ def toy_layer(toy, experts_options, routing_options):
     experts = toy.make_experts(**experts_options)
     ids, weights = toy.make_routing(**routing_options)
     if len(ids) > 2:
-        ids[1, 0] = ids[2] = experts.num_experts           # a choice, and a token, without an expert
+        ids[1, 0] = ids[2] = experts.num_experts  # a choice, and a token, without an expert
     x = torch.randn(len(ids), experts_options["H"], generator=torch.Generator().manual_seed(1))
     return experts, (ids, weights), x.to(experts_options.get("dtype", torch.float32))
 

@@ -40,14 +40,29 @@ print(left())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's threads")
 @pytest.mark.stress
-@pytest.mark.parametrize("arguments", [["tp", "error"], ["ep-a2a"], ["ep-a2a", "Ctrl-C"]][:depth(1, 3)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["tp", "error"], ["ep-a2a"], ["ep-a2a", "Ctrl-C"]][: depth(1, 3)], ids=" ".join
+)
 def test_no_thread_of_the_group_outlives_the_connection(arguments):
-    """One that did would now and then abort a rank that has succeeded, when the interpreter ends."""
+    """One that did would now and then abort a rank that has succeeded, when the interpreter
+    ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], cwd=ROOT, env=environment, capture_output=True,
-                          text=True, timeout=300)
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

@@ -24,8 +24,11 @@ def test_the_path_of_one_task_is_what_it_takes(tasks, workers):
 
 def critical_path_printed(task, workers):
     """z_j as eq. (3) prints it."""
-    return (task.reads_e * task.K * task.v
-            + max(task.K * task.c / min(task.K, workers), task.type_1 * task.u) + task.p)
+    return (
+        task.reads_e * task.K * task.v
+        + max(task.K * task.c / min(task.K, workers), task.type_1 * task.u)
+        + task.p
+    )
 
 
 @given(task_sets(experts=1, tensors=1, K=1), st.integers(1, 6))
@@ -35,4 +38,10 @@ def test_the_printed_path_is_right_for_one_shard(tasks, workers):
 
 def test_the_printed_path_exceeds_a_schedule_with_two_shards():
     task = Task(0, 0, State.SM, u=0.0, v=1.0, c=1.0, K=2, p=0.0)
-    assert critical_path_printed(task, 1) == 4.0 > makespan([[task]], 1) == critical_path(task, 1) == 3.0
+    assert (
+        critical_path_printed(task, 1)
+        == 4.0
+        > makespan([[task]], 1)
+        == critical_path(task, 1)
+        == 3.0
+    )

@@ -13,15 +13,22 @@ from moelab.specs import State
 
 def size(tasks):
     """How many schedules the brute force has to look at."""
-    return (factorial(sum(task.K * task.reads_e + task.type_1 for task in tasks))
-            * factorial(sum(task.K for task in tasks)))
+    return factorial(sum(task.K * task.reads_e + task.type_1 for task in tasks)) * factorial(
+        sum(task.K for task in tasks)
+    )
 
 
 def brute_force(tasks, workers):
     """The best of every order of reads with every order of chunks."""
     waits_for, cost = {}, {}
     for task in tasks:
-        seconds = {"read E": task.v, "read SM": task.u, "decompress": task.c, "recover": 0.0, "expert": task.p}
+        seconds = {
+            "read E": task.v,
+            "read SM": task.u,
+            "decompress": task.c,
+            "recover": 0.0,
+            "expert": task.p,
+        }
         for operation, before in operations(task).items():
             waits_for.setdefault(operation, set()).update(before)
             cost[operation] = seconds[operation.kind]
@@ -35,11 +42,15 @@ def brute_force(tasks, workers):
             threads = [0.0] * workers
             for op in chunks:
                 i = threads.index(min(threads))
-                threads[i] = end[op] = max([threads[i], *(end[earlier] for earlier in waits_for[op])]) + cost[op]
+                threads[i] = end[op] = (
+                    max([threads[i], *(end[earlier] for earlier in waits_for[op])]) + cost[op]
+                )
             for op in of["recover"]:
                 end[op] = max(end[earlier] for earlier in waits_for[op])
             now = 0.0
-            for ready, op in sorted((max(end[earlier] for earlier in waits_for[op]), op) for op in of["expert"]):
+            for ready, op in sorted(
+                (max(end[earlier] for earlier in waits_for[op]), op) for op in of["expert"]
+            ):
                 now = max(now, ready) + cost[op]
             best = min(best, now)
     return best
@@ -72,7 +83,8 @@ def test_bounds_optimum_algorithm():
 
 
 def test_waiting_can_be_best():
-    """One worker, a chunk in memory of an expert with little to do and one to come soon of one with much."""
+    """One worker, a chunk in memory of an expert with little to do and one to come soon of one with
+    much."""
     little = Task(0, 0, State.COMPRESSED, u=0.0, v=1.0, c=10.0, K=1, p=1.0)
     much = Task(1, 0, State.SM, u=0.0, v=1.0, c=10.0, K=1, p=50.0)
     assert optimum([little, much], 1) == 1 + 10 + 50 + 1
@@ -93,4 +105,7 @@ def test_the_study():
         ratios.append(makespan(schedule(tasks, workers), workers) / optimum(tasks, workers))
         assert 1 <= ratios[-1] + 1e-9 and ratios[-1] <= 3 - 1 / workers
     assert found["violations"] == 0 and found["worst"] == max(ratios)
-    assert found["mean"] == pytest.approx(sum(ratios) / 40) and found["optimal"] == sum(r <= 1 + 1e-9 for r in ratios) / 40
+    assert (
+        found["mean"] == pytest.approx(sum(ratios) / 40)
+        and found["optimal"] == sum(r <= 1 + 1e-9 for r in ratios) / 40
+    )

@@ -8,7 +8,16 @@ from moelab.schedule.requests import Delays, Operation, Task, operations
 from moelab.specs import ExpertKey, State
 from tests.schedule.instances import Request
 
-DELAYS = Delays(e_read=12.0, sm_read=9.0, decompress=24.0, recover=1.0, expert_base=5.0, expert_token=0.5, K=4, N=3)
+DELAYS = Delays(
+    e_read=12.0,
+    sm_read=9.0,
+    decompress=24.0,
+    recover=1.0,
+    expert_base=5.0,
+    expert_token=0.5,
+    K=4,
+    N=3,
+)
 
 
 def graph(state, K=2):
@@ -16,19 +25,33 @@ def graph(state, K=2):
 
 
 def test_a_missed_tensor():
-    e0, e1, sm = Operation("read E", 7, 1, 0), Operation("read E", 7, 1, 1), Operation("read SM", 7, 1)
+    e0, e1, sm = (
+        Operation("read E", 7, 1, 0),
+        Operation("read E", 7, 1, 1),
+        Operation("read SM", 7, 1),
+    )
     d0, d1 = Operation("decompress", 7, 1, 0), Operation("decompress", 7, 1, 1)
     recover, expert = Operation("recover", 7, 1), Operation("expert", 7)
-    assert graph(State.MISSED) == {e0: (), d0: (e0,), e1: (), d1: (e1,), sm: (), recover: (d0, d1, sm),
-                                   expert: (recover,)}
+    assert graph(State.MISSED) == {
+        e0: (),
+        d0: (e0,),
+        e1: (),
+        d1: (e1,),
+        sm: (),
+        recover: (d0, d1, sm),
+        expert: (recover,),
+    }
 
 
-@pytest.mark.parametrize("state, kinds", [
-    (State.E, ["decompress", "decompress", "read SM", "recover", "expert"]),
-    (State.SM, ["read E", "decompress", "read E", "decompress", "recover", "expert"]),
-    (State.COMPRESSED, ["decompress", "decompress", "recover", "expert"]),
-    (State.FULL, ["expert"]),
-])
+@pytest.mark.parametrize(
+    "state, kinds",
+    [
+        (State.E, ["decompress", "decompress", "read SM", "recover", "expert"]),
+        (State.SM, ["read E", "decompress", "read E", "decompress", "recover", "expert"]),
+        (State.COMPRESSED, ["decompress", "decompress", "recover", "expert"]),
+        (State.FULL, ["expert"]),
+    ],
+)
 def test_what_is_in_memory_is_not_read(state, kinds):
     assert [operation.kind for operation in graph(state)] == kinds
 
@@ -59,9 +82,12 @@ def test_one_read_of_both_chunks_has_a_time_of_its_own():
     bytes_of = {"e_bytes": 10, "sm_bytes": 30, "experts_bytes": [[[10, 30], [20, 60]]]}
     two = Delays(2.0, 3.0, 1.0, 1.0, 1.0, 0.0, **bytes_of)
     one, slow = replace(two, read_both=4.0), replace(two, read_both=4.0, decompress=3.5)
-    for expert, times in ((0, 1), (1, 2)):                      # an expert of twice the bytes takes twice as long
+    for expert, times in ((0, 1), (1, 2)):  # an expert of twice the bytes takes twice as long
         key = ExpertKey(0, expert)
-        assert two.read(key, True, True) == (times * 5.0, times * 40) and one.read(key, True, True)[0] == times * 4.0
+        assert (
+            two.read(key, True, True) == (times * 5.0, times * 40)
+            and one.read(key, True, True)[0] == times * 4.0
+        )
         for delays in (one, two):
             assert delays.read(key, True, False) == (times * 2.0, times * 10)
             assert delays.read(key, False, True) == (times * 3.0, times * 30)
@@ -71,6 +97,13 @@ def test_one_read_of_both_chunks_has_a_time_of_its_own():
 
 @pytest.mark.parametrize("wrong", [{"e_read": -1.0}, {"recover": float("nan")}, {"K": 0}, {"N": 0}])
 def test_impossible_delays(wrong):
-    good = {"e_read": 1.0, "sm_read": 1.0, "decompress": 1.0, "recover": 1.0, "expert_base": 1.0, "expert_token": 1.0}
+    good = {
+        "e_read": 1.0,
+        "sm_read": 1.0,
+        "decompress": 1.0,
+        "recover": 1.0,
+        "expert_base": 1.0,
+        "expert_token": 1.0,
+    }
     with pytest.raises(ValueError, match="at least"):
         Delays(**{**good, **wrong})

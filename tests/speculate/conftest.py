@@ -14,8 +14,13 @@ from tests.models import tiny
 
 def make(name, model, *, ahead=1, **bag):
     """A predictor, of a bag from which it takes what it needs."""
-    return registry.make("predictor", name, model, ahead=ahead,
-                         **{part: value for part, value in bag.items() if part in takes(name)})
+    return registry.make(
+        "predictor",
+        name,
+        model,
+        ahead=ahead,
+        **{part: value for part, value in bag.items() if part in takes(name)},
+    )
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +30,11 @@ def tiny_model(tmp_path_factory):
 
     def get(name: str, dtype: torch.dtype = torch.float32):
         if (name, dtype) not in made:
-            made[name, dtype] = open_checkpoint(tiny.save(name, tmp_path_factory.mktemp(name), dtype))
+            made[name, dtype] = open_checkpoint(
+                tiny.save(name, tmp_path_factory.mktemp(name), dtype)
+            )
         return made[name, dtype]
+
     return get
 
 

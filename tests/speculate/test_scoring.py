@@ -34,7 +34,9 @@ def following(layers, layer):
 
 @torch.no_grad()
 @pytest.mark.parametrize("phase", [PREFILL, DECODE, None])
-@pytest.mark.parametrize("name", ["qwen2_moe", "phimoe", "llama4_text", "deepseek_v3", "switch_transformers"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_moe", "phimoe", "llama4_text", "deepseek_v3", "switch_transformers"]
+)
 def test_recall_and_alignment_are_what_loops_count(name, phase, tiny_model):
     model = tiny_model(name)
     trace, layers, E = recorded(model), discover(model), model.spec.E
@@ -48,17 +50,29 @@ def test_recall_and_alignment_are_what_loops_count(name, phase, tiny_model):
             if phase is not None and trace.phase[t] != phase:
                 continue
             ids, weights = route(target, trace.router_inputs[t, layer.index][None])
-            said = sorted(zip(weights[0].tolist(), ids[0].tolist()), key=lambda pair: -pair[0])     # ties as chosen
-            true = sorted(((w, e) for w, e in zip(trace.weights[t, target.index].tolist(),
-                                                  trace.ids[t, target.index].tolist()) if e != E),
-                          key=lambda pair: -pair[0])
+            said = sorted(
+                zip(weights[0].tolist(), ids[0].tolist()), key=lambda pair: -pair[0]
+            )  # ties as chosen
+            true = sorted(
+                (
+                    (w, e)
+                    for w, e in zip(
+                        trace.weights[t, target.index].tolist(), trace.ids[t, target.index].tolist()
+                    )
+                    if e != E
+                ),
+                key=lambda pair: -pair[0],
+            )
             for rank, (_, expert) in enumerate(true):
                 requests += 1
                 hits += expert in [e for _, e in said]
                 tokens[rank] += 1
                 aligned[rank] += said[rank][1] == expert
         assert got.requests.sum(0)[layer.index] == requests and got.hits.sum(0)[layer.index] == hits
-        assert got.tokens[layer.index].tolist() == tokens and got.aligned[layer.index].tolist() == aligned
+        assert (
+            got.tokens[layer.index].tolist() == tokens
+            and got.aligned[layer.index].tolist() == aligned
+        )
         recall = got.recall[layer.index].item()
         assert recall == hits / requests if requests else math.isnan(recall)
 
@@ -73,9 +87,14 @@ def test_similarity_is_the_mean_cosine(model):
             if target is None or not trace.router_inputs[t, layer.index].any():
                 continue
             true, s = trace.router_inputs[t, target.index], trace.router_inputs[t, layer.index]
-            d = vectors.layer_default(layer.index, trace.ids[t:t + 1, layer.index].long(),
-                                      trace.weights[t:t + 1, layer.index])
-            q = streams(model)[target.index].norm((trace.residuals[t:t + 1, layer.index] + d).to(s.dtype))[0]
+            d = vectors.layer_default(
+                layer.index,
+                trace.ids[t : t + 1, layer.index].long(),
+                trace.weights[t : t + 1, layer.index],
+            )
+            q = streams(model)[target.index].norm(
+                (trace.residuals[t : t + 1, layer.index] + d).to(s.dtype)
+            )[0]
             for values, x in ((of_s, s), (of_q, q)):
                 values.append(float(x @ true / (x.norm() * true.norm())))
         if not of_s:
@@ -114,7 +133,8 @@ def test_several_layers_ahead(tiny_model):
 
 
 def test_those_that_remember_see_one_token_at_a_time(tiny_model):
-    """`previous` at decode step i knows the choices of step i − 1, the prefill's last token first."""
+    """`previous` at decode step i knows the choices of step i − 1, the prefill's last token
+    first."""
     model = tiny_model("olmoe")
     trace = recorded(model)
     got = score(trace, make("previous", model), DECODE)
@@ -123,7 +143,9 @@ def test_those_that_remember_see_one_token_at_a_time(tiny_model):
         for i in range(3):
             mine = trace.select(trace.sequence == i)
             for t in range(len(PROMPTS[i]), len(mine)):
-                hits += len(set(mine.ids[t, layer + 1].tolist()) & set(mine.ids[t - 1, layer + 1].tolist()))
+                hits += len(
+                    set(mine.ids[t, layer + 1].tolist()) & set(mine.ids[t - 1, layer + 1].tolist())
+                )
         assert got.hits.sum(0)[layer] == hits
     assert torch.equal(got.requests.sum(0), torch.full((2,), 3 * 4 * model.spec.K))
     assert score(trace, make("previous", model), PREFILL).recall.isnan().all()
@@ -164,6 +186,7 @@ def test_the_hybrids_choice_is_the_better_recall(tiny_model):
                 row = int((known - x).abs().sum(-1).argmin())
                 logits[i, trace.ids[row, 2].long()] = 5.0
         return logits
+
     d = vectors.layer_default(1, trace.ids[:, 1].long(), trace.weights[:, 1])
     known = streams(model)[2].norm(trace.residuals[:, 1] + d).detach()
     assert choose(trace, model, vectors, estimator) == (False, True, False)
@@ -181,7 +204,9 @@ def test_the_choice_is_made_at_the_distance_of_the_estimator(tiny_model):
 
         def __call__(self, q, layer):
             rows = torch.cdist(q, known).argmin(1)
-            return torch.zeros(len(q), model.spec.E).scatter(1, trace.ids[rows, layer + 2].long(), 5.0)
+            return torch.zeros(len(q), model.spec.E).scatter(
+                1, trace.ids[rows, layer + 2].long(), 5.0
+            )
 
     assert float(score(trace, make("quasi", model, vectors=vectors, ahead=2)).recall[0]) < 1
     assert choose(trace, model, vectors, Knows()) == (True, False, False)
@@ -194,7 +219,8 @@ def test_a_trace_without_hidden_states_is_refused(tiny_model):
 
 
 def test_the_margin_is_the_interval_of_the_ratio_over_prompts():
-    """`intervals.ratio`, layer by layer, whose coverage is drawn in tests of its own; a single prompt has none."""
+    """`intervals.ratio`, layer by layer, whose coverage is drawn in tests of its own; a single
+    prompt has none."""
     rng = torch.Generator().manual_seed(0)
     requests = torch.randint(20, 60, (7, 3), generator=rng)
     hits = (requests * torch.rand(7, 3, generator=rng)).long()

@@ -24,22 +24,28 @@ def measured(model):
 
 
 def outputs_one_by_one(model, trace):
-    """Outputs of every expert for every token it was chosen for, from the recorded router inputs: {(l, e): [H] …}.
+    """Outputs of every expert for every token it was chosen for, from the recorded router inputs:
+    {(l, e): [H] …}.
 
-    Through the stock experts module, one token and one expert at a time with weight 1; where a weight scales the input,
-    with that weight.
-    """
+    Through the stock experts module, one token and one expert at a time with weight 1; where a
+    weight scales the input, with that weight."""
     plug(model)
     found = {}
     for layer in discover(model):
         scales_input = "Llama4" in type(layer.experts).__name__
         for t in range(len(trace)):
-            for expert, weight in zip(trace.ids[t, layer.index].tolist(), trace.weights[t, layer.index].tolist()):
+            for expert, weight in zip(
+                trace.ids[t, layer.index].tolist(), trace.weights[t, layer.index].tolist()
+            ):
                 if expert == trace.spec.E:
                     continue
                 x = trace.router_inputs[t, layer.index][None]
-                y = eager(x, torch.tensor([[expert]]), torch.tensor([[weight if scales_input else 1.0]], dtype=x.dtype),
-                          layer.experts)
+                y = eager(
+                    x,
+                    torch.tensor([[expert]]),
+                    torch.tensor([[weight if scales_input else 1.0]], dtype=x.dtype),
+                    layer.experts,
+                )
                 found.setdefault((layer.index, expert), []).append(y[0].double())
     moelab.models.unplug(model)
     return found
@@ -52,9 +58,11 @@ def test_default_vectors_are_means_over_tokens(measured):
     for layer in range(model.spec.L):
         everything = [y for (l, _), ys in found.items() if l == layer for y in ys]
         for expert in range(model.spec.E):
-            ys = found.get((layer, expert), everything)             # never chosen: the mean of the layer
+            ys = found.get((layer, expert), everything)  # never chosen: the mean of the layer
             assert vectors.counts[layer, expert] == len(found.get((layer, expert), []))
-            torch.testing.assert_close(vectors.d[layer, expert].double(), torch.stack(ys).mean(0), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                vectors.d[layer, expert].double(), torch.stack(ys).mean(0), rtol=1e-4, atol=1e-6
+            )
 
 
 @torch.no_grad()
@@ -63,7 +71,10 @@ def test_shared_is_what_the_block_adds(measured):
     model, vectors, trace = measured
     for layer in discover(model):
         block = layer.block
-        module = next((getattr(block, n) for n in ("shared_expert", "shared_experts") if hasattr(block, n)), None)
+        module = next(
+            (getattr(block, n) for n in ("shared_expert", "shared_experts") if hasattr(block, n)),
+            None,
+        )
         passed = trace.router_inputs[:, layer.index].ne(0).any(-1)
         x = trace.router_inputs[passed, layer.index]
         if module is None:
@@ -84,7 +95,7 @@ def test_layer_default_and_q_are_their_definitions(measured):
         ids, weights = trace.ids[rows, layer.index].long(), trace.weights[rows, layer.index]
         r = trace.residuals[rows, layer.index]
         got_d = vectors.layer_default(layer.index, ids, weights)
-        path = streams(model)[layer.index:following.index + 1]
+        path = streams(model)[layer.index : following.index + 1]
         norm, got_q = path[-1].norm, quasi_hidden(path, r, got_d)
         for t in range(len(rows)):
             d = vectors.shared[layer.index].clone()
@@ -104,11 +115,14 @@ def test_layer_default_and_q_are_their_definitions(measured):
 
 @pytest.mark.parametrize("between", [0, 1, 3])
 def test_q_passes_what_lies_between_by_the_relation_of_each_layer(between):
-    """r' = α r + β d around the layer, r' = α r around those in between, and γ r' from each to the next: a loop."""
+    """r' = α r + β d around the layer, r' = α r around those in between, and γ r' from each to the
+    next: a loop."""
     rng, H = torch.Generator().manual_seed(between), 6
     norm = torch.nn.LayerNorm(H)
-    path = [Stream(None, None, norm, "block", None, 1.0, *(0.5 + torch.rand(3, generator=rng)).tolist())
-            for _ in range(between + 2)]
+    path = [
+        Stream(None, None, norm, "block", None, 1.0, *(0.5 + torch.rand(3, generator=rng)).tolist())
+        for _ in range(between + 2)
+    ]
     r, d = torch.randn(2, 4, H, generator=rng).double().unbind(0)
     norm.double()
     x = path[0].keep * r + path[0].gain * d
@@ -121,23 +135,33 @@ def test_q_passes_what_lies_between_by_the_relation_of_each_layer(between):
 
 @torch.no_grad()
 def test_default_vectors_have_the_factor_of_all_experts(tiny_model):
-    """Of a model that multiplies the sum of its experts, by 2.5 here: d are their mean outputs times that."""
+    """Of a model that multiplies the sum of its experts, by 2.5 here: d are their mean outputs
+    times that."""
     model = tiny_model("beam")
-    vectors, found = default_vectors(model, PROMPTS), outputs_one_by_one(
-        model, record(model, PROMPTS, hidden=True, batch_size=1))
+    vectors, found = (
+        default_vectors(model, PROMPTS),
+        outputs_one_by_one(model, record(model, PROMPTS, hidden=True, batch_size=1)),
+    )
     assert found and model.config.routed_scaling_factor == 2.5
     for (layer, expert), ys in found.items():
-        torch.testing.assert_close(vectors.d[layer, expert].double(), 2.5 * torch.stack(ys).mean(0), rtol=1e-4,
-                                   atol=1e-6)
+        torch.testing.assert_close(
+            vectors.d[layer, expert].double(), 2.5 * torch.stack(ys).mean(0), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_with_the_true_outputs_the_layer_default_is_the_blocks_output(tiny_model):
-    """One token, whose experts' outputs are then their own means: d_l is what the block puts out."""
+    """One token, whose experts' outputs are then their own means: d_l is what the block puts
+    out."""
     for name in ("qwen2_moe", "llama4_text", "gpt_oss"):
         model, seen = tiny_model(name), {}
-        handles = [layer.block.register_forward_hook(
-            lambda _m, _a, out, i=layer.index: seen.__setitem__(i, out[0] if isinstance(out, tuple) else out))
-            for layer in discover(model)]
+        handles = [
+            layer.block.register_forward_hook(
+                lambda _m, _a, out, i=layer.index: seen.__setitem__(
+                    i, out[0] if isinstance(out, tuple) else out
+                )
+            )
+            for layer in discover(model)
+        ]
         trace = record(model, [[7]])
         for handle in handles:
             handle.remove()
@@ -155,6 +179,7 @@ def test_measuring_changes_nothing_whatever_computes_the_experts(tiny_model):
 
     def wrong(x, ids, weights, experts):
         return x
+
     plug(model, executor=wrong)
     try:
         assert torch.equal(default_vectors(model, PROMPTS).d, expected.d)
@@ -166,7 +191,9 @@ def test_measuring_changes_nothing_whatever_computes_the_experts(tiny_model):
 
 @pytest.mark.parametrize("executor", ["fast", "gemv", "sorted", "tiered", "blockwise"])
 @pytest.mark.parametrize("memory", [None, "60%"])
-def test_the_executor_that_a_model_was_opened_with_changes_no_default_vectors(tmp_path, executor, memory):
+def test_the_executor_that_a_model_was_opened_with_changes_no_default_vectors(
+    tmp_path, executor, memory
+):
     folder = tiny.save("qwen3_moe", tmp_path)
     with moelab.open_model(folder) as lm:
         expected = default_vectors(lm, PROMPTS, max_new_tokens=2)
@@ -187,12 +214,15 @@ def test_generated_tokens_count_too(tiny_model):
 def test_memory_does_not_grow_with_the_prompts(tiny_model):
     """What is kept after a thousand tokens is as large as after one."""
     from moelab.speculate.signals import _Sums
+
     sizes, vectors = [], _Sums.vectors
     for prompts in ([[5]], [list(range(3, 90))] * 6):
+
         def measure(self, model_id):
             sizes.append(sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor)))
             assert not self.routed
             return vectors(self, model_id)
+
         _Sums.vectors = measure
         try:
             default_vectors(tiny_model("mixtral"), prompts)

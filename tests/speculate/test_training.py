@@ -1,4 +1,5 @@
-"""Training rows against a loop over tokens, streaming against a limit on memory, resuming against never stopping."""
+"""Training rows against a loop over tokens, streaming against a limit on memory, resuming against
+never stopping."""
 
 from __future__ import annotations
 
@@ -38,16 +39,34 @@ def small(tiny_model, tmp_path_factory):
     model = tiny_model("mixtral")
     path = tmp_path_factory.mktemp("trace") / "train.safetensors"
     record(model, PROMPTS[:20], hidden=path)
-    return model, path, record(model, PROMPTS[20:], hidden=True), default_vectors(model, PROMPTS[:4])
+    return (
+        model,
+        path,
+        record(model, PROMPTS[20:], hidden=True),
+        default_vectors(model, PROMPTS[:4]),
+    )
 
 
 def quick(small, **changes):
     model, path, validation, vectors = small
-    return train(path, model, vectors, **{"validation": validation, "parameters": 4000, "tokens": 1100, "batch": 64,
-                                          "every": 150, **changes})
+    return train(
+        path,
+        model,
+        vectors,
+        **{
+            "validation": validation,
+            "parameters": 4000,
+            "tokens": 1100,
+            "batch": 64,
+            "every": 150,
+            **changes,
+        },
+    )
 
 
-# ------------------------------------------------------------------------------------------------- rows and teacher
+# -------------------------------------------------------------------------------------------------
+# rows and teacher
+
 
 def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
     trace, vectors = recorded(model)
@@ -56,8 +75,13 @@ def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
     for l, target in sorted(found.quasi.targets.items()):
         for t in range(len(trace)):
             if all(int(trace.ids[t, i, 0]) != trace.spec.E for i in (l, target.index)):
-                weights = torch.ones(trace.spec.K) if vectors.weighted else trace.weights[t, l].float()
-                d = sum((w * vectors.d[l, e] for w, e in zip(weights, trace.ids[t, l].tolist())), vectors.shared[l])
+                weights = (
+                    torch.ones(trace.spec.K) if vectors.weighted else trace.weights[t, l].float()
+                )
+                d = sum(
+                    (w * vectors.d[l, e] for w, e in zip(weights, trace.ids[t, l].tolist())),
+                    vectors.shared[l],
+                )
                 with torch.no_grad():
                     q = streams(model)[target.index].norm((d + trace.residuals[t, l])[None])[0]
                 expected.append((q, l, trace.ids[t, target.index].long()))
@@ -79,8 +103,10 @@ def test_the_teachers_logits_lead_its_router_to_what_was_recorded(model):
             ids, weights = route(target, torch.zeros_like(s), teacher(target, s))
         order, recorded_order = ids.argsort(-1), true.argsort(-1)
         assert torch.equal(ids.gather(-1, order), true.gather(-1, recorded_order))
-        torch.testing.assert_close(weights.gather(-1, order),
-                                   trace.weights[passed, target.index].gather(-1, recorded_order))
+        torch.testing.assert_close(
+            weights.gather(-1, order),
+            trace.weights[passed, target.index].gather(-1, recorded_order),
+        )
 
 
 def test_rows_from_files_and_from_memory_are_the_same(small):
@@ -94,7 +120,9 @@ def test_rows_from_files_and_from_memory_are_the_same(small):
     assert files.fingerprint() == memory.fingerprint()
 
 
-@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3), st.integers(0, 2))
+@given(
+    st.integers(1, 200), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3), st.integers(0, 2)
+)
 def test_each_epoch_visits_every_token_once(T, stretch, stretches, seed, epoch):
     some = object.__new__(Rows)
     some.T, some.stretch, some.stretches = T, stretch, stretches
@@ -103,13 +131,17 @@ def test_each_epoch_visits_every_token_once(T, stretch, stretches, seed, epoch):
     assert sorted(t for spans in buffers for a, b in spans for t in range(a, b)) == list(range(T))
     assert all(sum(b - a for a, b in spans) <= stretch * stretches for spans in buffers)
     assert [t for spans in some.in_order() for a, b in spans for t in range(a, b)] == list(range(T))
-    assert sum(b - a for a, b in some.spans(0, seed, 3)) == min(3, T, sum(b - a for a, b in some.spans(0, seed, 10**9)))
+    assert sum(b - a for a, b in some.spans(0, seed, 3)) == min(
+        3, T, sum(b - a for a, b in some.spans(0, seed, 10**9))
+    )
 
 
 def test_the_loss_is_the_divergence_of_the_estimator_from_the_router():
     logits, predicted = torch.randn(2, 7, 5).unbind(0)
-    naive = [sum(p * math.log(p / q) for p, q in zip(a.softmax(0).tolist(), b.softmax(0).tolist()))
-             for a, b in zip(logits, predicted)]
+    naive = [
+        sum(p * math.log(p / q) for p, q in zip(a.softmax(0).tolist(), b.softmax(0).tolist()))
+        for a, b in zip(logits, predicted)
+    ]
     torch.testing.assert_close(divergence(logits, predicted), torch.tensor(naive))
 
 
@@ -121,16 +153,20 @@ def test_a_sigmoid_routers_loss_adds_up_the_divergence_of_each_expert():
             p, q = (1 / (1 + math.exp(-float(x[t, e]))) for x in (logits, predicted))
             naive[t] += p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     torch.testing.assert_close(divergence(logits, predicted, "sigmoid-group"), naive)
-    assert (divergence(logits, logits + 1, "sigmoid") > 0.1).all()          # a constant makes other weights
+    assert (divergence(logits, logits + 1, "sigmoid") > 0.1).all()  # a constant makes other weights
 
 
-# ----------------------------------------------------------------------------------------------------------- training
+# -----------------------------------------------------------------------------------------------------------
+# training
+
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_the_hit_rate_is_that_of_the_predictor(small, kind):
     model, _, validation, vectors = small
     trained = quick(small, tokens=300, kind=kind)
-    recall = score(validation, make("estimator", model, vectors=vectors, estimator=trained.estimator)).recall
+    recall = score(
+        validation, make("estimator", model, vectors=vectors, estimator=trained.estimator)
+    ).recall
     assert trained.best.hit_rate == pytest.approx(recall.tolist(), abs=1e-9)
 
 
@@ -149,7 +185,11 @@ def test_no_training_makes_the_residual_kind_worse_than_the_router(small, rates)
 def test_training_learns_and_returns_its_best(small):
     model, _, validation, vectors = small
     trained = quick(small, kind="appendix-a")
-    assert trained.best.loss == min(point.loss for point in trained.history) < 0.8 * trained.history[0].loss
+    assert (
+        trained.best.loss
+        == min(point.loss for point in trained.history)
+        < 0.8 * trained.history[0].loss
+    )
     assert trained.best.mean_hit_rate > trained.history[0].mean_hit_rate
     assert (trained.history[0].tokens, trained.history[-1].tokens) == (0, 1100)
     again = evaluate(trained.estimator, Rows(validation, model, vectors, 1))
@@ -157,14 +197,18 @@ def test_training_learns_and_returns_its_best(small):
 
 
 def test_the_seed_decides(small):
-    one, same, other = (quick(small, tokens=300, seed=seed).estimator.state_dict() for seed in (3, 3, 4))
+    one, same, other = (
+        quick(small, tokens=300, seed=seed).estimator.state_dict() for seed in (3, 3, 4)
+    )
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("after", [1, 3, 6])
-def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(small, tmp_path, monkeypatch, after):
-    monkeypatch.setattr(rows, "STRETCH", 2**14)         # several buffers an epoch, several epochs
+def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(
+    small, tmp_path, monkeypatch, after
+):
+    monkeypatch.setattr(rows, "STRETCH", 2**14)  # several buffers an epoch, several epochs
     monkeypatch.setattr(rows, "BUFFER", 2**15)
     calls = []
 
@@ -181,8 +225,13 @@ def test_an_interrupted_training_ends_with_the_weights_of_one_that_was_not(small
     resumed = quick(small, checkpoint=path)
     assert resumed.history == whole.history and resumed.best == whole.best
     weights = whole.estimator.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in resumed.estimator.state_dict().items())
-    assert quick(small, checkpoint=path).history == whole.history        # it is finished: nothing is left to do
+    assert all(
+        torch.equal(weights[name], tensor)
+        for name, tensor in resumed.estimator.state_dict().items()
+    )
+    assert (
+        quick(small, checkpoint=path).history == whole.history
+    )  # it is finished: nothing is left to do
     assert [p.name for p in tmp_path.iterdir()] == ["training.pt"]
 
 
@@ -197,22 +246,32 @@ def test_early_stopping_keeps_the_weights_of_the_best_validation(small, monkeypa
     trained = quick(small, tokens=10**6, every=50, patience=2)
     assert trained.stopped_early and [p.loss for p in trained.history] == [9.0, 5.0, 3.0, 4.0, 3.5]
     assert trained.best == trained.history[2]
-    assert all(torch.equal(seen[2][name], tensor) for name, tensor in trained.estimator.state_dict().items())
+    assert all(
+        torch.equal(seen[2][name], tensor)
+        for name, tensor in trained.estimator.state_dict().items()
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------------------
+# refusals
+
 
 def test_a_checkpoint_of_another_training_is_refused(small, tmp_path, tiny_model):
     model, path, validation, vectors = small
     file = tmp_path / "training.pt"
     quick(small, tokens=200, checkpoint=file)
-    other_vectors = DefaultVectors(vectors.d + 1, vectors.shared, vectors.counts, vectors.weighted, vectors.model_id)
+    other_vectors = DefaultVectors(
+        vectors.d + 1, vectors.shared, vectors.counts, vectors.weighted, vectors.model_id
+    )
     other_trace = record(model, PROMPTS[5:], hidden=True)
     with pytest.raises(ValueError, match="differs in kind"):
         quick(small, tokens=200, checkpoint=file, kind="appendix-a")
-    for name, what, seed in (("seed", small, 9), ("vectors", (model, path, validation, other_vectors), 0),
-                             ("trace", (model, other_trace, validation, vectors), 0),
-                             ("validation", (model, path, other_trace, vectors), 0)):
+    for name, what, seed in (
+        ("seed", small, 9),
+        ("vectors", (model, path, validation, other_vectors), 0),
+        ("trace", (model, other_trace, validation, vectors), 0),
+        ("validation", (model, path, other_trace, vectors), 0),
+    ):
         with pytest.raises(ValueError, match=f"differs in {name}"):
             quick(what, tokens=200, checkpoint=file, seed=seed)
     file.write_bytes(file.read_bytes()[:100])
@@ -232,7 +291,8 @@ def test_unusable_arguments_are_named(small, tiny_model):
         quick(small, tokens=0)
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------------------------------
+# memory
 
 STREAM = """
 import json, sys, torch
@@ -257,12 +317,17 @@ def test_memory_does_not_grow_with_the_trace(tmp_path):
     from moelab.trace import GrowingTensor, hidden_path
 
     from tests.models import tiny
-    model = open_model(tiny.save("mixtral", tmp_path / "model", hidden_size=1024, num_hidden_layers=2))
+
+    model = open_model(
+        tiny.save("mixtral", tmp_path / "model", hidden_size=1024, num_hidden_layers=2)
+    )
     trace = record(model, PROMPTS, hidden=True)
     default_vectors(model, PROMPTS[:2]).save(tmp_path / "vectors.safetensors")
     copies = 400 * 2**20 // (2 * trace.residuals.nbytes)
-    columns = {name: torch.cat([getattr(trace, name)] * copies)
-               for name in ("ids", "weights", "phase", "sequence", "position", "tokens")}
+    columns = {
+        name: torch.cat([getattr(trace, name)] * copies)
+        for name in ("ids", "weights", "phase", "sequence", "position", "tokens")
+    }
     path = tmp_path / "long.safetensors"
     for name in ("router_inputs", "residuals"):
         with GrowingTensor(hidden_path(path, name), name) as file:
@@ -270,10 +335,23 @@ def test_memory_does_not_grow_with_the_trace(tmp_path):
                 file.append(getattr(trace, name))
     size = sum(hidden_path(path, name).stat().st_size for name in ("router_inputs", "residuals"))
     hidden = {name: torch.empty(len(columns["ids"]), 0) for name in ("router_inputs", "residuals")}
-    RoutingTrace(**columns, **hidden, spec=trace.spec, model_id=identity(model), _hidden_home=path).save(path)
-    out = subprocess.run([sys.executable, "-c", STREAM, tmp_path / "model", tmp_path / "vectors.safetensors", path,
-                          str(len(columns["ids"]))], capture_output=True, text=True,
-                         env={**os.environ, "OMP_NUM_THREADS": "1"})
+    RoutingTrace(
+        **columns, **hidden, spec=trace.spec, model_id=identity(model), _hidden_home=path
+    ).save(path)
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            STREAM,
+            tmp_path / "model",
+            tmp_path / "vectors.safetensors",
+            path,
+            str(len(columns["ids"])),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert out.returncode == 0, out.stderr
     before, after, tokens = json.loads(out.stdout)
     allowed = 220 * 2**20

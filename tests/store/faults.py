@@ -1,8 +1,7 @@
 """A small checkpoint, and kills after which its conversion resumes.
 
-`kills(n)` kills conversions with SIGKILL at random moments, resumes each, and compares every byte with an uninterrupted
-one. It raises at the first failure and otherwise counts what it tried.
-"""
+`kills(n)` kills conversions with SIGKILL at random moments, resumes each, and compares every byte
+with an uninterrupted one. It raises at the first failure and otherwise counts what it tried."""
 
 from __future__ import annotations
 
@@ -22,25 +21,39 @@ from moelab.store import writer
 def small_checkpoint(folder: Path, seed: int = 0, E: int = 4) -> Path:
     """A random Qwen3-MoE checkpoint of 2 layers of E experts of 37 KB in bf16."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=96, head_dim=16,
-                            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts=E,
-                            num_experts_per_tok=2, dtype="bfloat16")
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=96,
+        head_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=E,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
     Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------------ kills
+# ------------------------------------------------------------------------------------------------------------
+# kills
+
 
 def kills(n: int = 50, seed: int = 0, codec: str = "zstd-huffman") -> dict[str, float]:
-    """Kill `n` conversions at random moments, resume each, and compare with an uninterrupted one, byte for byte.
+    """Kill `n` conversions at random moments, resume each, and compare with an uninterrupted one,
+    byte for byte.
 
-    Forks, so call it in a process of its own. Returns how many kills hit, and how many resumed work already done.
-    Raises AssertionError if a resumed store differs or cannot be resumed.
-    """
+    Forks, so call it in a process of its own. Returns how many kills hit, and how many resumed work
+    already done. Raises AssertionError if a resumed store differs or cannot be resumed."""
     from moelab.models.convert import convert
+
     rng, hit, resumed = random.Random(seed), 0, 0
-    writer.COMMIT = 1                                   # sync after every expert: the more states to be killed in
+    writer.COMMIT = 1  # sync after every expert: the more states to be killed in
     with tempfile.TemporaryDirectory() as temporary:
         source = small_checkpoint(Path(temporary) / "model", E=24)
         convert(source, Path(temporary) / "warm", codec)

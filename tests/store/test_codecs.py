@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.store import codecs
-from moelab.store.codecs import CODECS, MIN_SHARD, compress_tensor, decompress_tensor, find_codec, shard_bounds, shard_count
+from moelab.store.codecs import (
+    CODECS,
+    MIN_SHARD,
+    compress_tensor,
+    decompress_tensor,
+    find_codec,
+    shard_bounds,
+    shard_count,
+)
 
 NAMES = list(CODECS)
 
@@ -16,7 +24,9 @@ def gaussian(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def bound(weights: torch.Tensor) -> float:
     """(8 + H_exp) / 16, from counts made without the package."""
-    _, counts = torch.unique((weights.view(torch.int16).to(torch.int32) >> 7) & 0xFF, return_counts=True)
+    _, counts = torch.unique(
+        (weights.view(torch.int16).to(torch.int32) >> 7) & 0xFF, return_counts=True
+    )
     p = counts.double() / counts.sum()
     return (8 - float((p * p.log2()).sum())) / 16
 
@@ -27,7 +37,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40, deadline=None)
-@given(data=st.one_of(st.binary(max_size=2000), st.lists(st.integers(100, 104), max_size=3000).map(bytes)))
+@given(
+    data=st.one_of(
+        st.binary(max_size=2000), st.lists(st.integers(100, 104), max_size=3000).map(bytes)
+    )
+)
 def test_every_codec_round_trips_arbitrary_bytes(name, data):
     blob = find_codec(name).compress(data)
     assert isinstance(blob, bytes)
@@ -54,15 +68,24 @@ def test_damaged_blobs_raise_or_fill_the_buffer(name):
     for _ in range(300):
         damaged = bytearray(blob)
         damaged[rng.integers(len(blob))] ^= 1 << rng.integers(8)
-        del damaged[len(blob) - rng.integers(2) * rng.integers(len(blob)):]
+        del damaged[len(blob) - rng.integers(2) * rng.integers(len(blob)) :]
         try:
             find_codec(name).decompress(damaged, bytearray(len(data)))
         except ValueError:
             pass
 
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
-          torch.int8, torch.uint8, torch.int32]
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,8 +94,15 @@ def test_tensors_of_every_type_come_back_bit_for_bit(name, dtype):
     rng = np.random.default_rng(0)
     for shape in ((0,), (1,), (3, 5), (64, 129)):
         n = int(np.prod(shape)) * dtype.itemsize
-        for raw in (rng.integers(0, 256, n, dtype=np.uint8), rng.integers(60, 64, n, dtype=np.uint8)):
-            weights = torch.from_numpy(raw).view(dtype).view(shape) if n else torch.empty(shape, dtype=dtype)
+        for raw in (
+            rng.integers(0, 256, n, dtype=np.uint8),
+            rng.integers(60, 64, n, dtype=np.uint8),
+        ):
+            weights = (
+                torch.from_numpy(raw).view(dtype).view(shape)
+                if n
+                else torch.empty(shape, dtype=dtype)
+            )
             packed = compress_tensor(weights, name)
             out = torch.empty_like(weights)
             decompress_tensor(packed, out)
@@ -87,9 +117,11 @@ def test_all_patterns_of_bf16_as_bits():
     assert (out == x).all()
 
 
-@pytest.mark.parametrize("name, points", [("huffman", 0.30), ("zstd-huffman", 0.40), ("zstd", 4), ("lz4hc", 10)])
+@pytest.mark.parametrize(
+    "name, points", [("huffman", 0.30), ("zstd-huffman", 0.40), ("zstd", 4), ("lz4hc", 10)]
+)
 def test_how_close_a_codec_comes_to_the_bound(name, points):
-    weights = gaussian(1 << 19)                                     # 1 MB
+    weights = gaussian(1 << 19)  # 1 MB
     packed = compress_tensor(weights, name)
     assert bound(weights) < packed.nbytes / weights.nbytes <= bound(weights) + points / 100
     assert [plane.codec for plane in packed.planes] == [name, "raw"]
@@ -99,6 +131,7 @@ def test_splitting_pays_or_is_left():
     def fraction(weights):
         packed = compress_tensor(weights)
         return packed.nbytes / weights.nbytes, [plane.codec for plane in packed.planes]
+
     noise = torch.randint(0, 256, (40000,), dtype=torch.uint8)
     assert fraction(noise) == (1.0, ["raw"])
     assert fraction(noise.view(torch.bfloat16)) == (1.0, ["raw", "raw"])
@@ -106,7 +139,7 @@ def test_splitting_pays_or_is_left():
     assert half < 0.87 and planes == [codecs.DEFAULT, "raw"]
     single, planes = fraction(gaussian(100_000, torch.float32))
     assert single < 0.85 and planes == [codecs.DEFAULT, "raw", "raw", "raw"]
-    widened, planes = fraction(gaussian(100_000).float())           # two of four bytes are zero
+    widened, planes = fraction(gaussian(100_000).float())  # two of four bytes are zero
     assert widened < 0.34 and planes[2:] == [codecs.DEFAULT] * 2
     assert fraction(gaussian(100_000).to(torch.float8_e4m3fn).bfloat16())[1] == [codecs.DEFAULT] * 2
 
@@ -130,10 +163,15 @@ def test_several_shards(name):
     out = torch.empty_like(weights)
     decompress_tensor(packed, out, torch.empty(len(weights), dtype=torch.uint8))
     assert same(out, weights)
-    (begin, end), shard = shard_bounds(packed.n, len(packed.planes[0].shards))[-1], packed.planes[0].shards[-1]
-    last = bytearray(end - begin)                                   # a shard is decoded without the others
+    (begin, end), shard = (
+        shard_bounds(packed.n, len(packed.planes[0].shards))[-1],
+        packed.planes[0].shards[-1],
+    )
+    last = bytearray(end - begin)  # a shard is decoded without the others
     find_codec(name).decompress(shard, last)
-    assert list(last) == ((weights[begin:end].view(torch.int16).to(torch.int32) >> 7) & 0xFF).tolist()
+    assert (
+        list(last) == ((weights[begin:end].view(torch.int16).to(torch.int32) >> 7) & 0xFF).tolist()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
@@ -141,7 +179,10 @@ def test_a_raw_tensor_is_its_own_bytes(dtype):
     weights = gaussian(1001).to(dtype)
     packed = compress_tensor(weights, "raw", shards=4)
     (plane,) = packed.planes
-    assert plane.codec == "raw" and bytes(plane.shards[0]) == weights.view(torch.uint8).numpy().tobytes()
+    assert (
+        plane.codec == "raw"
+        and bytes(plane.shards[0]) == weights.view(torch.uint8).numpy().tobytes()
+    )
 
 
 def test_compressed_tensors_do_not_share_memory_with_the_weights():

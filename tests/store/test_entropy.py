@@ -13,8 +13,12 @@ from moelab.store import entropy
 from moelab.store.entropy import analyse, describe, joint_counts, marginals
 from moelab.store.headers import read_header
 
-FIELDS = {"BF16": (torch.bfloat16, 8, 7), "F16": (torch.float16, 5, 10), "F8_E4M3": (torch.float8_e4m3fn, 4, 3),
-          "F8_E5M2": (torch.float8_e5m2, 5, 2)}
+FIELDS = {
+    "BF16": (torch.bfloat16, 8, 7),
+    "F16": (torch.float16, 5, 10),
+    "F8_E4M3": (torch.float8_e4m3fn, 4, 3),
+    "F8_E5M2": (torch.float8_e5m2, 5, 2),
+}
 
 
 def shannon(values) -> float:
@@ -25,7 +29,7 @@ def shannon(values) -> float:
 def patterns(t: torch.Tensor) -> list[int]:
     raw = t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     step = t.element_size()
-    return [int.from_bytes(raw[i:i + step], "little") for i in range(0, len(raw), step)]
+    return [int.from_bytes(raw[i : i + step], "little") for i in range(0, len(raw), step)]
 
 
 def check(row, values: list[int], e: int, m: int, bits: int) -> None:
@@ -75,12 +79,24 @@ def test_histograms_add_up():
 def checkpoint(tmp_path):
     torch.manual_seed(0)
     prefix = "model.layers.{}.mlp.experts.{}.{}.weight"
-    tensors = {prefix.format(layer, expert, kind): (torch.randn(20, 30) * (1 + expert)).bfloat16()
-               for layer in (0, 1, 10) for expert in range(3) for kind in ("up_proj", "down_proj")}
-    tensors |= {"model.layers.0.norm.weight": torch.ones(30), "model.embed.weight": torch.randn(50, 8).half(),
-                "model.layers.1.ids": torch.arange(9), "empty.weight": torch.zeros(0, 4, dtype=torch.bfloat16)}
+    tensors = {
+        prefix.format(layer, expert, kind): (torch.randn(20, 30) * (1 + expert)).bfloat16()
+        for layer in (0, 1, 10)
+        for expert in range(3)
+        for kind in ("up_proj", "down_proj")
+    }
+    tensors |= {
+        "model.layers.0.norm.weight": torch.ones(30),
+        "model.embed.weight": torch.randn(50, 8).half(),
+        "model.layers.1.ids": torch.arange(9),
+        "empty.weight": torch.zeros(0, 4, dtype=torch.bfloat16),
+    }
     names = sorted(tensors)
-    save_file({n: tensors[n] for n in names[:9]}, tmp_path / "model-00001-of-00002.safetensors", {"format": "pt"})
+    save_file(
+        {n: tensors[n] for n in names[:9]},
+        tmp_path / "model-00001-of-00002.safetensors",
+        {"format": "pt"},
+    )
     save_file({n: tensors[n] for n in names[9:]}, tmp_path / "model-00002-of-00002.safetensors")
     where = {n: f"model-0000{1 + (i >= 9)}-of-00002.safetensors" for i, n in enumerate(names)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
@@ -103,6 +119,7 @@ def test_a_sharded_checkpoint_read_in_small_slices(checkpoint, monkeypatch):
 
     def pooled(part):
         return [x for name, values in bf16.items() if part in name for x in values]
+
     for layer in (0, 1, 10):
         row = by["layer", f"model.layers.{layer}", "BF16"]
         check(row, pooled(f"layers.{layer}."), 8, 7, 16)

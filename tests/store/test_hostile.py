@@ -1,7 +1,8 @@
-"""Stores that somebody changed, with a right seal or a wrong one: refused by name, or they give the right bits.
+"""Stores that somebody changed, with a right seal or a wrong one: refused by name, or they give the
+right bits.
 
-Nothing outside their folders is read or written, nothing else than StoreError and FileNotFoundError is raised.
-"""
+Nothing outside their folders is read or written, nothing else than StoreError and FileNotFoundError
+is raised."""
 
 from __future__ import annotations
 
@@ -26,8 +27,29 @@ from tests.models import tiny
 
 from .test_writer import begin, expert, write
 
-WORDS = ("", "..", "../x", "/etc/passwd", "a/b", "a\\b", "\0", "x" * 5000, "experts-00000.safetensors", INDEX, "é",
-         "__metadata__", "BF16", "F16", "F32", "U8", "raw", "huffman", "zstd", "0" * 16, "-1")
+WORDS = (
+    "",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "a/b",
+    "a\\b",
+    "\0",
+    "x" * 5000,
+    "experts-00000.safetensors",
+    INDEX,
+    "é",
+    "__metadata__",
+    "BF16",
+    "F16",
+    "F32",
+    "U8",
+    "raw",
+    "huffman",
+    "zstd",
+    "0" * 16,
+    "-1",
+)
 NUMBERS = (-1, 0, 1, 2, 7, 4096, 10**9, 2**31, 2**62, 2**63, 10**40, 0.5, 1e300, float("nan"))
 
 
@@ -46,7 +68,8 @@ def fields_of(folder):
 
 
 def reseal(folder, fields, thorough=True):
-    """Write an index as an attacker would: sealed anew, and with the new digest in the weights' header, too."""
+    """Write an index as an attacker would: sealed anew, and with the new digest in the weights'
+    header, too."""
     raw, digest = seal(fields)
     old = json.loads((folder / INDEX).read_bytes())["sha256"]
     (folder / INDEX).write_bytes(raw)
@@ -67,38 +90,54 @@ def bits(folder):
         for layer in range(len(store.layers)):
             for index in range(len(store.layers[layer].experts)):
                 for name, t in source(layer, index).items():
-                    found[layer, index, name] = t.dtype, tuple(t.shape), t.view(torch.uint8).numpy().tobytes()
-    check_weights(store)                                                # as all do that open a model
+                    found[layer, index, name] = (
+                        t.dtype,
+                        tuple(t.shape),
+                        t.view(torch.uint8).numpy().tobytes(),
+                    )
+    check_weights(store)  # as all do that open a model
     raw = (folder / WEIGHTS).read_bytes()
     for key, (dtype, shape, offset, size, _) in store.weights.items():
-        found[key] = dtype, shape, raw[offset:offset + size]
+        found[key] = dtype, shape, raw[offset : offset + size]
     return found
 
 
 def everything_under(folder):
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+    return {
+        str(path): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
 
 
 def attack(folder, work, truth, source):
-    """Open, read, verify and restore: each is refused by name, or gives what the model has; returns what was refused."""
+    """Open, read, verify and restore: each is refused by name, or gives what the model has; returns
+    what was refused."""
     before, start, refused = everything_under(work), time.process_time(), set()
 
     def files(path):
         return {p.name: p.read_bytes() for p in path.iterdir()}
-    for name, what in {"read": lambda: bits(folder) == truth, "verify": lambda: verify(folder)["experts"] == 8,
-                       "restore": lambda: files(restore(folder, work / "restored")) == files(source)}.items():
+
+    for name, what in {
+        "read": lambda: bits(folder) == truth,
+        "verify": lambda: verify(folder)["experts"] == 8,
+        "restore": lambda: files(restore(folder, work / "restored")) == files(source),
+    }.items():
         try:
             assert what(), f"{name} gave something else"
         except (StoreError, FileNotFoundError) as error:
-            assert len(str(error)) > 30 and (str(folder) in str(error) or "cannot be decoded" in str(error)), error
+            assert len(str(error)) > 30 and (
+                str(folder) in str(error) or "cannot be decoded" in str(error)
+            ), error
             refused.add(name)
     shutil.rmtree(work / "restored", ignore_errors=True)
-    assert everything_under(work) == before                             # and nothing else was left or touched
-    assert time.process_time() - start < 10                             # of this process, however busy the machine
+    assert everything_under(work) == before  # and nothing else was left or touched
+    assert time.process_time() - start < 10  # of this process, however busy the machine
     return refused
 
 
-# ------------------------------------------------------------------------------------------------- the known attacks
+# -------------------------------------------------------------------------------------------------
+# the known attacks
 
 LIES = ("a file less", "another model")
 
@@ -125,7 +164,9 @@ def each(fields):
         "a true offset": lambda: chunk.__setitem__(0, True),
         "another codec": lambda: entries[0][name][1][0].__setitem__(0, "zstd"),
         "a weight less": lambda: fields["weights"].popitem(),
-        "weights in another order": lambda: fields.update(weights=dict(reversed(fields["weights"].items()))),
+        "weights in another order": lambda: fields.update(
+            weights=dict(reversed(fields["weights"].items()))
+        ),
         "a file less": lambda: fields["files"].pop("config.json"),
         "../": lambda: fields["files"].update({"../m/config.json": fields["files"]["config.json"]}),
         "absolute": lambda: fields["files"].update({"/etc/hostname": [1, "0" * 16]}),
@@ -134,7 +175,9 @@ def each(fields):
     }
 
 
-@pytest.mark.parametrize("name", list(each({"layers": [{"tensors": {"x": 0}, "experts": [0, {"x": [0, [[0, [0]]]]}]}]})))
+@pytest.mark.parametrize(
+    "name", list(each({"layers": [{"tensors": {"x": 0}, "experts": [0, {"x": [0, [[0, [0]]]]}]}]}))
+)
 @pytest.mark.parametrize("thorough", [True, False])
 def test_an_index_that_was_changed(store, tmp_path, name, thorough):
     folder = copy(store[0], tmp_path / "s")
@@ -142,15 +185,32 @@ def test_an_index_that_was_changed(store, tmp_path, name, thorough):
     each(fields)[name]()
     reseal(folder, fields, thorough)
     refused = attack(folder, tmp_path, bits(store[0]), store[1])
-    # With the right digest in two places one can still lie about whose weights these are; restoring them finds it out.
-    assert refused == {"read", "verify", "restore"} or thorough and name in LIES and refused == {"restore"}
+    # With the right digest in two places one can still lie about whose weights these are; restoring
+    # them finds it out.
+    assert (
+        refused == {"read", "verify", "restore"}
+        or thorough
+        and name in LIES
+        and refused == {"restore"}
+    )
 
 
 def test_an_index_nested_too_deep_or_too_long(store, tmp_path):
     folder = copy(store[0], tmp_path / "s")
-    for raw in (b"[" * 200_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"null", b"[]", b"{}", b"\xff", b"1" * 9999):
+    for raw in (
+        b"[" * 200_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b"1" * 9999,
+    ):
         from hashlib import sha256
-        (folder / INDEX).write_bytes(raw + b',"sha256":"' + sha256(raw).hexdigest().encode() + b'"}')
+
+        (folder / INDEX).write_bytes(
+            raw + b',"sha256":"' + sha256(raw).hexdigest().encode() + b'"}'
+        )
         with pytest.raises(StoreError):
             ExpertStore(folder)
     with open(folder / INDEX, "wb") as f:
@@ -159,7 +219,9 @@ def test_an_index_nested_too_deep_or_too_long(store, tmp_path):
         ExpertStore(folder)
 
 
-@pytest.mark.parametrize("name", [INDEX, WEIGHTS, "experts-00001.safetensors", "config.json", SOURCE_LAYOUT])
+@pytest.mark.parametrize(
+    "name", [INDEX, WEIGHTS, "experts-00001.safetensors", "config.json", SOURCE_LAYOUT]
+)
 def test_links_are_not_followed(store, tmp_path, name):
     folder = copy(store[0], tmp_path / "s")
     (folder / name).rename(tmp_path / "elsewhere")
@@ -207,10 +269,13 @@ def test_the_layout_of_the_source_is_believed_in_nothing(store, tmp_path):
         shutil.rmtree(folder)
 
 
-# ------------------------------------------------------------------------------------------------------- at random
+# -------------------------------------------------------------------------------------------------------
+# at random
+
 
 def mutate(node, rng):
-    """Change something somewhere below a node of JSON: a number, a word, a name, an order, a member less or twice."""
+    """Change something somewhere below a node of JSON: a number, a word, a name, an order, a member
+    less or twice."""
     while True:
         key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
         child = node[key]
@@ -230,12 +295,15 @@ def mutate(node, rng):
         elif how == 4 and isinstance(child, int):
             node[key] = child + rng.choice((-4096, -1, 1, 4096, 2**20))
         else:
-            node[key] = rng.choice((*WORDS, *NUMBERS, None, True, [], {}, [[]], "9" * 5000, [1] * 100))
+            node[key] = rng.choice(
+                (*WORDS, *NUMBERS, None, True, [], {}, [[]], "9" * 5000, [1] * 100)
+            )
         return
 
 
 def damage(folder, rng):
-    """Change a store's bytes, names or index; returns whether the new index is sealed as a right one is."""
+    """Change a store's bytes, names or index; returns whether the new index is sealed as a right
+    one is."""
     files = [path for path in sorted(folder.iterdir()) if path.name != "read_mode.json"]
     kind, path = rng.randrange(8), rng.choice(files)
     if kind < 4:
@@ -245,26 +313,44 @@ def damage(folder, rng):
         thorough = rng.random() < 0.5
         reseal(folder, fields, thorough)
         return thorough
-    if kind == 4 and rng.random() < 0.3:                # two aligned pieces change places: chunks, where there are some
+    if (
+        kind == 4 and rng.random() < 0.3
+    ):  # two aligned pieces change places: chunks, where there are some
         raw = path.read_bytes()
         size = 4096 if len(raw) >= 8192 else max(1, len(raw) // 4)
         first, second = sorted(rng.randrange(len(raw) // size) * size for _ in "ab")
-        pieces = raw[:first], raw[first:first + size], raw[first + size:second], raw[second:second + size]
-        path.write_bytes(b"".join((pieces[0], pieces[3], pieces[2], pieces[1], raw[second + size:]))
-                         if first < second else raw)
+        pieces = (
+            raw[:first],
+            raw[first : first + size],
+            raw[first + size : second],
+            raw[second : second + size],
+        )
+        path.write_bytes(
+            b"".join((pieces[0], pieces[3], pieces[2], pieces[1], raw[second + size :]))
+            if first < second
+            else raw
+        )
     elif kind == 4:
         raw = bytearray(path.read_bytes())
         at = rng.randrange(min(len(raw), rng.choice((64, 4096, len(raw)))))
-        raw[at:at + 8] = rng.choice((rng.randbytes(8), bytes(8), b"\xff" * 8))
+        raw[at : at + 8] = rng.choice((rng.randbytes(8), bytes(8), b"\xff" * 8))
         path.write_bytes(raw)
     elif kind == 5:
-        path.write_bytes(path.read_bytes()[:rng.randrange(path.stat().st_size)] + bytes(rng.choice((0, 5000))))
+        path.write_bytes(
+            path.read_bytes()[: rng.randrange(path.stat().st_size)] + bytes(rng.choice((0, 5000)))
+        )
     elif kind == 6:
         path.rename(folder / rng.choice(("x", rng.choice(files).name)))
     else:
         path.unlink()
-        rng.choice((lambda: None, path.mkdir, lambda: path.symlink_to("/etc/hostname"),
-                    lambda: os.mkfifo(path)))()
+        rng.choice(
+            (
+                lambda: None,
+                path.mkdir,
+                lambda: path.symlink_to("/etc/hostname"),
+                lambda: os.mkfifo(path),
+            )
+        )()
     return False
 
 
@@ -276,8 +362,11 @@ def test_stores_changed_at_random(store, tmp_path):
         folder = copy(store[0], tmp_path / "s")
         sealed = damage(folder, random.Random(seed))
         same = sorted(path.name for path in folder.iterdir()) == names and all(
-            (folder / name).is_file() and (folder / name).read_bytes() == (store[0] / name).read_bytes()
-            for name in names if name != "read_mode.json")
+            (folder / name).is_file()
+            and (folder / name).read_bytes() == (store[0] / name).read_bytes()
+            for name in names
+            if name != "read_mode.json"
+        )
         refused = attack(folder, tmp_path, truth, store[1])
         assert same or sealed or "verify" in refused, seed
         shutil.rmtree(folder)
@@ -304,6 +393,7 @@ def test_journals_changed_at_random(tmp_path, monkeypatch):
                 for key in w.missing():
                     w.add(*key, expert(*key))
                 from .test_writer import others
+
                 w.finish(others(tmp_path / "truth")[0], [("config.json", b"{}")])
                 verify(w.folder)
                 done = w.publish()
@@ -319,8 +409,15 @@ def test_journals_changed_at_random(tmp_path, monkeypatch):
             (part / name).write_bytes(data)
 
 
-@pytest.mark.parametrize("options, message", [({"shards": 0}, "shards is 0"), ({"shards": -3}, "shards is -3"),
-                                              ({"shards": 2.5}, "shards is 2.5"), ({"codec": "gzip"}, "unknown codec")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"shards": 0}, "shards is 0"),
+        ({"shards": -3}, "shards is -3"),
+        ({"shards": 2.5}, "shards is 2.5"),
+        ({"codec": "gzip"}, "unknown codec"),
+    ],
+)
 def test_options_that_cannot_be_leave_nothing_behind(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         begin(tmp_path, **options)

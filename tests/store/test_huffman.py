@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[2]
 
 def compress(data: np.ndarray) -> bytes:
     out = np.zeros(huffman.bound(len(data)), np.uint8)
-    return out[:huffman.compress_into(data, out)].tobytes()
+    return out[: huffman.compress_into(data, out)].tobytes()
 
 
 def decompress(blob: bytes, n: int) -> np.ndarray:
-    out = np.full(n + 64, 0xA5, np.uint8)           # 32 guard bytes on either side
-    huffman.decompress_into(blob, out[32:32 + n])
-    assert (out[:32] == 0xA5).all() and (out[32 + n:] == 0xA5).all()
-    return out[32:32 + n]
+    out = np.full(n + 64, 0xA5, np.uint8)  # 32 guard bytes on either side
+    huffman.decompress_into(blob, out[32 : 32 + n])
+    assert (out[:32] == 0xA5).all() and (out[32 + n :] == 0xA5).all()
+    return out[32 : 32 + n]
 
 
 def mode(blob: bytes) -> int:
@@ -48,7 +48,8 @@ def exponents(n: int, scale: float = 0.02) -> np.ndarray:
 
 
 def naive_decode(blob: bytes) -> bytes:
-    """A decoder written from the docstring alone: one bit at a time, through a dictionary of codes."""
+    """A decoder written from the docstring alone: one bit at a time, through a dictionary of
+    codes."""
     words = np.frombuffer(blob[:16], np.uint64)
     last, first, longest, n = blob[4], blob[5], blob[6], int(words[1])
     if mode(blob) == RAW:
@@ -56,12 +57,20 @@ def naive_decode(blob: bytes) -> bytes:
     if mode(blob) == CONSTANT:
         return bytes([first]) * n
     k, span = mode(blob) - CODED, last - first + 1
-    sizes = [int(w) for w in np.frombuffer(blob[16:16 + 8 * STREAMS], np.uint64)]
+    sizes = [int(w) for w in np.frombuffer(blob[16 : 16 + 8 * STREAMS], np.uint64)]
     at = 16 + 8 * STREAMS
-    leads, at = blob[at:at + k], at + 8
+    leads, at = blob[at : at + k], at + 8
     nibbles = [x for byte in blob[at:] for x in (byte & 15, byte >> 4)]
-    symbols = [(nibbles[j * span + s - first], j * 256 + s, bytes([s]) if not j else bytes([leads[j - 1], s]))
-               for j in range(k + 1) for s in range(first, last + 1) if nibbles[j * span + s - first]]
+    symbols = [
+        (
+            nibbles[j * span + s - first],
+            j * 256 + s,
+            bytes([s]) if not j else bytes([leads[j - 1], s]),
+        )
+        for j in range(k + 1)
+        for s in range(first, last + 1)
+        if nibbles[j * span + s - first]
+    ]
     codes, code = {}, 0
     for length, _, word in sorted(symbols):
         codes[format(code >> (longest - length), f"0{length}b")] = word
@@ -70,7 +79,9 @@ def naive_decode(blob: bytes) -> bytes:
     out = b""
     for i, size in enumerate(sizes):
         size, left = size & (1 << 56) - 1, size >> 56
-        bits = format(int.from_bytes(blob[at:at + size], "little"), "b")[1:]       # without the closing 1 bit
+        bits = format(int.from_bytes(blob[at : at + size], "little"), "b")[
+            1:
+        ]  # without the closing 1 bit
         at += size
         pieces, word = [bytes([leads[left - 1]])] if left else [], ""
         for bit in bits:
@@ -99,34 +110,51 @@ def test_round_trip_of_arbitrary_bytes(data):
     assert decompress(compress(np.frombuffer(data, np.uint8)), len(data)).tobytes() == data
 
 
-@pytest.mark.parametrize("data", [exponents(3000), skewed(2999, 2, 1), skewed(2001, 40, 2), np.zeros(77, np.uint8),
-                                  np.arange(256, dtype=np.uint8), np.tile(np.uint8([1, 1, 1, 2]), 500)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        exponents(3000),
+        skewed(2999, 2, 1),
+        skewed(2001, 40, 2),
+        np.zeros(77, np.uint8),
+        np.arange(256, dtype=np.uint8),
+        np.tile(np.uint8([1, 1, 1, 2]), 500),
+    ],
+)
 def test_blobs_are_what_the_docstring_says(data):
     assert naive_decode(compress(data)) == data.tobytes()
 
 
 def test_modes():
-    assert mode(compress(np.zeros(0, np.uint8))) == RAW and len(compress(np.zeros(0, np.uint8))) == 16
+    assert (
+        mode(compress(np.zeros(0, np.uint8))) == RAW and len(compress(np.zeros(0, np.uint8))) == 16
+    )
     constant = compress(np.full(10**6, 200, np.uint8))
     assert mode(constant) == CONSTANT and len(constant) == 16
     equally_likely = np.tile(np.arange(256, dtype=np.uint8), 100)
-    assert mode(compress(equally_likely)) == RAW and len(compress(equally_likely)) == len(equally_likely) + 16
-    assert mode(compress(exponents(10000))) > CODED                 # with leads
+    assert (
+        mode(compress(equally_likely)) == RAW
+        and len(compress(equally_likely)) == len(equally_likely) + 16
+    )
+    assert mode(compress(exponents(10000))) > CODED  # with leads
     two = np.random.default_rng(0).permutation(np.tile(np.uint8([7, 9]), 5000))
     assert mode(compress(two)) >= CODED and len(compress(two)) < 1400
 
 
 def test_bytes_that_are_not_independent_cost_at_most_a_bit_of_code_length_more():
-    """Leads are planned for independent bytes; where that is wrong, the blob is no larger than without leads."""
+    """Leads are planned for independent bytes; where that is wrong, the blob is no larger than
+    without leads."""
     data = np.tile(np.repeat(np.uint8([1, 2, 3, 4, 5, 6]), [900, 500, 300, 200, 60, 40]), 20)
     counts = np.bincount(data, minlength=256).astype(np.int64)
-    assert len(compress(data)) * 8 <= (counts * huffman.code_lengths(counts, MAX_BITS)).sum() + 8 * 250
+    assert (
+        len(compress(data)) * 8 <= (counts * huffman.code_lengths(counts, MAX_BITS)).sum() + 8 * 250
+    )
     assert (decompress(compress(data), len(data)) == data).all()
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.0218, 0.025, 0.03, 0.035, 0.038])
 def test_weights_come_within_a_third_of_a_point_of_the_bound(scale):
-    data = exponents(1 << 19, scale)                                # a bf16 tensor of 1 MB
+    data = exponents(1 << 19, scale)  # a bf16 tensor of 1 MB
     p = np.bincount(data) / len(data)
     bound = (8 - (p[p > 0] * np.log2(p[p > 0])).sum()) / 16
     assert (len(data) + len(compress(data))) / (2 * len(data)) <= bound + 0.0030
@@ -136,11 +164,14 @@ def test_weights_come_within_a_third_of_a_point_of_the_bound(scale):
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=5), st.integers(3, 4))
 def test_code_lengths_are_optimal_under_the_limit(counts, limit):
     padded = np.zeros(256, np.int64)
-    padded[10:10 + len(counts)] = counts
-    lengths = huffman.code_lengths(padded, limit)[10:10 + len(counts)]
+    padded[10 : 10 + len(counts)] = counts
+    lengths = huffman.code_lengths(padded, limit)[10 : 10 + len(counts)]
     assert sum(2.0 ** -int(k) for k in lengths) == 1 and lengths.max() <= limit
-    best = min(np.dot(counts, tried) for tried in itertools.product(range(1, limit + 1), repeat=len(counts))
-               if sum(2.0 ** -k for k in tried) <= 1)
+    best = min(
+        np.dot(counts, tried)
+        for tried in itertools.product(range(1, limit + 1), repeat=len(counts))
+        if sum(2.0**-k for k in tried) <= 1
+    )
     assert np.dot(counts, lengths) == best
 
 
@@ -148,7 +179,7 @@ def test_code_lengths_are_optimal_under_the_limit(counts, limit):
 @given(st.lists(st.integers(0, 10**6), min_size=256, max_size=256))
 def test_code_lengths_cost_what_huffman_s_own_algorithm_costs(counts):
     heap = [c for c in counts if c]
-    if len(heap) < 2 or sum(heap) > 2000 * min(heap):               # then no code is longer than 12 bits
+    if len(heap) < 2 or sum(heap) > 2000 * min(heap):  # then no code is longer than 12 bits
         counts = [1000 + c % 50 for c in counts]
         heap = list(counts)
     heapq.heapify(heap)
@@ -163,7 +194,9 @@ def test_code_lengths_cost_what_huffman_s_own_algorithm_costs(counts):
 @given(st.binary(max_size=300))
 def test_histogram(data):
     array = np.frombuffer(data, np.uint8)
-    assert (huffman.histogram(array.ctypes.data, len(array)) == np.bincount(array, minlength=256)).all()
+    assert (
+        huffman.histogram(array.ctypes.data, len(array)) == np.bincount(array, minlength=256)
+    ).all()
 
 
 def test_bad_arguments():
@@ -180,58 +213,69 @@ def test_bad_arguments():
         huffman.decompress_into(b"x" + blob[1:], bytearray(5000))
 
 
-# ----------------------------------------------------------------------------------------------------------- fuzz
+# -----------------------------------------------------------------------------------------------------------
+# fuzz
+
 
 class Fenced:
-    """A buffer of whole pages between two that cannot be touched: reading outside it ends the process."""
+    """A buffer of whole pages between two that cannot be touched: reading outside it ends the
+    process."""
 
     def __init__(self, size: int) -> None:
         page = mmap.PAGESIZE
         self.size = -(-size // page) * page
         self.map = mmap.mmap(-1, self.size + 2 * page)
         self.whole = np.frombuffer(self.map, np.uint8)
-        self.inside = self.whole[page:page + self.size]
+        self.inside = self.whole[page : page + self.size]
         libc = ctypes.CDLL(None)
         for address in (self.whole.ctypes.data, self.inside.ctypes.data + self.size):
             assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), 0) == 0
 
     def put(self, data: bytes, at_the_end: bool) -> np.ndarray:
-        view = self.inside[self.size - len(data):] if at_the_end else self.inside[:len(data)]
+        view = self.inside[self.size - len(data) :] if at_the_end else self.inside[: len(data)]
         view[:] = np.frombuffer(data, np.uint8)
         return view
 
 
 def mutate(blob: bytes, rng: np.random.Generator) -> bytes:
     data, kind = bytearray(blob), rng.integers(7)
-    if kind == 0:                                                   # bits anywhere
+    if kind == 0:  # bits anywhere
         for _ in range(rng.integers(1, 9)):
             data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-    elif kind == 1:                                                 # bytes of the header
+    elif kind == 1:  # bytes of the header
         for _ in range(rng.integers(1, 5)):
             data[rng.integers(min(len(data), 120))] = rng.integers(256)
     elif kind == 2:
-        del data[rng.integers(len(data)):]
+        del data[rng.integers(len(data)) :]
     elif kind == 3:
         data += rng.bytes(rng.integers(1, 40))
-    elif kind == 4:                                                 # noise in the place of the streams
+    elif kind == 4:  # noise in the place of the streams
         start = rng.integers(16, max(17, min(len(data), 400)))
         data[start:] = rng.bytes(len(data) - start)
-    elif kind == 5:                                                 # a size of a stream, moved to its neighbour
+    elif kind == 5:  # a size of a stream, moved to its neighbour
         i, step = rng.integers(STREAMS - 1), int(rng.integers(-60, 60))
         for j, change in ((i, step), (i + 1, -step)):
             at = 16 + 8 * j
-            size = int.from_bytes(data[at:at + 7], "little") + change
-            data[at:at + 7] = (size % (1 << 56)).to_bytes(7, "little")
+            size = int.from_bytes(data[at : at + 7], "little") + change
+            data[at : at + 7] = (size % (1 << 56)).to_bytes(7, "little")
     else:
-        data[0:0] = data[:rng.integers(1, 16)]
+        data[0:0] = data[: rng.integers(1, 16)]
     return bytes(data)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
 def test_damaged_blobs_never_crash_and_never_write_outside():
     rng = np.random.default_rng(0)
-    originals = [exponents(20000), exponents(331), skewed(9000, 3, 5), skewed(7777, 200, 6), skewed(40, 4, 7),
-                 np.zeros(500, np.uint8), rng.integers(0, 256, 300).astype(np.uint8), np.zeros(0, np.uint8)]
+    originals = [
+        exponents(20000),
+        exponents(331),
+        skewed(9000, 3, 5),
+        skewed(7777, 200, 6),
+        skewed(40, 4, 7),
+        np.zeros(500, np.uint8),
+        rng.integers(0, 256, 300).astype(np.uint8),
+        np.zeros(0, np.uint8),
+    ]
     fence_in, fence_out = Fenced(40000), Fenced(30000)
     blobs, refused = [compress(data) for data in originals], 0
     for turn in range(20000):
@@ -244,7 +288,7 @@ def test_damaged_blobs_never_crash_and_never_write_outside():
             huffman.decompress_into(fence_in.put(blob, end), out)
         except ValueError:
             refused += 1
-    assert refused > 10000                                           # some damage only changes symbols
+    assert refused > 10000  # some damage only changes symbols
 
 
 @settings(max_examples=200, deadline=None)
@@ -259,12 +303,17 @@ def test_noise_is_refused_or_decoded_to_the_exact_size(noise, n):
 
 
 def test_no_kernel_reads_memory_that_it_has_freed():
-    """The C library overwrites what is freed; a table that numba frees too early would decode to rubbish."""
-    code = ("import numpy as np\nfrom moelab.store import huffman\n"
-            "data = np.random.default_rng(0).geometric(0.4, 100_000).astype(np.uint8)\n"
-            "room = np.empty(huffman.bound(len(data)), np.uint8)\n"
-            "blob, out = room[:huffman.compress_into(data, room)], np.empty_like(data)\n"
-            "for _ in range(20):\n    huffman.decompress_into(blob, out)\n    assert np.array_equal(out, data)\n")
+    """The C library overwrites what is freed; a table that numba frees too early would decode to
+    rubbish."""
+    code = (
+        "import numpy as np\nfrom moelab.store import huffman\n"
+        "data = np.random.default_rng(0).geometric(0.4, 100_000).astype(np.uint8)\n"
+        "room = np.empty(huffman.bound(len(data)), np.uint8)\n"
+        "blob, out = room[:huffman.compress_into(data, room)], np.empty_like(data)\n"
+        "for _ in range(20):\n    huffman.decompress_into(blob, out)\n    assert np.array_equal(out, data)\n"
+    )
     env = {**os.environ, "MALLOC_PERTURB_": "90"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -35,14 +35,21 @@ def test_what_the_store_says_of_itself(folder):
     assert (store.codec, store.shards, store.spec.E, len(store.layers)) == ("zstd-huffman", 4, 3, 2)
     rows = {row["tensor"]: row for row in store.table()}
     truth = expert(0, 0)
-    assert {name: (row["count"], row["bytes"]) for name, row in rows.items() if name != "all experts"} == {
-        name: (6, 6 * t.nbytes) for name, t in truth.items()}
+    assert {
+        name: (row["count"], row["bytes"]) for name, row in rows.items() if name != "all experts"
+    } == {name: (6, 6 * t.nbytes) for name, t in truth.items()}
     assert rows["all experts"]["count"] == 6
     assert rows["all experts"]["bytes"] == 6 * sum(t.nbytes for t in truth.values())
-    stored = sum(c.length for e in range(3) for i in range(2) for entry in store.entries(i, e).values()
-                 for _, plane in entry.planes for c in plane)
+    stored = sum(
+        c.length
+        for e in range(3)
+        for i in range(2)
+        for entry in store.entries(i, e).values()
+        for _, plane in entry.planes
+        for c in plane
+    )
     assert rows["all experts"]["E_bytes"] + rows["all experts"]["SM_bytes"] == stored
-    assert rows["up"]["fraction"] < 0.75                                # the exponents of bf16 are compressible
+    assert rows["up"]["fraction"] < 0.75  # the exponents of bf16 are compressible
 
 
 def test_runs_are_contiguous_and_tile_the_file(folder):
@@ -50,7 +57,9 @@ def test_runs_are_contiguous_and_tile_the_file(folder):
     for layer in store.layers:
         at = layer.header
         for entries in layer.experts:
-            (e, e_length), (sm, sm_length), both = (run(entries, part) for part in ("E", "SM", "both"))
+            (e, e_length), (sm, sm_length), both = (
+                run(entries, part) for part in ("E", "SM", "both")
+            )
             assert e == at and sm == e + e_length and both == (e, e_length + sm_length)
             assert all(x % ALIGN == 0 for x in (e, e_length, sm_length))
             at = sm + sm_length
@@ -60,13 +69,17 @@ def test_runs_are_contiguous_and_tile_the_file(folder):
 def test_any_changed_byte_of_the_index_is_seen(folder, tmp_path):
     raw = (folder / INDEX).read_bytes()
     for i in [*range(0, len(raw), 61), *range(len(raw) - 80, len(raw))]:
-        broken = raw[:i] + bytes([raw[i] ^ 4]) + raw[i + 1:]
+        broken = raw[:i] + bytes([raw[i] ^ 4]) + raw[i + 1 :]
         with pytest.raises(StoreError, match="does not match its own checksum"):
             unseal(broken, tmp_path)
 
 
 @settings(max_examples=40)
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.text()), min_size=1))
+@given(
+    st.dictionaries(
+        st.text(), st.none() | st.integers() | st.text() | st.lists(st.text()), min_size=1
+    )
+)
 def test_seals_hold(fields):
     fields.pop("sha256", None)
     if fields:
@@ -74,17 +87,33 @@ def test_seals_hold(fields):
         assert {key: unsealed[key] for key in fields} == fields
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda f: f.update(version=99), "version 99; this moelab reads"),
-    (lambda f: f.update(layout="paper"), "byte layout 'paper'"),
-    (lambda f: f.update(checksum="md5"), "checksums 'md5'"),
-    (lambda f: f.pop("spec"), "no index of an expert store"),
-    (lambda f: f["layers"][0]["experts"][1].pop("up"), "impossible entry"),
-    (lambda f: f["layers"][0]["experts"][1]["up"][1][0][1][0].__setitem__(0, 4096 * 10**9), "impossible entry"),
-    (lambda f: f["layers"][0]["experts"][1]["up"][1][0][1][0].__setitem__(1, -1), "a length is .-1., which is impossible"),
-    (lambda f: f["layers"][0]["tensors"]["up"].__setitem__(1, [10**6, 10**6]), "impossible entry"),
-    (lambda f: f["files"].update({"config.json": [3, "0" * 16]}), "config.json has 2 bytes, 3 were written"),
-    (lambda f: f["files"].update({"gone.json": [3, "0" * 16]}), "lacks gone.json")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda f: f.update(version=99), "version 99; this moelab reads"),
+        (lambda f: f.update(layout="paper"), "byte layout 'paper'"),
+        (lambda f: f.update(checksum="md5"), "checksums 'md5'"),
+        (lambda f: f.pop("spec"), "no index of an expert store"),
+        (lambda f: f["layers"][0]["experts"][1].pop("up"), "impossible entry"),
+        (
+            lambda f: f["layers"][0]["experts"][1]["up"][1][0][1][0].__setitem__(0, 4096 * 10**9),
+            "impossible entry",
+        ),
+        (
+            lambda f: f["layers"][0]["experts"][1]["up"][1][0][1][0].__setitem__(1, -1),
+            "a length is .-1., which is impossible",
+        ),
+        (
+            lambda f: f["layers"][0]["tensors"]["up"].__setitem__(1, [10**6, 10**6]),
+            "impossible entry",
+        ),
+        (
+            lambda f: f["files"].update({"config.json": [3, "0" * 16]}),
+            "config.json has 2 bytes, 3 were written",
+        ),
+        (lambda f: f["files"].update({"gone.json": [3, "0" * 16]}), "lacks gone.json"),
+    ],
+)
 def test_an_index_that_makes_no_sense(folder, tmp_path, change, message):
     with pytest.raises(StoreError, match=message):
         ExpertStore(reseal(folder, tmp_path, change))
@@ -111,7 +140,10 @@ def test_a_store_of_unknown_checksums_is_refused_by_name(folder, monkeypatch):
 def test_checksums_differ_for_every_flipped_bit():
     data = bytes(range(256))
     for name, checksum in layout.CHECKSUMS.items():
-        seen = {checksum(data[:i // 8] + bytes([data[i // 8] ^ 1 << i % 8]) + data[i // 8 + 1:]) for i in range(2048)}
+        seen = {
+            checksum(data[: i // 8] + bytes([data[i // 8] ^ 1 << i % 8]) + data[i // 8 + 1 :])
+            for i in range(2048)
+        }
         assert len(seen | {checksum(data)}) == 2049 and all(len(x) == 16 for x in seen), name
 
 

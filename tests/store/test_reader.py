@@ -1,4 +1,5 @@
-"""Reading: the bits of every tensor in every mode, buffers, throttling, and errors that say where."""
+"""Reading: the bits of every tensor in every mode, buffers, throttling, and errors that say
+where."""
 
 from __future__ import annotations
 
@@ -16,8 +17,17 @@ from hypothesis import strategies as st
 
 from moelab.store import reader as reading
 from moelab.store.layout import ALIGN, ExpertStore, StoreError, run
-from moelab.store.reader import (MEASURED, Reader, StoreExperts, aligned_buffer, decode, empty_tensors, fastest_mode,
-                                 measure_modes, modes)
+from moelab.store.reader import (
+    MEASURED,
+    Reader,
+    StoreExperts,
+    aligned_buffer,
+    decode,
+    empty_tensors,
+    fastest_mode,
+    measure_modes,
+    modes,
+)
 
 from .test_writer import expert, write
 
@@ -31,7 +41,9 @@ def equal(tensors, layer, index):
     truth = expert(layer, index)
     assert set(tensors) == set(truth)
     for name, t in tensors.items():
-        assert t.dtype == truth[name].dtype and torch.equal(t, truth[name]) and t.data_ptr() % 64 == 0, name
+        assert (
+            t.dtype == truth[name].dtype and torch.equal(t, truth[name]) and t.data_ptr() % 64 == 0
+        ), name
 
 
 @pytest.mark.parametrize("mode", modes())
@@ -43,11 +55,18 @@ def test_every_part_in_every_mode(store, mode):
                 parts = {part: reader.read(layer, index, part, buffers[part]) for part in buffers}
                 equal(decode(parts["both"], parts["both"]), layer, index)
                 out = empty_tensors(parts["E"].entries)
-                equal(decode(parts["E"], parts["SM"], out, np.empty(10_000, np.uint8)), layer, index)
-                assert all(chunks.data.base is not None for chunks in parts.values())       # no new memory
-        lengths = [sum(run(store.entries(i, e), part)[1] for i in range(2) for e in range(3)) for part in buffers]
+                equal(
+                    decode(parts["E"], parts["SM"], out, np.empty(10_000, np.uint8)), layer, index
+                )
+                assert all(
+                    chunks.data.base is not None for chunks in parts.values()
+                )  # no new memory
+        lengths = [
+            sum(run(store.entries(i, e), part)[1] for i in range(2) for e in range(3))
+            for part in buffers
+        ]
         assert reader.counters.bytes == sum(lengths) and lengths[0] + lengths[1] == lengths[2]
-        assert reader.counters.requests == 18 and reader.counters.seconds > 0               # one request each
+        assert reader.counters.requests == 18 and reader.counters.seconds > 0  # one request each
 
 
 def test_the_source_of_the_seam_from_several_threads(store):
@@ -59,6 +78,7 @@ def test_the_source_of_the_seam_from_several_threads(store):
                 equal(source(i // 3, i % 3), i // 3, i % 3)
         except BaseException as error:
             errors.append(error)
+
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
@@ -80,6 +100,7 @@ def test_file_systems_that_refuse_direct_reads_are_read_buffered(store, monkeypa
         if len(calls) == 1:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, views, offset)
+
     monkeypatch.setattr(os, "preadv", refuse)
     with Reader(store, "direct") as reader:
         chunks = reader.read(1, 1)
@@ -103,18 +124,26 @@ def test_a_file_that_is_cut_off(store, mode):
         f.truncate(offset + 4096)
     with Reader(store, mode) as reader:
         reader.read(1, 1)
-        with pytest.raises(StoreError, match=f"{file.name} ends at byte {offset + 4096:,}.*expert 2 of MoE layer 1"):
+        with pytest.raises(
+            StoreError, match=f"{file.name} ends at byte {offset + 4096:,}.*expert 2 of MoE layer 1"
+        ):
             reader.read(1, 2)
 
 
 def test_errors_of_the_system_say_where(store, monkeypatch):
     def broken(fd, views, offset):
         raise OSError(errno.EIO, "Input/output error")
+
     monkeypatch.setattr(os, "preadv", broken)
     offset = run(store.entries(1, 2), "SM")[0]
-    with Reader(store, "buffered") as reader, pytest.raises(
-            OSError, match=f"experts-00001.safetensors at byte {offset:,} .*SM chunks of expert 2 of MoE layer 1.*"
-                           "Input/output") as caught:
+    with (
+        Reader(store, "buffered") as reader,
+        pytest.raises(
+            OSError,
+            match=f"experts-00001.safetensors at byte {offset:,} .*SM chunks of expert 2 of MoE layer 1.*"
+            "Input/output",
+        ) as caught,
+    ):
         reader.read(1, 2, "SM")
     assert caught.value.errno == errno.EIO
 
@@ -125,7 +154,7 @@ def test_damage_is_named_before_anything_is_decoded(store):
         f.seek(chunk.offset + 5)
         f.write(b"\x00\xff\x00")
     with Reader(store, "buffered") as reader:
-        reader.read(0, 1, "E")                                          # not what was asked for
+        reader.read(0, 1, "E")  # not what was asked for
         with pytest.raises(StoreError, match=f"chunk 0.1.wide.p2.0 .*{chunk.offset:,}.*checksum"):
             reader.read(0, 1, "SM")
     with Reader(store, "buffered", verify=False) as reader:
@@ -134,7 +163,9 @@ def test_damage_is_named_before_anything_is_decoded(store):
 
 def test_bandwidth_is_a_ceiling_for_all_threads(store):
     with Reader(store, "buffered", bandwidth=4e6) as reader:
-        threads = [threading.Thread(target=lambda: [reader.read(0, e) for e in range(3)]) for _ in range(2)]
+        threads = [
+            threading.Thread(target=lambda: [reader.read(0, e) for e in range(3)]) for _ in range(2)
+        ]
         start = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -171,8 +202,10 @@ def test_the_fastest_mode_is_measured_once(store, monkeypatch):
     known = json.loads((store.folder / MEASURED).read_text())
     monkeypatch.setattr(reading, "measure_modes", lambda store: pytest.fail("measured twice"))
     assert fastest_mode(store) == "buffered"
-    (store.folder / MEASURED).write_text(json.dumps({**known, "bytes a second": {"buffered": 1.4, "direct": 1.0}}))
-    assert fastest_mode(store) == "direct"                      # buffered only by a margin: it takes memory twice
+    (store.folder / MEASURED).write_text(
+        json.dumps({**known, "bytes a second": {"buffered": 1.4, "direct": 1.0}})
+    )
+    assert fastest_mode(store) == "direct"  # buffered only by a margin: it takes memory twice
     (store.folder / MEASURED).write_text(json.dumps({**known, "machine": "another"}))
     with pytest.raises(pytest.fail.Exception):
         fastest_mode(store)
@@ -203,7 +236,7 @@ def test_reading_in_pieces_is_reading(store, mode, part):
             for layer, index in ((0, 0), (1, 2)):
                 whole = reader.read(layer, index, part)
                 (chunks,), pieces = reader.plan(layer, index, {part: None}, most)
-                sizes = [reader.fill(piece) for piece in reversed(pieces)]              # in any order
+                sizes = [reader.fill(piece) for piece in reversed(pieces)]  # in any order
                 assert np.array_equal(whole.data, chunks.data) and sum(sizes) == len(whole.data)
                 assert len(sizes) == -(-len(whole.data) // most) and max(sizes) <= most
 
@@ -214,7 +247,11 @@ def test_pieces_are_the_views_cut(lengths, most):
     everything, at, sizes = b"".join(views), 0, []
     for begin, piece in reading._pieces(views, most):
         data = b"".join(piece)
-        assert begin == at and data == everything[at:at + len(data)] and all(len(view) for view in piece)
+        assert (
+            begin == at
+            and data == everything[at : at + len(data)]
+            and all(len(view) for view in piece)
+        )
         at += len(data)
         sizes.append(len(data))
     assert len(sizes) <= -(-at // most) and max(sizes, default=0) <= most

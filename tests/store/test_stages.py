@@ -22,18 +22,32 @@ def chunks_of(tensor, codec, K):
             found.append(Chunk(len(parts[part]), len(data), ""))
             parts[part] += data
         planes.append((plane.codec, tuple(found)))
-    entries = {"w": TensorEntry("BF16" if tensor.dtype == torch.bfloat16 else "F16", tuple(tensor.shape), "",
-                                tuple(planes))}
-    return [Chunks(0, 0, part, entries, np.frombuffer(data, np.uint8), 0, len(data)) for part, data in parts.items()]
+    entries = {
+        "w": TensorEntry(
+            "BF16" if tensor.dtype == torch.bfloat16 else "F16",
+            tuple(tensor.shape),
+            "",
+            tuple(planes),
+        )
+    }
+    return [
+        Chunks(0, 0, part, entries, np.frombuffer(data, np.uint8), 0, len(data))
+        for part, data in parts.items()
+    ]
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 70_000), st.sampled_from([name for name in CODECS if name != "raw"]), st.integers(1, 3),
-       st.sampled_from([torch.bfloat16, torch.float16]), st.integers(0, 9))
+@given(
+    st.integers(1, 70_000),
+    st.sampled_from([name for name in CODECS if name != "raw"]),
+    st.integers(1, 3),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.integers(0, 9),
+)
 def test_two_stages_give_the_tensor(n, codec, K, dtype, seed):
     tensor = (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     e, sm = chunks_of(tensor, codec, K)
-    if not stages.separable(e, "w"):                    # too small, or not worth compressing
+    if not stages.separable(e, "w"):  # too small, or not worth compressing
         return
     out = torch.full_like(tensor, float("nan"))
     stages.decompress(e, "w", out)

@@ -22,8 +22,12 @@ def made(shape, dtype=torch.bfloat16):
 @pytest.fixture
 def checkpoint(tmp_path):
     """One layer of separate experts, one of stacked ones, and what is neither."""
-    tensors = {"model.layers.2.mlp.experts.gate_up_proj": made((4, 64, 32)), "model.embed": made((50, 32)),
-               "model.layers.10.norm.weight": made((32,)), "steps": torch.tensor(3)}
+    tensors = {
+        "model.layers.2.mlp.experts.gate_up_proj": made((4, 64, 32)),
+        "model.embed": made((50, 32)),
+        "model.layers.10.norm.weight": made((32,)),
+        "steps": torch.tensor(3),
+    }
     tensors |= {f"model.layers.10.mlp.experts.{e}.up_proj.weight": made((64, 32)) for e in range(4)}
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path, tensors
@@ -34,7 +38,11 @@ def test_every_byte_belongs_to_one_part_and_layers_are_in_order(checkpoint):
     found = survey.parts(folder)
     assert sum(part.stored.nbytes for part in found) == sum(t.nbytes for t in tensors.values())
     assert len({part.name for part in found}) == len(found)
-    assert list(dict.fromkeys(part.layer for part in found)) == ["", "model.layers.2", "model.layers.10"]
+    assert list(dict.fromkeys(part.layer for part in found)) == [
+        "",
+        "model.layers.2",
+        "model.layers.10",
+    ]
     experts = [(part.layer[-2:], part.expert) for part in found if part.expert is not None]
     assert experts == [(layer, e) for layer in (".2", "10") for e in range(4)]
     stacked = next(part for part in found if part.name.endswith("gate_up_proj[2]"))
@@ -47,12 +55,17 @@ def test_bounds_are_those_of_the_whole_tensors():
     expected = {row.name: row.bound for row in analyse(small_model()) if row.scope == "tensor"}
     found = [part for part in survey.parts(small_model()) if not part.name.endswith("]")]
     assert found
-    assert {part.name: survey.bound(part) for part in found} == {part.name: expected[part.name] for part in found}
+    assert {part.name: survey.bound(part) for part in found} == {
+        part.name: expected[part.name] for part in found
+    }
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 40), max_size=3), st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
-       st.integers(64, 4096))
+@given(
+    st.lists(st.integers(0, 40), max_size=3),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),
+    st.integers(64, 4096),
+)
 def test_a_sample_is_of_whole_rows_and_as_small_as_asked(tmp_path_factory, shape, dtype, most):
     whole = (torch.rand(shape, generator=GENERATOR) * 255).to(dtype)
     path = tmp_path_factory.mktemp("sample") / "one.safetensors"
@@ -68,12 +81,14 @@ def test_a_sample_is_of_whole_rows_and_as_small_as_asked(tmp_path_factory, shape
         assert rows.nbytes <= max(most, survey.PLACES * n * dtype.itemsize)
 
 
-@pytest.mark.parametrize("form, most", [("int8", 0.01), ("fp8", 0.04), ("int4", 0.12), ("mxfp4", 0.16)])
+@pytest.mark.parametrize(
+    "form, most", [("int8", 0.01), ("fp8", 0.04), ("int4", 0.12), ("mxfp4", 0.16)]
+)
 def test_the_error_of_a_format_is_that_of_rounding(checkpoint, form, most):
     folder, _ = checkpoint
     by_name = {part.name: part for part in survey.parts(folder)}
     assert 0 < survey.error(by_name["model.layers.10.mlp.experts.0.up_proj.weight"], form) < most
-    assert survey.error(by_name["model.layers.10.norm.weight"], form) is None       # stays as it is
+    assert survey.error(by_name["model.layers.10.norm.weight"], form) is None  # stays as it is
     assert survey.error(by_name["steps"], form) is None and survey.bound(by_name["steps"]) is None
 
 
@@ -88,7 +103,9 @@ def test_int8_errors_against_a_naive_loop(checkpoint):
             for value in group.tolist():
                 code = max(-127, min(127, round(value / scale.item())))
                 wrong += (value - torch.tensor(code * scale.item()).to(torch.bfloat16).item()) ** 2
-    assert survey.error(part, "int8") == pytest.approx((wrong / w.square().sum().item()) ** 0.5, rel=1e-3)
+    assert survey.error(part, "int8") == pytest.approx(
+        (wrong / w.square().sum().item()) ** 0.5, rel=1e-3
+    )
 
 
 def test_popularity_is_over_the_layers_mean(checkpoint):
@@ -97,7 +114,10 @@ def test_popularity_is_over_the_layers_mean(checkpoint):
     counts = np.array([[1, 2, 3, 6], [4, 0, 0, 0]])
     shares = dict(zip((part.name for part in found), survey.popularity(found, counts)))
     assert shares["model.layers.2.mlp.experts.gate_up_proj[3]"] == 2.0
-    assert shares["model.layers.10.mlp.experts.0.up_proj.weight"] == 4.0 and shares["model.embed"] is None
+    assert (
+        shares["model.layers.10.mlp.experts.0.up_proj.weight"] == 4.0
+        and shares["model.embed"] is None
+    )
     with pytest.raises(ValueError, match="2 layers of 4 experts"):
         survey.popularity(found, counts.T)
 

@@ -1,4 +1,5 @@
-"""Writing: the bytes on disk against the safetensors library, resuming from every cut, refusing what it must."""
+"""Writing: the bytes on disk against the safetensors library, resuming from every cut, refusing
+what it must."""
 
 from __future__ import annotations
 
@@ -26,20 +27,33 @@ LAYERS = [("model.layers.0.mlp.experts", 3, True), ("model.layers.1.mlp.experts"
 def expert(layer, index):
     """bf16 and fp32 matrices, an fp16 bias, integers, and nothing at all."""
     g = torch.Generator().manual_seed(100 * layer + index)
-    return {"up": (torch.randn(40, 48, generator=g) * 0.02).bfloat16(), "wide": torch.randn(48, 40, generator=g),
-            "bias": torch.randn(7, generator=g).half(), "ids": torch.arange(5) + index,
-            "nothing": torch.empty(0, 4, dtype=torch.bfloat16)}
+    return {
+        "up": (torch.randn(40, 48, generator=g) * 0.02).bfloat16(),
+        "wide": torch.randn(48, 40, generator=g),
+        "bias": torch.randn(7, generator=g).half(),
+        "ids": torch.arange(5) + index,
+        "nothing": torch.empty(0, 4, dtype=torch.bfloat16),
+    }
 
 
 def others(folder):
     """Two weights that are no expert's, as `finish` wants them, and the tensors."""
-    tensors = {"embed": torch.randn(30, 4, generator=torch.Generator().manual_seed(9)), "norm": torch.ones(6).half()}
+    tensors = {
+        "embed": torch.randn(30, 4, generator=torch.Generator().manual_seed(9)),
+        "norm": torch.ones(6).half(),
+    }
     save_file(tensors, folder / "source.safetensors")
     return read_header(folder / "source.safetensors"), tensors
 
 
 def begin(folder, **changes):
-    options = {"spec": SPEC, "identity": "a" * 16, "layers": LAYERS, "codec": "zstd-huffman", "shards": 4} | changes
+    options = {
+        "spec": SPEC,
+        "identity": "a" * 16,
+        "layers": LAYERS,
+        "codec": "zstd-huffman",
+        "shards": 4,
+    } | changes
     return StoreWriter(folder / "store", **options)
 
 
@@ -65,28 +79,38 @@ def test_any_tool_reads_the_files(tmp_path):
     folder = write(tmp_path)
     store = ExpertStore(folder)
     weights, truth = safe_open(folder / WEIGHTS, "pt"), others(tmp_path)[1]
-    assert set(weights.keys()) == set(truth) and all(torch.equal(weights.get_tensor(k), truth[k]) for k in truth)
+    assert set(weights.keys()) == set(truth) and all(
+        torch.equal(weights.get_tensor(k), truth[k]) for k in truth
+    )
     for layer in range(2):
         file = safe_open(folder / f"experts-{layer:05d}.safetensors", "np")
         chunks = {name for name in file.keys() if not name.startswith("pad.")}
-        assert len(chunks) == 3 * (2 + 4 + 2 + 1 + 2)                  # planes of bf16, fp32, fp16, ints, nothing
+        assert len(chunks) == 3 * (2 + 4 + 2 + 1 + 2)  # planes of bf16, fp32, fp16, ints, nothing
         for e in range(3):
-            entry, words = store.entries(layer, e)["up"], expert(layer, e)["up"].view(torch.uint16).numpy()
+            entry, words = (
+                store.entries(layer, e)["up"],
+                expert(layer, e)["up"].view(torch.uint16).numpy(),
+            )
             codec, (chunk,) = entry.planes[0]
             blob = file.get_tensor(f"{layer}.{e}.up.p0.0")
             out = bytearray(words.size)
             find_codec(codec).decompress(blob, out)
-            assert bytes(out) == ((words >> 7) & 255).astype("uint8").tobytes()     # the exponents themselves
+            assert (
+                bytes(out) == ((words >> 7) & 255).astype("uint8").tobytes()
+            )  # the exponents themselves
             assert chunk.length == len(blob) and chunk.offset % ALIGN == 0
             raw = (folder / f"experts-{layer:05d}.safetensors").read_bytes()
-            assert raw[chunk.offset:chunk.offset + chunk.length] == blob.tobytes()
+            assert raw[chunk.offset : chunk.offset + chunk.length] == blob.tobytes()
 
 
 def test_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(writing.codecs, "MIN_SHARD", 128)
     store = ExpertStore(write(tmp_path))
     entry = store.entries(1, 2)["up"]
-    assert len(entry.planes[0][1]) == 4 == len(shard_bounds(entry.n, 4)) and len(entry.planes[1][1]) == 1
+    assert (
+        len(entry.planes[0][1]) == 4 == len(shard_bounds(entry.n, 4))
+        and len(entry.planes[1][1]) == 1
+    )
     offsets = [chunk.offset for chunk in entry.planes[0][1]]
     assert offsets == sorted(offsets)
     assert verify(store)["experts"] == 6
@@ -103,7 +127,8 @@ def test_resuming_after_any_expert_gives_the_same_bytes(tmp_path, monkeypatch):
 
 
 def test_resuming_after_any_byte_gives_the_same_bytes(tmp_path, monkeypatch):
-    """The journal cut at many places, the layers' files ahead of it or with rubbish at their ends."""
+    """The journal cut at many places, the layers' files ahead of it or with rubbish at their
+    ends."""
     monkeypatch.setattr(writing, "COMMIT", 1)
     (tmp_path / "truth").mkdir()
     truth = contents(write(tmp_path / "truth"))
@@ -124,57 +149,81 @@ def test_resuming_after_any_byte_gives_the_same_bytes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cut_off(tmp_path, monkeypatch):
-    """(files of a whole store, the layer's file and the journal of the same one after five of six experts)."""
+    """(files of a whole store, the layer's file and the journal of the same one after five of six
+    experts)."""
     monkeypatch.setattr(writing, "COMMIT", 1)
     (tmp_path / "truth").mkdir()
     truth = contents(write(tmp_path / "truth"))
     write(tmp_path, stop_after=5)
-    return truth, tmp_path / "store.part" / "experts-00000.safetensors", tmp_path / "store.part.jsonl"
+    return (
+        truth,
+        tmp_path / "store.part" / "experts-00000.safetensors",
+        tmp_path / "store.part.jsonl",
+    )
 
 
 def resumed(folder, monkeypatch, **changes):
     """(files of the store that a conversion that goes on makes, the experts that it adds)."""
     added, add = [], StoreWriter.add
     with monkeypatch.context() as seen:
-        seen.setattr(StoreWriter, "add", lambda self, *key_and: added.append(key_and[:2]) or add(self, *key_and))
+        seen.setattr(
+            StoreWriter,
+            "add",
+            lambda self, *key_and: added.append(key_and[:2]) or add(self, *key_and),
+        )
         return contents(write(folder, **changes)), added
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_an_expert_that_was_damaged_is_written_again_and_no_other(tmp_path, monkeypatch, cut_off, seed):
+def test_an_expert_that_was_damaged_is_written_again_and_no_other(
+    tmp_path, monkeypatch, cut_off, seed
+):
     """A byte of its chunks or of its padding, or the end of the file."""
     truth, file, _ = cut_off
     raw, layer = file.read_bytes(), ExpertStore(tmp_path / "truth" / "store").layers[0]
-    begins = [min(chunk.offset for entry in entries.values() for _, chunks in entry.planes for chunk in chunks)
-              for entries in layer.experts]
+    begins = [
+        min(
+            chunk.offset
+            for entry in entries.values()
+            for _, chunks in entry.planes
+            for chunk in chunks
+        )
+        for entries in layer.experts
+    ]
     at = len(raw) - 1 if not seed else random.Random(seed).randrange(layer.header, len(raw))
-    file.write_bytes(raw[:at] + (bytes([raw[at] ^ 64]) + raw[at + 1:] if seed else b""))
+    file.write_bytes(raw[:at] + (bytes([raw[at] ^ 64]) + raw[at + 1 :] if seed else b""))
     hit = max(i for i, begin in enumerate(begins) if begin <= at)
     assert resumed(tmp_path, monkeypatch) == (truth, [(0, hit), (1, 2)])
 
 
-def test_an_expert_whose_record_was_damaged_is_written_again_and_no_other(tmp_path, monkeypatch, cut_off):
+def test_an_expert_whose_record_was_damaged_is_written_again_and_no_other(
+    tmp_path, monkeypatch, cut_off
+):
     truth, _, journal = cut_off
     lines = [line for line in journal.read_bytes().split(b"\n\n") if line]
     for i in range(1, 6):
         (tmp_path / "one").mkdir()
         shutil.copytree(tmp_path / "store.part", tmp_path / "one" / "store.part")
         (tmp_path / "one" / "store.part.jsonl").write_bytes(
-            b"".join(b"x" * (j == i + 1) + line + b"\n\n"
-                     for j, line in enumerate(lines)))
+            b"".join(b"x" * (j == i + 1) + line + b"\n\n" for j, line in enumerate(lines))
+        )
         with pytest.warns(UserWarning, match="1 records in"):
             assert resumed(tmp_path / "one", monkeypatch) == (truth, [divmod(i - 1, 3), (1, 2)])
         shutil.rmtree(tmp_path / "one")
 
 
-def test_experts_behind_one_that_takes_another_size_now_are_written_again(tmp_path, monkeypatch, cut_off):
+def test_experts_behind_one_that_takes_another_size_now_are_written_again(
+    tmp_path, monkeypatch, cut_off
+):
     """As after another release of a codec's library."""
     truth, file, _ = cut_off
     raw = file.read_bytes()
     begin = ExpertStore(tmp_path / "truth" / "store").layers[0].header
-    file.write_bytes(raw[:begin] + b"?" + raw[begin + 1:])
+    file.write_bytes(raw[:begin] + b"?" + raw[begin + 1 :])
     real = writing.codecs.compress_tensor
-    monkeypatch.setattr(writing.codecs, "compress_tensor", lambda tensor, codec, shards: real(tensor, "raw", shards))
+    monkeypatch.setattr(
+        writing.codecs, "compress_tensor", lambda tensor, codec, shards: real(tensor, "raw", shards)
+    )
     _, added = resumed(tmp_path, monkeypatch)
     assert added == [(0, 0), (0, 1), (0, 2), (1, 2)] and verify(tmp_path / "store")["experts"] == 6
 
@@ -185,13 +234,20 @@ def test_another_content_of_the_source_begins_anew(tmp_path, monkeypatch, cut_of
     assert resumed(tmp_path, monkeypatch, content="edited") == (truth, everyone)
 
 
-@pytest.mark.parametrize("change, named", [({"identity": "b" * 16}, "identity"), ({"codec": "raw"}, "codec"),
-                                           ({"shards": 2}, "shards"), ({"layers": LAYERS[::-1]}, "layers")])
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"identity": "b" * 16}, "identity"),
+        ({"codec": "raw"}, "codec"),
+        ({"shards": 2}, "shards"),
+        ({"layers": LAYERS[::-1]}, "layers"),
+    ],
+)
 def test_no_resuming_from_another_source_or_codec(tmp_path, change, named):
     write(tmp_path, stop_after=2)
     with pytest.raises(ValueError, match=f"another {named}"):
         begin(tmp_path, **change)
-    assert write(tmp_path)                                              # and the attempt did no harm
+    assert write(tmp_path)  # and the attempt did no harm
 
 
 def test_refusals(tmp_path):
@@ -222,8 +278,11 @@ def test_a_full_disk_leaves_a_state_to_resume(tmp_path, monkeypatch, allowed):
             self._file.write(b"half of it")
             raise OSError(errno.ENOSPC, "No space left on device")
         return append(self, shard)
+
     monkeypatch.setattr(StoreWriter, "_append", full)
-    with pytest.raises(OSError, match=r"No space left on device.*free\).*run the same command again") as caught:
+    with pytest.raises(
+        OSError, match=r"No space left on device.*free\).*run the same command again"
+    ) as caught:
         write(tmp_path)
     assert caught.value.errno == errno.ENOSPC and not (tmp_path / "store").exists()
     monkeypatch.undo()

@@ -1,4 +1,5 @@
-"""Figures that are drawn when a test first asks for them, not while tests are collected; what holds for each."""
+"""Figures that are drawn when a test first asks for them, not while tests are collected; what holds
+for each."""
 
 from types import FunctionType
 
@@ -21,6 +22,7 @@ def named(figure, name):
 def check_axes(made, other):
     """A figure's axes have titles with units, it survives JSON, and its colours are another's."""
     import plotly.io as pio
+
     figure = pio.from_json(made.to_json())
     titles = [axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes())]
     assert any(title and "(" in title for title in titles)

@@ -1,4 +1,5 @@
-"""Figures of planning draw the numbers they are given, and never tell series apart by colour alone."""
+"""Figures of planning draw the numbers they are given, and never tell series apart by colour
+alone."""
 
 from types import SimpleNamespace
 
@@ -24,31 +25,65 @@ CHOSEN = Setting(levels=1)
 
 def prefill(attention, experts):
     """The milliseconds of a prefill that `parts` draws."""
-    return SimpleNamespace(attention=SimpleNamespace(ms=attention), experts=SimpleNamespace(ms=experts),
-                           dispatch_ms=0, host=SimpleNamespace(ms=0))
+    return SimpleNamespace(
+        attention=SimpleNamespace(ms=attention),
+        experts=SimpleNamespace(ms=experts),
+        dispatch_ms=0,
+        host=SimpleNamespace(ms=0),
+    )
 
 
-MADE = Lazily({
-    "placement": lambda: figures.placement(PLAN),
-    "sweep": lambda: figures.sweep(fit(), TABLE_5),
-    "graph_weights": lambda: figures.graph_weights({"Phi": {1: 0.16, 8: 1.26}, "Qwen": {1: 0.009, 8: 0.075}}, 1.258),
-    "parity": lambda: figures.parity({"double": [1e-6, 2e-6], "fp16": [1e-3, 2e-3]}, 0.01),
-    "dropping": lambda:
-        figures.dropping({"weakest": [(0.3, 2.0, 0.1), (0.1, 0.5, 0.1)], "random": [(0.1, 1.0, 0.2)]}, "%"),
-    "parts": lambda: figures.parts({"anemll": prefill(1000, 3000), "npumoe": prefill(1500, 0)}),
-    "time_and_energy": lambda: figures.time_and_energy(
-        {model: {(1024, 256): dict.fromkeys(TABLE_2, SimpleNamespace(ttft_s=3.0, mj_per_token=9.0))}
-         for model in MACHINES}, (1024, 256)),
-    "misses": lambda: figures.misses([
-        Row(Claim("s", "S", text, "§1", text, "h", "m", value=value, metric=("n", metric)), ours, None, "modelled",
-            verdict) for text, value, metric, ours, verdict in (
-            ("near", 2.0, "phi_ttft_cpu", 2.2, REPRODUCED), ("far", 2.0, "phi_ttft_cpu", 1.4, NOT_REPRODUCED),
-            ("fitted", 2.0, "watts", 2.0, FITTED), ("a word", "no", "ttft", "no", REPRODUCED))]),
-    "around": lambda: figures.around({Setting(): SimpleNamespace(point=(0.1, 0.3, 5.0, 70.0)),
-                                      CHOSEN: SimpleNamespace(point=(0.2, 0.2, 4.0, 60.0)),
-                                      Setting(chunk=512): None}, CHOSEN),
-})
-NO_Y_TITLE = ("parts", "misses")            # rows that are named
+MADE = Lazily(
+    {
+        "placement": lambda: figures.placement(PLAN),
+        "sweep": lambda: figures.sweep(fit(), TABLE_5),
+        "graph_weights": lambda: figures.graph_weights(
+            {"Phi": {1: 0.16, 8: 1.26}, "Qwen": {1: 0.009, 8: 0.075}}, 1.258
+        ),
+        "parity": lambda: figures.parity({"double": [1e-6, 2e-6], "fp16": [1e-3, 2e-3]}, 0.01),
+        "dropping": lambda: figures.dropping(
+            {"weakest": [(0.3, 2.0, 0.1), (0.1, 0.5, 0.1)], "random": [(0.1, 1.0, 0.2)]}, "%"
+        ),
+        "parts": lambda: figures.parts({"anemll": prefill(1000, 3000), "npumoe": prefill(1500, 0)}),
+        "time_and_energy": lambda: figures.time_and_energy(
+            {
+                model: {
+                    (1024, 256): dict.fromkeys(
+                        TABLE_2, SimpleNamespace(ttft_s=3.0, mj_per_token=9.0)
+                    )
+                }
+                for model in MACHINES
+            },
+            (1024, 256),
+        ),
+        "misses": lambda: figures.misses(
+            [
+                Row(
+                    Claim("s", "S", text, "§1", text, "h", "m", value=value, metric=("n", metric)),
+                    ours,
+                    None,
+                    "modelled",
+                    verdict,
+                )
+                for text, value, metric, ours, verdict in (
+                    ("near", 2.0, "phi_ttft_cpu", 2.2, REPRODUCED),
+                    ("far", 2.0, "phi_ttft_cpu", 1.4, NOT_REPRODUCED),
+                    ("fitted", 2.0, "watts", 2.0, FITTED),
+                    ("a word", "no", "ttft", "no", REPRODUCED),
+                )
+            ]
+        ),
+        "around": lambda: figures.around(
+            {
+                Setting(): SimpleNamespace(point=(0.1, 0.3, 5.0, 70.0)),
+                CHOSEN: SimpleNamespace(point=(0.2, 0.2, 4.0, 60.0)),
+                Setting(chunk=512): None,
+            },
+            CHOSEN,
+        ),
+    }
+)
+NO_Y_TITLE = ("parts", "misses")  # rows that are named
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -58,12 +93,17 @@ def test_axes_have_titles_and_survive_json(name):
     assert len(figure.data) == len(MADE[name].data) > 1
 
 
-@pytest.mark.parametrize("name, look", [
-    ("graph_weights", lambda trace: trace.line.dash),
-    ("parity", lambda trace: trace.marker.symbol), ("dropping", lambda trace: trace.line.dash),
-    ("misses", lambda trace: trace.marker.symbol),
-    ("parts", lambda trace: trace.type == "bar" and trace.marker.pattern.shape),
-    ("placement", lambda trace: (trace.marker.pattern.shape, trace.marker.color))])
+@pytest.mark.parametrize(
+    "name, look",
+    [
+        ("graph_weights", lambda trace: trace.line.dash),
+        ("parity", lambda trace: trace.marker.symbol),
+        ("dropping", lambda trace: trace.line.dash),
+        ("misses", lambda trace: trace.marker.symbol),
+        ("parts", lambda trace: trace.type == "bar" and trace.marker.pattern.shape),
+        ("placement", lambda trace: (trace.marker.pattern.shape, trace.marker.color)),
+    ],
+)
 def test_no_two_series_differ_by_colour_alone(name, look):
     looks = [look(trace) for trace in MADE[name].data]
     assert len(set(looks)) == len(looks)
@@ -72,21 +112,31 @@ def test_no_two_series_differ_by_colour_alone(name, look):
 def test_the_placement_covers_every_expert_once_and_says_where():
     covered = {}
     for trace in MADE["placement"].data:
-        for layer, start, width, (experts, _) in zip(trace.y, trace.base, trace.x, trace.customdata):
+        for layer, start, width, (experts, _) in zip(
+            trace.y, trace.base, trace.x, trace.customdata
+        ):
             assert width == len(experts.split(", "))
             covered.setdefault(layer, []).append((start, start + width))
             unit = {group.experts: group.unit for group in PLAN.layers[layer].groups}
-            assert unit[tuple(map(int, experts.split(", ")))] == ("cpu" if trace.name == "CPU" else "ane")
+            assert unit[tuple(map(int, experts.split(", ")))] == (
+                "cpu" if trace.name == "CPU" else "ane"
+            )
     assert sorted(covered) == list(range(32))
     for spans in covered.values():
         spans.sort()
-        assert spans[0][0] == 0 and spans[-1][1] == 16 and all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+        assert (
+            spans[0][0] == 0
+            and spans[-1][1] == 16
+            and all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+        )
 
 
 def test_the_sweep_is_the_fit_through_table_5():
     lines = {trace.name: trace for trace in MADE["sweep"].data}
     timed = lines["G=8, timed"]
-    assert dict(zip(timed.x, timed.y)) == {s.C: s.ms for s in TABLE_5 if s.G == 8 and s.mode == "serial"}
+    assert dict(zip(timed.x, timed.y)) == {
+        s.C: s.ms for s in TABLE_5 if s.G == 8 and s.mode == "serial"
+    }
     fitted = dict(zip(lines["G=8, fitted"].x, lines["G=8, fitted"].y))
     assert all(abs(fitted[C] / ms - 1) < 0.08 for C, ms in zip(timed.x, timed.y))
 
@@ -99,7 +149,11 @@ def test_the_limit_is_a_line():
 
 def test_dropping_runs_from_little_to_much():
     weakest, rand = MADE["dropping"].data
-    assert list(weakest.x) == [10, 30] and list(weakest.y) == [0.5, 2.0] and list(rand.error_y.array) == pytest.approx([0.2])
+    assert (
+        list(weakest.x) == [10, 30]
+        and list(weakest.y) == [0.5, 2.0]
+        and list(rand.error_y.array) == pytest.approx([0.2])
+    )
 
 
 def test_a_breakdown_tells_the_sums():
@@ -112,17 +166,24 @@ def test_systems_look_the_same_in_every_panel():
     looks = {}
     for trace in MADE["time_and_energy"].data:
         looks.setdefault(trace.name, set()).add((trace.marker.symbol, trace.marker.color))
-    assert set(looks) == {SYSTEMS[system].title for system in TABLE_2} and all(len(of) == 1 for of in looks.values())
+    assert set(looks) == {SYSTEMS[system].title for system in TABLE_2} and all(
+        len(of) == 1 for of in looks.values()
+    )
     assert len(set.union(*looks.values())) == len(TABLE_2)
 
 
 def test_misses_are_what_is_not_reproduced():
-    near, far, fitted = ({text: round(x) for text, x in zip(trace.text, trace.x)} for trace in MADE["misses"].data)
+    near, far, fitted = (
+        {text: round(x) for text, x in zip(trace.text, trace.x)} for trace in MADE["misses"].data
+    )
     assert (near, far, fitted) == ({"near": 10}, {"far": -30}, {"fitted": 0})
     assert [round(trace.y[0]) for trace in MADE["misses"].data] == [0, 0, 3]
 
 
 def test_the_chosen_setting_is_marked_in_both_panels():
     everything, left, _, right = MADE["around"].data
-    assert (list(left.x), list(left.y)) == ([20], [20]) and (list(right.x), list(right.y)) == ([4], [60])
+    assert (list(left.x), list(left.y)) == ([20], [20]) and (list(right.x), list(right.y)) == (
+        [4],
+        [60],
+    )
     assert len(everything.x) == 2 and left.marker.symbol != everything.marker.symbol

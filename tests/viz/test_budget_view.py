@@ -1,4 +1,5 @@
-"""The budget explorer: its bounds against brute force and every policy, its pieces against naive sums, the real run."""
+"""The budget explorer: its bounds against brute force and every policy, its pieces against naive
+sums, the real run."""
 
 import time
 from itertools import combinations
@@ -10,17 +11,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab import open_model                                               # noqa: E402
-from moelab.cache.pools import Pools                                        # noqa: E402
-from moelab.offloading.metrics import Forward                               # noqa: E402
-from moelab.offloading.run import EngineRun, EngineSettings                 # noqa: E402
-from moelab.schedule.requests import Delays                                 # noqa: E402
-from moelab.specs import MoESpec                                            # noqa: E402
-from moelab.viz import views                                                # noqa: E402
-from moelab.viz.views import recorded as recorded_module                    # noqa: E402
-from moelab.viz.views import budgets as budget, real                         # noqa: E402
-from moelab.viz.views.recorded import Recorded, _as_opened, recorded            # noqa: E402
-from tests.models import tiny                                               # noqa: E402
+from moelab import open_model  # noqa: E402
+from moelab.cache.pools import Pools  # noqa: E402
+from moelab.offloading.metrics import Forward  # noqa: E402
+from moelab.offloading.run import EngineRun, EngineSettings  # noqa: E402
+from moelab.schedule.requests import Delays  # noqa: E402
+from moelab.specs import MoESpec  # noqa: E402
+from moelab.viz import views  # noqa: E402
+from moelab.viz.views import recorded as recorded_module  # noqa: E402
+from moelab.viz.views import budgets as budget, real  # noqa: E402
+from moelab.viz.views.recorded import Recorded, _as_opened, recorded  # noqa: E402
+from tests.models import tiny  # noqa: E402
 
 
 def a_run(steps, delays, E, tokens=1, H=16):
@@ -28,18 +29,33 @@ def a_run(steps, delays, E, tokens=1, H=16):
     settings = EngineSettings(spec, Pools(), "lru", "model", None, 1, 1, 0, delays, 1000)
     run = EngineRun(settings, _as_opened(settings))
     run.steps = steps
-    run.forwards = [Forward(i, i + 1, tokens, "decode" if i else "prefill") for i in range(len(steps))]
+    run.forwards = [
+        Forward(i, i + 1, tokens, "decode" if i else "prefill") for i in range(len(steps))
+    ]
     return Recorded("tiny", run, _as_opened(settings))
 
 
 @st.composite
 def explorers(draw):
     E, chance = draw(st.integers(2, 4)), draw(st.randoms())
-    steps = [[(layer, dict.fromkeys(chance.sample(range(E), chance.randint(1, min(2, E))), 1)) for layer in range(2)]
-             for _ in range(draw(st.integers(3, 7)))]
+    steps = [
+        [
+            (layer, dict.fromkeys(chance.sample(range(E), chance.randint(1, min(2, E))), 1))
+            for layer in range(2)
+        ]
+        for _ in range(draw(st.integers(3, 7)))
+    ]
     seconds = st.sampled_from([0.0, 1e-3, 3e-3])
-    delays = Delays(draw(seconds) + 1e-4, draw(seconds), draw(seconds), draw(seconds), draw(seconds), 1e-4, e_bytes=300,
-                    sm_bytes=draw(st.sampled_from([0, 500])))
+    delays = Delays(
+        draw(seconds) + 1e-4,
+        draw(seconds),
+        draw(seconds),
+        draw(seconds),
+        draw(seconds),
+        1e-4,
+        e_bytes=300,
+        sm_bytes=draw(st.sampled_from([0, 500])),
+    )
     return budget.Explorer(a_run(steps, delays, E))
 
 
@@ -57,7 +73,11 @@ def test_no_policy_beats_the_limits(explorer):
 @given(explorers(), st.integers(0, 3))
 def test_the_ceiling_is_the_best_of_all_caches(explorer, capacity):
     """Every content that a cache may begin with, and every choice after each step."""
-    timed = [{(layer, e) for e in experts} for step in explorer.steps[explorer.warm:] for layer, experts in step]
+    timed = [
+        {(layer, e) for e in experts}
+        for step in explorer.steps[explorer.warm :]
+        for layer, experts in step
+    ]
     keys = [(layer, e) for layer in range(2) for e in range(explorer.spec.E)]
     best = {frozenset(of): 0 for n in range(capacity + 1) for of in combinations(keys, n)}
     for wanted in timed:
@@ -78,10 +98,14 @@ def test_what_is_seen_adds_up():
     found = budget.budgets(explorer, 60.0, ("lru", "zipmoe"), 500.0)
     experts = 10 * explorer.sizes.full
     assert found.parts["experts kept"] + found.parts["experts on disk"] == experts
-    assert found.parts["experts kept"] + found.parts["in flight"] <= found.memory < explorer.everything
+    assert (
+        found.parts["experts kept"] + found.parts["in flight"] <= found.memory < explorer.everything
+    )
     for policy, points in (found.curves | {"belady": found.optimum}).items():
         assert points == sorted(points) and len(points) >= budget.GRID - 2
-        assert found.needs[policy] == min((p.memory for p in points if 1 / p.tpot >= 500), default=None)
+        assert found.needs[policy] == min(
+            (p.memory for p in points if 1 / p.tpot >= 500), default=None
+        )
     assert found.at["lru"] in found.curves["lru"]
     table = budget.rows(found)
     assert {row["policy"] for row in table} == {"lru", "zipmoe", "belady", "limit"}
@@ -93,9 +117,13 @@ def test_what_is_seen_adds_up():
 def test_cards_and_other_machines(monkeypatch):
     monkeypatch.setattr(recorded_module, "ASSUMED", 3)
     monkeypatch.setattr(budget, "GRID", 3)
-    view = views.budget("Phi-tiny-MoE", policies=("lru",), devices=("jetson-agx-orin-32gb", "rtx-a6000"), share=30.0)
+    view = views.budget(
+        "Phi-tiny-MoE", policies=("lru",), devices=("jetson-agx-orin-32gb", "rtx-a6000"), share=30.0
+    )
     assert view.data.how.startswith("assumed") and view.data.device == "jetson-agx-orin-32gb"
-    assert view.commands[0].startswith("moelab view budget Phi-tiny-MoE -p share=30.0 -p policies=lru")
+    assert view.commands[0].startswith(
+        "moelab view budget Phi-tiny-MoE -p share=30.0 -p policies=lru"
+    )
     with pytest.raises(ValueError, match="nothing to explore"):
         views.budget()
     with pytest.raises(TypeError, match="a view is of a model"):
@@ -123,7 +151,9 @@ def test_a_real_run_finds_what_the_simulation_finds(explorer):
 
 def test_a_stop_frees_the_engine_at_once_and_the_next_run_works(explorer):
     found, ticks = [], []
-    slow = real.RealRun(explorer, "lru", explorer.grid()[1], ticks.append, found.append, {"bandwidth": 20e3}).start()
+    slow = real.RealRun(
+        explorer, "lru", explorer.grid()[1], ticks.append, found.append, {"bandwidth": 20e3}
+    ).start()
     while not ticks and slow.thread.is_alive():
         time.sleep(0.01)
     engine = slow.lm.moelab.engine
@@ -132,7 +162,9 @@ def test_a_stop_frees_the_engine_at_once_and_the_next_run_works(explorer):
     slow.thread.join(60)
     assert found == [None] and engine.closed and len(ticks) <= at_stop + 1 < 10
     assert not any(thread.is_alive() for thread in engine.pipeline.threads)
-    real.RealRun(explorer, "lru", explorer.grid()[1], ticks.append, found.append).start().thread.join(60)
+    real.RealRun(
+        explorer, "lru", explorer.grid()[1], ticks.append, found.append
+    ).start().thread.join(60)
     assert found[1][0] > 0
 
 
@@ -142,18 +174,33 @@ def test_the_buttons_add_the_measured_point(folder):
     start, stop, bar, told = view.widget.children[-1].children
     start.click()
     view.real[0].thread.join(60)
-    (policy, point), = view.data.measured
-    assert (policy, point.kind, point.memory) == ("lru", "measured", view.data.memory) and "measured" in told.value
-    assert "measured" in [trace["name"] for trace in view.picture.figure["data"]] and not start.disabled and stop.disabled
+    ((policy, point),) = view.data.measured
+    assert (policy, point.kind, point.memory) == (
+        "lru",
+        "measured",
+        view.data.memory,
+    ) and "measured" in told.value
+    assert (
+        "measured" in [trace["name"] for trace in view.picture.figure["data"]]
+        and not start.disabled
+        and stop.disabled
+    )
     assert view.errors.outputs == ()
 
 
 def test_the_copied_command_gives_the_same_numbers(tmp_path):
     import shlex
     from moelab.__main__ import main
+
     with open_model(memory="40%", cache="lru", prefetch="previous") as lm:
-        view = views.budget(lm, prompt="the fox's 'den'", tokens=6, device="jetson-agx-orin-32gb", policies=("lru", "lfu"))
+        view = views.budget(
+            lm,
+            prompt="the fox's 'den'",
+            tokens=6,
+            device="jetson-agx-orin-32gb",
+            policies=("lru", "lfu"),
+        )
     told = shlex.split(view.commands[0])
-    assert ["--cache", "lru", "--prefetch", "previous"] == told[told.index("--cache"):][:4]
+    assert ["--cache", "lru", "--prefetch", "previous"] == told[told.index("--cache") :][:4]
     assert main([*told[1:], "--output", str(tmp_path / "budget.csv")]) == 0
     assert (tmp_path / "budget.csv").read_text() == view.csv().replace("\r\n", "\n")

@@ -1,4 +1,5 @@
-"""Figures of the engine draw the numbers they are given, in the units they say, and never differ by colour alone."""
+"""Figures of the engine draw the numbers they are given, in the units they say, and never differ by
+colour alone."""
 
 import numpy as np
 import pytest
@@ -9,27 +10,44 @@ from moelab.specs import Event  # noqa: E402
 from moelab.viz import engine_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
-LAYER = [Event("disk", "read E", 3, 5, 1.000, 1.002, 9), Event("disk", "read SM", 3, 5, 1.002, 1.006, 20),
-         Event("worker 0", "decompress", 3, 5, 1.002, 1.005), Event("worker 10", "recover", 3, 5, 1.006, 1.007),
-         Event("worker 2", "decode", 3, 6, 1.006, 1.007), Event("compute", "wait", 3, -1, 1.001, 1.007),
-         Event("compute", "expert", 3, 5, 1.007, 1.008)]
+LAYER = [
+    Event("disk", "read E", 3, 5, 1.000, 1.002, 9),
+    Event("disk", "read SM", 3, 5, 1.002, 1.006, 20),
+    Event("worker 0", "decompress", 3, 5, 1.002, 1.005),
+    Event("worker 10", "recover", 3, 5, 1.006, 1.007),
+    Event("worker 2", "decode", 3, 6, 1.006, 1.007),
+    Event("compute", "wait", 3, -1, 1.001, 1.007),
+    Event("compute", "expert", 3, 5, 1.007, 1.008),
+]
 LATER = [event._replace(start=event.start + 5, end=event.end + 5) for event in LAYER]
 CURVES = {"LRU": [(2e9, 0.2, 0.4), (1e9, 0.3, 0.1)], "LFU": [(1e9, 0.25, 0.2), (2e9, 0.1, 0.5)]}
 SYSTEMS = {"moelab": {1: 8.0, 4: 14.5}, "accelerate": {1: 0.9, 4: 1.1}}
-LENGTHS = {"moelab": [(64, 7, 6, 9), (16, 2, 1, 3)], "accelerate": [(16, 8, 7, 9), (64, 30, 28, 33)]}
-MADE = Lazily({
-    "gantt": lambda: figures.gantt({"chosen order": LAYER, "naive order": LATER}),
-    "budget_curve": lambda:
-        figures.budget_curve(CURVES, [(1e9, 0.2, 0.3), (2e9, 0.1, 0.6)], {"reads": [(1e9, 0.1), (2e9, 0)]},
-                             {"one token": 0.5e9}),
-    "pools_chart": lambda: figures.pools_chart({"1 GB": {"F": 0.6e9, "C": 0.4e9}, "2 GB": {"F": 2e9}},
-                                               {"1 GB": 0.21, "2 GB": 0.1}, {"1 GB": 0.23}),
-    "ablation": lambda: figures.ablation({"planned": (4, 12), "LRU": (6, 9), "FIFO": (6.5, 8)}),
-    "batches": lambda: figures.batches(SYSTEMS),
-    "output_lengths": lambda: figures.output_lengths(LENGTHS),
-    "simulated_vs_measured": lambda:
-        figures.simulated_vs_measured({"full": [(0.1, 0.11)], "pools": [(0.2, 0.15), (0.4, 0.4)]}),
-})
+LENGTHS = {
+    "moelab": [(64, 7, 6, 9), (16, 2, 1, 3)],
+    "accelerate": [(16, 8, 7, 9), (64, 30, 28, 33)],
+}
+MADE = Lazily(
+    {
+        "gantt": lambda: figures.gantt({"chosen order": LAYER, "naive order": LATER}),
+        "budget_curve": lambda: figures.budget_curve(
+            CURVES,
+            [(1e9, 0.2, 0.3), (2e9, 0.1, 0.6)],
+            {"reads": [(1e9, 0.1), (2e9, 0)]},
+            {"one token": 0.5e9},
+        ),
+        "pools_chart": lambda: figures.pools_chart(
+            {"1 GB": {"F": 0.6e9, "C": 0.4e9}, "2 GB": {"F": 2e9}},
+            {"1 GB": 0.21, "2 GB": 0.1},
+            {"1 GB": 0.23},
+        ),
+        "ablation": lambda: figures.ablation({"planned": (4, 12), "LRU": (6, 9), "FIFO": (6.5, 8)}),
+        "batches": lambda: figures.batches(SYSTEMS),
+        "output_lengths": lambda: figures.output_lengths(LENGTHS),
+        "simulated_vs_measured": lambda: figures.simulated_vs_measured(
+            {"full": [(0.1, 0.11)], "pools": [(0.2, 0.15), (0.4, 0.4)]}
+        ),
+    }
+)
 
 
 def named(figure, name):
@@ -39,24 +57,40 @@ def named(figure, name):
 @pytest.mark.parametrize("name", MADE)
 def test_axes_have_titles_with_units_and_survive_json(name):
     figure = pio.from_json(MADE[name].to_json())
-    titles = [axis.title.text for axis in figure.select_xaxes()] + [axis.title.text for axis in figure.select_yaxes()]
+    titles = [axis.title.text for axis in figure.select_xaxes()] + [
+        axis.title.text for axis in figure.select_yaxes()
+    ]
     assert any(title and "(" in title for title in titles)
     assert len(figure.data) == len(MADE[name].data)
-    assert figure.layout.template.layout.colorway == MADE["ablation"].layout.template.layout.colorway
+    assert (
+        figure.layout.template.layout.colorway == MADE["ablation"].layout.template.layout.colorway
+    )
 
 
 @pytest.mark.parametrize("name", ["gantt", "pools_chart", "batches"])
 def test_bars_on_one_row_differ_in_pattern_or_stand_apart(name):
     bars = {trace.name: trace.marker.pattern for trace in MADE[name].data if trace.type == "bar"}
-    assert all(pattern.fillmode == "overlay" for pattern in bars.values())     # else only white lines are drawn
-    rows = [("read E", "read SM"), ("decompress", "recover"), ("expert", "wait")] if name == "gantt" else [tuple(bars)]
+    assert all(
+        pattern.fillmode == "overlay" for pattern in bars.values()
+    )  # else only white lines are drawn
+    rows = (
+        [("read E", "read SM"), ("decompress", "recover"), ("expert", "wait")]
+        if name == "gantt"
+        else [tuple(bars)]
+    )
     for row in rows:
         assert len({bars[kind].shape for kind in row}) == len(row)
 
 
-@pytest.mark.parametrize("name, look", [
-    ("budget_curve", lambda trace: (trace.line.dash, trace.mode)), ("ablation", lambda trace: trace.marker.symbol),
-    ("output_lengths", lambda trace: trace.line.dash), ("simulated_vs_measured", lambda trace: trace.marker.symbol)])
+@pytest.mark.parametrize(
+    "name, look",
+    [
+        ("budget_curve", lambda trace: (trace.line.dash, trace.mode)),
+        ("ablation", lambda trace: trace.marker.symbol),
+        ("output_lengths", lambda trace: trace.line.dash),
+        ("simulated_vs_measured", lambda trace: trace.marker.symbol),
+    ],
+)
 def test_no_two_series_differ_by_colour_alone(name, look):
     shown = [trace for trace in MADE[name].data if trace.showlegend is not False]
     assert len({(look(trace), trace.mode, trace.fill) for trace in shown}) == len(shown) > 1
@@ -65,14 +99,18 @@ def test_no_two_series_differ_by_colour_alone(name, look):
 def test_a_bar_of_less_than_a_pixel_has_an_edge_in_its_own_colour():
     """A white one would be all that is seen of it."""
     brief = Event("compute", "expert", 0, 1, 1.0, 1.0001)
-    bar, = figures.gantt({"run": [brief, brief._replace(start=1.1, end=2.0)]}).data
+    (bar,) = figures.gantt({"run": [brief, brief._replace(start=1.1, end=2.0)]}).data
     assert bar.marker.line.color == (bar.marker.color, "white")
-    bar, = figures.gantt({"run": [brief, brief._replace(start=1.0001, end=1.0002)]}).data
+    (bar,) = figures.gantt({"run": [brief, brief._replace(start=1.0001, end=1.0002)]}).data
     assert bar.marker.line.color == "white"
 
 
 def test_every_kind_of_work_that_shares_a_row_has_its_own_look():
-    for row in (("read E", "read SM", "read"), ("decompress", "recover", "decode"), ("expert", "other", "wait")):
+    for row in (
+        ("read E", "read SM", "read"),
+        ("decompress", "recover", "decode"),
+        ("expert", "other", "wait"),
+    ):
         assert len({figures.KINDS[kind][1] for kind in row}) == 3
 
 
@@ -83,20 +121,31 @@ def test_the_gantt_starts_both_schedules_at_zero_and_tells_how_long_they_take():
         np.testing.assert_allclose([trace.base[0], trace.x[0]], [2, 4])
         assert (trace.y, trace.text) == (("disk",), ("5",))
     assert (first.showlegend, second.showlegend) == (True, False)
-    assert [note.text for note in figure.layout.annotations] == ["chosen order: 8.00 ms", "naive order: 8.00 ms"]
+    assert [note.text for note in figure.layout.annotations] == [
+        "chosen order: 8.00 ms",
+        "naive order: 8.00 ms",
+    ]
     assert [shape.x0 for shape in figure.layout.shapes] == pytest.approx([8, 8])
     assert named(figure, "wait").text == ("",)
 
 
 def test_rows_stand_in_the_order_of_the_work():
-    assert MADE["gantt"].layout.yaxis.categoryarray == ("disk", "worker 0", "worker 2", "worker 10", "compute")
+    assert MADE["gantt"].layout.yaxis.categoryarray == (
+        "disk",
+        "worker 0",
+        "worker 2",
+        "worker 10",
+        "compute",
+    )
     alone = figures.gantt({"alone": LAYER})
     assert alone.layout.xaxis.title.text
 
 
 def test_small_models_are_drawn_in_mb():
     curves = {"LRU": [(2e6, 0.2, 0.4), (4e6, 0.1, 0.6)]}
-    figure = figures.budget_curve(curves, limits={"reads": [(2e6, 0.1), (4e6, 0)]}, marks={"one token": 1e6})
+    figure = figures.budget_curve(
+        curves, limits={"reads": [(2e6, 0.1), (4e6, 0)]}, marks={"one token": 1e6}
+    )
     assert list(named(figure, "LRU").x) == [2, 4] == list(named(figure, "limit: reads").x)
     assert figure.layout.shapes[0].x0 == 1 and "(MB)" in figure.layout.xaxis2.title.text
     assert "(GB)" in MADE["budget_curve"].layout.xaxis2.title.text
@@ -120,9 +169,16 @@ def test_pools_are_stacked_and_what_was_measured_is_apart_from_what_was_predicte
     figure = MADE["pools_chart"]
     assert figure.layout.barmode == "stack"
     assert {trace.name[0]: trace.y for trace in figure.data if trace.type == "bar"} == {
-        "F": (0.6, 2), "C": (0.4, 0), "S": (0, 0), "E": (0, 0)}
+        "F": (0.6, 2),
+        "C": (0.4, 0),
+        "S": (0, 0),
+        "E": (0, 0),
+    }
     predicted, measured = named(figure, "TPOT, predicted"), named(figure, "TPOT, measured")
-    assert predicted.y == pytest.approx((210, 100)) and (measured.x, measured.y) == (("1 GB",), (230,))
+    assert predicted.y == pytest.approx((210, 100)) and (measured.x, measured.y) == (
+        ("1 GB",),
+        (230,),
+    )
     assert predicted.marker.symbol != measured.marker.symbol
     assert len(figures.pools_chart({"1 GB": {"F": 1e9}}, {"1 GB": 0.2}).data) == 5
 
@@ -137,7 +193,10 @@ def test_the_ablation_shows_every_point_inside_its_axes():
 
 
 def test_batches_and_lengths_are_as_given():
-    assert [dict(zip(trace.x, trace.y)) for trace in MADE["batches"].data] == [{"1": 8, "4": 14.5}, {"1": 0.9, "4": 1.1}]
+    assert [dict(zip(trace.x, trace.y)) for trace in MADE["batches"].data] == [
+        {"1": 8, "4": 14.5},
+        {"1": 0.9, "4": 1.1},
+    ]
     assert MADE["batches"].data[0].text == ("8", "14.5")
     mean = named(MADE["output_lengths"], "moelab")
     band = named(MADE["output_lengths"], "moelab, p10 to p90")
@@ -150,5 +209,7 @@ def test_a_point_lies_in_the_band_if_it_is_within_15_percent():
     band = named(figure, "within ±15 %")
     np.testing.assert_allclose(np.divide(band.y, band.x), [1.15, 1.15, 0.85, 0.85])
     pools = named(figure, "pools")
-    np.testing.assert_allclose([pools.x, pools.y, pools.customdata], [[200, 400], [150, 400], [-25, 0]])
+    np.testing.assert_allclose(
+        [pools.x, pools.y, pools.customdata], [[200, 400], [150, 400], [-25, 0]]
+    )
     assert figures.simulated_vs_measured({}).data[0].fill == "toself"

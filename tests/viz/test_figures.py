@@ -1,4 +1,5 @@
-"""Figures draw the numbers they are given, name their axes, and never tell series apart by colour alone."""
+"""Figures draw the numbers they are given, name their axes, and never tell series apart by colour
+alone."""
 
 import numpy as np
 import pytest
@@ -11,15 +12,22 @@ from tests.viz.lazily import Lazily  # noqa: E402
 
 COUNTS = torch.tensor([[6, 0, 2], [1, 1, 2]])
 LOADS = torch.tensor([[1, 9], [3, 5], [2, 7]])
-MADE = Lazily({
-    "heatmap": lambda: figures.heatmap(COUNTS),
-    "imbalance": lambda: figures.imbalance({"prefill": [2.25, 1.5], "decode": [1.0, 3.0]}),
-    "overlap": lambda:
-        figures.overlap({f"series {i}": [0.5, i / 10] for i in range(6)}, {"top-4": 0.86}, {"top-4": 0.125}),
-    "agreement": lambda: figures.agreement([[1, 0.5], [0.25, 1]], ["needle", "code"], ["code", "prose"]),
-    "load distribution": lambda: figures.load_distribution(LOADS, {"K·B/E": 6}),
-    "inclusion": lambda: figures.inclusion({"batch 1": [0.9, 0.1], "batch 2": torch.tensor([1.0, 0.4])}),
-})
+MADE = Lazily(
+    {
+        "heatmap": lambda: figures.heatmap(COUNTS),
+        "imbalance": lambda: figures.imbalance({"prefill": [2.25, 1.5], "decode": [1.0, 3.0]}),
+        "overlap": lambda: figures.overlap(
+            {f"series {i}": [0.5, i / 10] for i in range(6)}, {"top-4": 0.86}, {"top-4": 0.125}
+        ),
+        "agreement": lambda: figures.agreement(
+            [[1, 0.5], [0.25, 1]], ["needle", "code"], ["code", "prose"]
+        ),
+        "load distribution": lambda: figures.load_distribution(LOADS, {"K·B/E": 6}),
+        "inclusion": lambda: figures.inclusion(
+            {"batch 1": [0.9, 0.1], "batch 2": torch.tensor([1.0, 0.4])}
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -38,13 +46,18 @@ def test_no_two_series_differ_by_colour_alone(name):
 
 def test_the_heatmap_shows_shares_of_a_layer():
     np.testing.assert_allclose(MADE["heatmap"].data[0].z, [[75, 0, 25], [25, 25, 50]])
-    np.testing.assert_array_equal(figures.heatmap([[0, 0]]).data[0].z, [[0, 0]])             # a layer without tokens
+    np.testing.assert_array_equal(
+        figures.heatmap([[0, 0]]).data[0].z, [[0, 0]]
+    )  # a layer without tokens
 
 
 def test_reference_lines_stand_where_they_say_and_name_the_paper():
     overlap = MADE["overlap"]
     assert sorted(shape.y0 for shape in overlap.layout.shapes) == [12.5, 86]
-    assert {note.text for note in overlap.layout.annotations} == {"paper, top-4: 86.0 %", "chance, top-4: 12.5 %"}
+    assert {note.text for note in overlap.layout.annotations} == {
+        "paper, top-4: 86.0 %",
+        "chance, top-4: 12.5 %",
+    }
     assert [shape.y0 for shape in MADE["imbalance"].layout.shapes] == [1]
     assert [shape.y0 for shape in MADE["load distribution"].layout.shapes] == [6]
 
@@ -61,6 +74,6 @@ def test_series_are_drawn_by_layer_in_the_unit_of_the_axis():
 
 def test_the_load_distribution_orders_experts_by_load_and_spans_all_chunks():
     everything, _, median = MADE["load distribution"].data
-    np.testing.assert_array_equal(everything.y, [9, 3, 1, 5])                                # up the top, down below
+    np.testing.assert_array_equal(everything.y, [9, 3, 1, 5])  # up the top, down below
     np.testing.assert_array_equal(median.y, [7, 2])
     np.testing.assert_array_equal(median.customdata, [1, 0])

@@ -1,4 +1,5 @@
-"""The token scrubber: states against the engine's own counts, and the player in a browser, without a kernel."""
+"""The token scrubber: states against the engine's own counts, and the player in a browser, without
+a kernel."""
 
 import shutil
 
@@ -10,46 +11,64 @@ from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab import open_model                                               # noqa: E402
-from moelab.__main__ import main                                            # noqa: E402
-from moelab.cache.pools import Pools                                        # noqa: E402
-from moelab.cache.residency import Residency                                # noqa: E402
-from moelab.offloading.run import EngineRun, EngineSettings                 # noqa: E402
-from moelab.offloading.simulator import simulate                            # noqa: E402
-from moelab.schedule.requests import Delays                                 # noqa: E402
-from moelab.specs import MoESpec                                            # noqa: E402
-from moelab.viz import views                                                # noqa: E402
-from moelab.viz.views import scrub as scrubber                              # noqa: E402
-from moelab.viz.views.recorded import Recorded, recorded                    # noqa: E402
-from tests.models import tiny                                               # noqa: E402
-from tests.offloading.test_simulated_prefetch import Always                   # noqa: E402
+from moelab import open_model  # noqa: E402
+from moelab.__main__ import main  # noqa: E402
+from moelab.cache.pools import Pools  # noqa: E402
+from moelab.cache.residency import Residency  # noqa: E402
+from moelab.offloading.run import EngineRun, EngineSettings  # noqa: E402
+from moelab.offloading.simulator import simulate  # noqa: E402
+from moelab.schedule.requests import Delays  # noqa: E402
+from moelab.specs import MoESpec  # noqa: E402
+from moelab.viz import views  # noqa: E402
+from moelab.viz.views import scrub as scrubber  # noqa: E402
+from moelab.viz.views.recorded import Recorded, recorded  # noqa: E402
+from tests.models import tiny  # noqa: E402
+from tests.offloading.test_simulated_prefetch import Always  # noqa: E402
 
 
 @settings(max_examples=20)
 @given(st.integers(2, 4), st.integers(3, 8), st.integers(2, 6), st.integers(0, 8), st.randoms())
 def test_states_are_what_the_simulator_did(L, E, n, kept, chance):
     """Prefetches, used and not, by the simulator's own counts; hits and misses by its cache's."""
-    draw = lambda: [(layer, dict.fromkeys(chance.sample(range(E), 2), 1)) for layer in range(L)]     # noqa: E731
+    draw = lambda: [(layer, dict.fromkeys(chance.sample(range(E), 2), 1)) for layer in range(L)]  # noqa: E731
     steps = [draw() for _ in range(n)]
     predictions = [[(layer, chance.sample(range(E), 2)) for layer in range(1, L)] for _ in range(n)]
     delays = Delays(2e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000)
-    done = simulate(steps, [(1, "decode")] * n, Residency(L, E, Pools(F=kept), "lru"), delays, other=(3e-3, 0.0),
-                    head=(1e-3, 0.0), predictions=predictions, ahead=4, gate=Always(), staging=4)
+    done = simulate(
+        steps,
+        [(1, "decode")] * n,
+        Residency(L, E, Pools(F=kept), "lru"),
+        delays,
+        other=(3e-3, 0.0),
+        head=(1e-3, 0.0),
+        predictions=predictions,
+        ahead=4,
+        gate=Always(),
+        staging=4,
+    )
     spec = MoESpec("tiny", "tiny", L, tuple(range(L)), E, 2, H=16, I=8)
-    run = EngineRun(EngineSettings(spec, Pools(F=kept), "lru", "model", None, 1, 4, 4, delays, 0),
-                    Residency(L, E, Pools(F=kept), "lru"))
+    run = EngineRun(
+        EngineSettings(spec, Pools(F=kept), "lru", "model", None, 1, 4, 4, delays, 0),
+        Residency(L, E, Pools(F=kept), "lru"),
+    )
     run.steps, run.forwards = steps, done.forwards
     run.timeline._all = list(done.events)
     found = scrubber.scrub(Recorded("tiny", run, Residency(L, E, Pools(F=kept), "lru")))
     counts = dict(zip(scrubber.STATES, found.counts().sum(0).tolist()))
-    assert counts["hit"] == sum(done.counters.hits.values()) and counts["missed"] + counts["ahead"] == \
-        done.counters.misses
+    assert (
+        counts["hit"] == sum(done.counters.hits.values())
+        and counts["missed"] + counts["ahead"] == done.counters.misses
+    )
     assert counts["ahead"] == done.fetched.used
     naive = [{(layer, e) for layer, experts in step for e in experts} for step in steps]
     for forward, routed in enumerate(naive):
         states = found.states[forward]
-        assert {tuple(at) for at in np.argwhere(np.isin(states, (scrubber.HIT, scrubber.AHEAD, scrubber.MISSED)))
-                .tolist()} == routed
+        assert {
+            tuple(at)
+            for at in np.argwhere(
+                np.isin(states, (scrubber.HIT, scrubber.AHEAD, scrubber.MISSED))
+            ).tolist()
+        } == routed
         assert (np.isin(states, (scrubber.RESIDENT, scrubber.HIT))).sum() <= max(kept, 2 * L * kept)
 
 
@@ -60,35 +79,63 @@ def folder(tmp_path_factory):
 
 def test_of_a_real_run_and_of_a_model_in_memory(folder):
     with open_model(folder, memory="60%") as lm:
-        lm.generate(torch.tensor([[3, 4, 5]]), attention_mask=torch.ones(1, 3), max_new_tokens=3, do_sample=False)
+        lm.generate(
+            torch.tensor([[3, 4, 5]]),
+            attention_mask=torch.ones(1, 3),
+            max_new_tokens=3,
+            do_sample=False,
+        )
         before = lm.moelab.run.counters
         base = before.misses, sum(before.hits.values())
         view = views.scrubber(lm, prompt=[5, 6, 7, 8], tokens=6)
         after = lm.moelab.run.counters
     counts = dict(zip(scrubber.STATES, view.data[0].counts().sum(0).tolist()))
-    assert counts["missed"] == after.misses - base[0] and counts["hit"] == sum(after.hits.values()) - base[1]
-    assert counts["ahead"] == counts["unused"] == 0 and len(view.data[0].words) == 6 == len(scrubber.rows(view.data[0]))
+    assert (
+        counts["missed"] == after.misses - base[0]
+        and counts["hit"] == sum(after.hits.values()) - base[1]
+    )
+    assert counts["ahead"] == counts["unused"] == 0 and len(view.data[0].words) == 6 == len(
+        scrubber.rows(view.data[0])
+    )
     assert view.data[0].words[0] == "5678"
     with open_model(folder) as lm:
         found = scrubber.scrub(recorded(lm, [5, 6, 7, 8], 6))
-    assert found.counts()[:, [scrubber.MISSED, scrubber.AHEAD, scrubber.UNUSED, scrubber.ABSENT]].sum() == 0
+    assert (
+        found.counts()[:, [scrubber.MISSED, scrubber.AHEAD, scrubber.UNUSED, scrubber.ABSENT]].sum()
+        == 0
+    )
 
 
 def test_the_widget_plays_what_was_computed(folder):
     with open_model(folder, memory="60%") as lm:
         view = views.scrubber(lm, prompt=[5, 6, 7], tokens=5)
     view.widget
-    player, = view.pictures
+    (player,) = view.pictures
     view.set(token=3)
     assert player.token == 3 and player.data["shape"] == list(view.data[0].states.shape)
-    player.token = 2                                            # as when a person moves it in the browser
+    player.token = 2  # as when a person moves it in the browser
     assert view.values["token"] == 2 and "token=2" in view.commands[0] and view.errors.outputs == ()
 
 
 @pytest.fixture(scope="module")
 def page(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "scrubber.html"
-    assert main(["view", "scrubber", str(folder), "--memory", "60%", "-p", "token=2", "--output", str(path)]) == 0
+    assert (
+        main(
+            [
+                "view",
+                "scrubber",
+                str(folder),
+                "--memory",
+                "60%",
+                "-p",
+                "token=2",
+                "--output",
+                str(path),
+            ]
+        )
+        == 0
+    )
     return path
 
 
@@ -115,7 +162,9 @@ def test_the_page_plays_in_a_browser_without_a_kernel(page):
         tab.locator("select").select_option("30")
         drawn = int(tab.locator("canvas.moelab-player").get_attribute("data-frames"))
         tab.keyboard.press(" ")
-        tab.wait_for_function("document.querySelector('[role=status]').textContent.startsWith('pass 15 of 15')")
+        tab.wait_for_function(
+            "document.querySelector('[role=status]').textContent.startsWith('pass 15 of 15')"
+        )
         frames = int(tab.locator("canvas.moelab-player").get_attribute("data-frames")) - drawn
         browser.close()
     assert errors == [] and 12 <= frames <= 20
@@ -129,4 +178,7 @@ def test_tables_and_bad_controls_on_the_command_line(folder, tmp_path, capsys):
     assert "Did you mean 'token'? There are: token" in capsys.readouterr().err
     assert main(["view", "scrubber", str(folder), "--memory", "60%", "-p", "token=much"]) == 2
     assert "like token=1" in capsys.readouterr().err
-    assert main(["view", "budget", "--output", "x.png"]) == 2 and "html or .csv" in capsys.readouterr().err
+    assert (
+        main(["view", "budget", "--output", "x.png"]) == 2
+        and "html or .csv" in capsys.readouterr().err
+    )

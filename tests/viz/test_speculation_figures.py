@@ -1,4 +1,5 @@
-"""Figures of speculation draw the numbers they are given, in the units they say, and never differ by colour alone."""
+"""Figures of speculation draw the numbers they are given, in the units they say, and never differ
+by colour alone."""
 
 import numpy as np
 import pytest
@@ -11,27 +12,53 @@ from moelab.viz import speculation_figures as figures  # noqa: E402
 from moelab.viz.figures import apart, differences  # noqa: E402
 from tests.viz.lazily import Lazily, check_axes, named  # noqa: E402
 
-#: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router has run
-TOKEN = [Event("compute", "other", 0, -1, 1.000, 1.001), Event("disk", "read", 0, 3, 1.001, 1.003, 9),
-         Event("compute", "wait", 0, 3, 1.001, 1.003), Event("compute", "expert", 0, 3, 1.003, 1.004),
-         Event("disk", "read", 1, 5, 1.0035, 1.0055, 9), Event("compute", "other", 1, -1, 1.004, 1.006),
-         Event("disk", "read", 1, 6, 1.006, 1.007, 9), Event("worker 0", "check", 1, 6, 1.007, 1.0071),
-         Event("compute", "expert", 1, 5, 1.006, 1.0065), Event("compute", "expert", 1, 6, 1.007, 1.008),
-         Event("compute", "other", -1, -1, 1.008, 1.009)]
+#: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router
+#: has run
+TOKEN = [
+    Event("compute", "other", 0, -1, 1.000, 1.001),
+    Event("disk", "read", 0, 3, 1.001, 1.003, 9),
+    Event("compute", "wait", 0, 3, 1.001, 1.003),
+    Event("compute", "expert", 0, 3, 1.003, 1.004),
+    Event("disk", "read", 1, 5, 1.0035, 1.0055, 9),
+    Event("compute", "other", 1, -1, 1.004, 1.006),
+    Event("disk", "read", 1, 6, 1.006, 1.007, 9),
+    Event("worker 0", "check", 1, 6, 1.007, 1.0071),
+    Event("compute", "expert", 1, 5, 1.006, 1.0065),
+    Event("compute", "expert", 1, 6, 1.007, 1.008),
+    Event("compute", "other", -1, -1, 1.008, 1.009),
+]
 LATER = [event._replace(start=event.start + 5, end=event.end + 5.001) for event in TOKEN]
-PANELS = {"trained": {"s": [0.5, 0.7, np.nan], "q": [0.6, 0.8, 0.9]}, "untrained": {"q": [0.3, 0.4, 0.5]}}
-SAMPLES = {"1 ×": {"on demand": [0.01, 0.02, 0.03], "speculative": [0.01, 0.01, 0.02]},
-           "3 ×": {"on demand": [0.04, 0.05], "speculative": [0.03, 0.02]}}
-MADE = Lazily({
-    "by_layer": lambda:
-        figures.by_layer(PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}),
-    "training": lambda: figures.training({"mean": [(0, 0.1), (5000, 0.7)], "hardest": [(0, 0.1), (5000, 0.5)]},
-                                         {"router on s": 0.6, "router on q": 0.61}),
-    "differences": lambda: differences({"loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)}, "lookup": {
-                "quasi": (-1.0, -3.0, 1.0)}}, {"loss": "change (%)", "lookup": "points (%)"}, {"loss": 1}),
-    "tpot": lambda: figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
-    "token_timeline": lambda: figures.token_timeline({"on demand": TOKEN, "speculative": LATER}),
-})
+PANELS = {
+    "trained": {"s": [0.5, 0.7, np.nan], "q": [0.6, 0.8, 0.9]},
+    "untrained": {"q": [0.3, 0.4, 0.5]},
+}
+SAMPLES = {
+    "1 ×": {"on demand": [0.01, 0.02, 0.03], "speculative": [0.01, 0.01, 0.02]},
+    "3 ×": {"on demand": [0.04, 0.05], "speculative": [0.03, 0.02]},
+}
+MADE = Lazily(
+    {
+        "by_layer": lambda: figures.by_layer(
+            PANELS, "recall@K (%)", chance=0.125, errors={"trained": {"s": [0.01, 0.02, 0]}}
+        ),
+        "training": lambda: figures.training(
+            {"mean": [(0, 0.1), (5000, 0.7)], "hardest": [(0, 0.1), (5000, 0.5)]},
+            {"router on s": 0.6, "router on q": 0.61},
+        ),
+        "differences": lambda: differences(
+            {
+                "loss": {"quasi": (2.0, 1.5, 2.6), "random": (9.0, 8.0, 10.0)},
+                "lookup": {"quasi": (-1.0, -3.0, 1.0)},
+            },
+            {"loss": "change (%)", "lookup": "points (%)"},
+            {"loss": 1},
+        ),
+        "tpot": lambda: figures.tpot(SAMPLES, {"1 ×": 0.012}, "copying (× computing)"),
+        "token_timeline": lambda: figures.token_timeline(
+            {"on demand": TOKEN, "speculative": LATER}
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -39,10 +66,20 @@ def test_axes_have_titles_with_units_and_figures_survive_json(name):
     check_axes(MADE[name], MADE["tpot"])
 
 
-@pytest.mark.parametrize("name, look", [
-    ("by_layer", lambda trace: trace.line.dash), ("training", lambda trace: trace.line.dash),
-    ("tpot", lambda trace: trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol),
-    ("token_timeline", lambda trace: (trace.marker.pattern.shape, trace.y[0]))])
+@pytest.mark.parametrize(
+    "name, look",
+    [
+        ("by_layer", lambda trace: trace.line.dash),
+        ("training", lambda trace: trace.line.dash),
+        (
+            "tpot",
+            lambda trace: (
+                trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol
+            ),
+        ),
+        ("token_timeline", lambda trace: (trace.marker.pattern.shape, trace.y[0])),
+    ],
+)
 def test_no_two_series_differ_by_colour_alone(name, look):
     looks = {trace.name: look(trace) for trace in MADE[name].data}
     assert len(set(looks.values())) == len(looks) > 1
@@ -60,7 +97,9 @@ def test_a_series_looks_alike_in_every_panel_and_is_named_at_its_end():
     assert first.line.dash == second.line.dash and first.line.color == second.line.color
     assert first.xaxis != second.xaxis and not MADE["by_layer"].layout.showlegend
     named_ends = [note for note in MADE["by_layer"].layout.annotations if note.text.endswith(" q")]
-    assert [(note.y, note.yref, note.xref) for note in named_ends] == [(pytest.approx(50), second.yaxis, "paper")]
+    assert [(note.y, note.yref, note.xref) for note in named_ends] == [
+        (pytest.approx(50), second.yaxis, "paper")
+    ]
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
@@ -75,13 +114,18 @@ def test_labels_are_moved_apart_in_their_order(values):
 def test_training_counts_thousands_of_tokens():
     line = named(MADE["training"], "hardest")
     np.testing.assert_allclose([line.x, line.y], [[0, 5], [10, 50]])
-    assert [note.text for note in MADE["training"].layout.annotations] == ["router on s: 60.0 %", "router on q: 61.0 %"]
+    assert [note.text for note in MADE["training"].layout.annotations] == [
+        "router on s: 60.0 %",
+        "router on q: 61.0 %",
+    ]
 
 
 def test_differences_have_their_interval_on_both_sides():
     points = named(MADE["differences"], "loss")
-    np.testing.assert_allclose([points.x[0], points.error_x.arrayminus[0], points.error_x.array[0]], [2, 0.5, 0.6])
-    assert MADE["differences"].layout.yaxis.categoryarray == ("random", "quasi")      # the first on top
+    np.testing.assert_allclose(
+        [points.x[0], points.error_x.arrayminus[0], points.error_x.array[0]], [2, 0.5, 0.6]
+    )
+    assert MADE["differences"].layout.yaxis.categoryarray == ("random", "quasi")  # the first on top
 
 
 def test_tpot_bars_are_medians_in_milliseconds():
@@ -103,6 +147,9 @@ def test_the_timeline_tells_prefetches_from_reads_on_demand_and_leaves_workers_o
 
 def test_the_timeline_has_one_clock_and_says_how_long_each_run_takes():
     figure = MADE["token_timeline"]
-    assert [note.text for note in figure.layout.annotations] == ["on demand: 9.00 ms", "speculative: 10.00 ms"]
+    assert [note.text for note in figure.layout.annotations] == [
+        "on demand: 9.00 ms",
+        "speculative: 10.00 ms",
+    ]
     assert [shape.x0 for shape in figure.layout.shapes] == pytest.approx([9, 10])
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range

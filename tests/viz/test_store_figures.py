@@ -1,4 +1,5 @@
-"""Figures of compression draw the numbers they are given, and never tell series apart by colour alone."""
+"""Figures of compression draw the numbers they are given, and never tell series apart by colour
+alone."""
 
 import numpy as np
 import pytest
@@ -10,20 +11,30 @@ from moelab.viz import store_figures as figures  # noqa: E402
 from tests.viz.lazily import Lazily  # noqa: E402
 
 EXPONENTS = np.zeros(256)
-EXPONENTS[[120, 121, 123]] = 2, 1, 1            # 2^-7, 2^-6, 2^-4: 1.5 bits
-WEIGHTS = np.array([0x3F80, 0x3F80, 0xBF80, 0x4040], np.uint16)                  # 1, 1, -1 and 3 in bf16
+EXPONENTS[[120, 121, 123]] = 2, 1, 1  # 2^-7, 2^-6, 2^-4: 1.5 bits
+WEIGHTS = np.array([0x3F80, 0x3F80, 0xBF80, 0x4040], np.uint16)  # 1, 1, -1 and 3 in bf16
 RATES = {"1 thread": {"zstd": 0.7, "huffman": 12.0}, "2 threads": {"zstd": 1.4, "huffman": 24.0}}
-MADE = Lazily({
-    "exponents": lambda: figures.exponents({"experts": EXPONENTS, "flat": np.ones(256)}),
-    "fractions": lambda:
-        figures.fractions({"lz4hc": 0.75, "huffman": 0.6671}, 0.665, {"lz4hc": 0.74, "entropy bound": 0.66}),
-    "trade": lambda: figures.trade({"bf16": 1.0, "bf12": 0.75}, {"bf16": [2e-3, 3e-3, 4e-3], "bf12": [2e-3] * 3}, 0.66),
-    "rates": lambda: figures.rates(RATES, {"memcpy": 30}),
-    "delivery": lambda: figures.delivery([0.5, 1, 8], {"as it is": [0.5, 1, 8], "huffman": [0.75, 1.5, 4]},
-                                         {"huffman": [(0.9, 1.2)]}),
-    "timeline": lambda: figures.timeline({"disk": [("read", 0, 5), ("read", 5, 9)], "thread": [("decode", 5, 8)]}),
-    "microscope": lambda: figures.microscope(joint_counts(WEIGHTS)),
-})
+MADE = Lazily(
+    {
+        "exponents": lambda: figures.exponents({"experts": EXPONENTS, "flat": np.ones(256)}),
+        "fractions": lambda: figures.fractions(
+            {"lz4hc": 0.75, "huffman": 0.6671}, 0.665, {"lz4hc": 0.74, "entropy bound": 0.66}
+        ),
+        "trade": lambda: figures.trade(
+            {"bf16": 1.0, "bf12": 0.75}, {"bf16": [2e-3, 3e-3, 4e-3], "bf12": [2e-3] * 3}, 0.66
+        ),
+        "rates": lambda: figures.rates(RATES, {"memcpy": 30}),
+        "delivery": lambda: figures.delivery(
+            [0.5, 1, 8],
+            {"as it is": [0.5, 1, 8], "huffman": [0.75, 1.5, 4]},
+            {"huffman": [(0.9, 1.2)]},
+        ),
+        "timeline": lambda: figures.timeline(
+            {"disk": [("read", 0, 5), ("read", 5, 9)], "thread": [("decode", 5, 8)]}
+        ),
+        "microscope": lambda: figures.microscope(joint_counts(WEIGHTS)),
+    }
+)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -37,27 +48,33 @@ def test_axes_have_titles_and_survive_json(name):
 def test_bars_differ_in_pattern_and_their_colour_stays_visible(name):
     patterns = [trace.marker.pattern for trace in MADE[name].data]
     assert len({pattern.shape for pattern in patterns}) == len(patterns) > 1
-    assert all(pattern.fillmode == "overlay" for pattern in patterns)     # else plotly draws only the white lines
+    assert all(
+        pattern.fillmode == "overlay" for pattern in patterns
+    )  # else plotly draws only the white lines
 
 
-@pytest.mark.parametrize("name, look", [("fractions", lambda trace: trace.marker.symbol),
-                                        ("delivery", lambda trace: trace.line.dash)])
+@pytest.mark.parametrize(
+    "name, look",
+    [("fractions", lambda trace: trace.marker.symbol), ("delivery", lambda trace: trace.line.dash)],
+)
 def test_no_two_series_differ_by_colour_alone(name, look):
     assert len({look(trace) for trace in MADE[name].data[:2]}) == 2
 
 
 def test_exponents_are_shares_at_their_powers_of_two_with_the_entropy_in_the_legend():
-    alone, = figures.exponents({"experts": EXPONENTS}).data
+    (alone,) = figures.exponents({"experts": EXPONENTS}).data
     np.testing.assert_array_equal(alone.x, [-7, -6, -5, -4])
     np.testing.assert_allclose(alone.y, [50, 25, 0, 25])
     assert alone.name == "experts: 1.50 of 8 bits"
-    half = np.eye(32)[15]                                                           # fp16: 1.0 has exponent 0
+    half = np.eye(32)[15]  # fp16: 1.0 has exponent 0
     assert figures.exponents({"fp16": half}).data[0].x.tolist() == [0]
 
 
 def test_the_papers_values_are_apart_from_ours():
     ours, paper = MADE["fractions"].data
-    assert dict(zip(ours.y, ours.x)) == pytest.approx({"lz4hc": 75, "huffman": 66.71, "entropy bound": 66.5})
+    assert dict(zip(ours.y, ours.x)) == pytest.approx(
+        {"lz4hc": 75, "huffman": 66.71, "entropy bound": 66.5}
+    )
     assert dict(zip(paper.y, paper.x)) == pytest.approx({"lz4hc": 74, "entropy bound": 66})
     assert "paper" in paper.name and paper.marker.symbol == "diamond-open"
     assert [shape.x0 for shape in MADE["fractions"].layout.shapes] == [66.5]
@@ -68,7 +85,10 @@ def test_the_papers_values_are_apart_from_ours():
 
 def test_size_and_time_of_each_way_of_keeping_experts():
     bf16, bf12 = MADE["trade"].data
-    assert [(trace.x[0], trace.y[0]) for trace in (bf16, bf12)] == [(100, pytest.approx(3)), (75, pytest.approx(2))]
+    assert [(trace.x[0], trace.y[0]) for trace in (bf16, bf12)] == [
+        (100, pytest.approx(3)),
+        (75, pytest.approx(2)),
+    ]
     assert [shape.x0 for shape in MADE["trade"].layout.shapes] == [66]
 
 
@@ -80,7 +100,11 @@ def test_rates_are_grouped_by_codec_with_references_across():
 
 def test_what_is_modelled_and_what_is_measured_is_said_and_drawn_apart():
     plain, packed, points = MADE["delivery"].data
-    assert [trace.name for trace in MADE["delivery"].data] == ["as it is", "huffman", "huffman, measured"]
+    assert [trace.name for trace in MADE["delivery"].data] == [
+        "as it is",
+        "huffman",
+        "huffman, measured",
+    ]
     assert "points: measured" in MADE["delivery"].layout.legend.title.text
     assert figures.delivery([1, 2], {"a": [1, 2]}).layout.legend.title.text.strip() == "modelled"
     assert (plain.mode, packed.mode, points.mode) == ("lines", "lines", "markers")
@@ -97,9 +121,12 @@ def test_the_microscope_counts_signs_exponents_and_mantissas():
     sign, exponent, mantissa = MADE["microscope"].data
     np.testing.assert_allclose(sign.y, [75, 25])
     assert dict(zip(exponent.x.tolist(), exponent.y)) == {0: 75, 1: 25}
-    assert {i: y for i, y in enumerate(mantissa.y) if y} == {0: 75, 64: 25}        # 3 is 1.1000000 · 2^1
+    assert {i: y for i, y in enumerate(mantissa.y) if y} == {0: 75, 64: 25}  # 3 is 1.1000000 · 2^1
     assert [note.text for note in MADE["microscope"].layout.annotations] == [
-        "sign: 0.811 of 1 bit", "exponent: 0.811 of 8 bits", "mantissa: 0.811 of 7 bits"]
+        "sign: 0.811 of 1 bit",
+        "exponent: 0.811 of 8 bits",
+        "mantissa: 0.811 of 7 bits",
+    ]
 
 
 def test_a_tensor_of_nothing_has_a_microscope_too():

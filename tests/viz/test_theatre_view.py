@@ -5,37 +5,61 @@ import torch
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab import open_model, record                                       # noqa: E402
-from moelab.cache.pools import Pools                                        # noqa: E402
-from moelab.offloading.metrics import Forward                               # noqa: E402
-from moelab.offloading.run import EngineRun, EngineSettings                 # noqa: E402
-from moelab.registry import make                                            # noqa: E402
-from moelab.schedule.requests import Delays                                 # noqa: E402
-from moelab.specs import MoESpec                                            # noqa: E402
-from moelab.speculate.predictors import route                               # noqa: E402
-from moelab.viz import views                                                # noqa: E402
-from moelab.viz.views import stage as theatre                               # noqa: E402
-from moelab.viz.views.recorded import Recorded, _as_opened                      # noqa: E402
-from tests.models import tiny                                               # noqa: E402
+from moelab import open_model, record  # noqa: E402
+from moelab.cache.pools import Pools  # noqa: E402
+from moelab.offloading.metrics import Forward  # noqa: E402
+from moelab.offloading.run import EngineRun, EngineSettings  # noqa: E402
+from moelab.registry import make  # noqa: E402
+from moelab.schedule.requests import Delays  # noqa: E402
+from moelab.specs import MoESpec  # noqa: E402
+from moelab.speculate.predictors import route  # noqa: E402
+from moelab.viz import views  # noqa: E402
+from moelab.viz.views import stage as theatre  # noqa: E402
+from moelab.viz.views.recorded import Recorded, _as_opened  # noqa: E402
+from tests.models import tiny  # noqa: E402
 
-STEPS = [[(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)] for n in range(6)]
+STEPS = [
+    [(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)]
+    for n in range(6)
+]
 
 
 def stage(predictions):
     spec = MoESpec("tiny", "tiny", 3, (0, 1, 2), 6, 2, H=16, I=8)
-    settings = EngineSettings(spec, Pools(F=4), "lru", "model", None, 1, 2, 0, Delays(
-        4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), 0)
+    settings = EngineSettings(
+        spec,
+        Pools(F=4),
+        "lru",
+        "model",
+        None,
+        1,
+        2,
+        0,
+        Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000),
+        0,
+    )
     run = EngineRun(settings, _as_opened(settings))
-    run.steps, run.forwards = STEPS, [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)]
+    run.steps, run.forwards = (
+        STEPS,
+        [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)],
+    )
     found = Recorded("tiny", run, _as_opened(settings), new=list(range(6)))
-    made = theatre.Stage(found, None, 2, {("mine", 1): predictions}, {("mine", 1): 0.0},
-                         {None: 2.0, ("mine", 1): 2.1})
+    made = theatre.Stage(
+        found,
+        None,
+        2,
+        {("mine", 1): predictions},
+        {("mine", 1): 0.0},
+        {None: 2.0, ("mine", 1): 2.1},
+    )
     made.other = (3e-3, 0.0)
     return made
 
 
 TRUE = [{}] + [{layer: list(experts) for layer, experts in step if layer} for step in STEPS[1:]]
-WRONG = [{}] + [{layer: [(e + 3) % 6 for e in experts] for layer, experts in step.items()} for step in TRUE[1:]]
+WRONG = [{}] + [
+    {layer: [(e + 3) % 6 for e in experts] for layer, experts in step.items()} for step in TRUE[1:]
+]
 
 
 def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
@@ -44,7 +68,9 @@ def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
     assert right.steps("speculative", "mine", 1) == STEPS == wrong.steps("hint", "mine", 1)
     changed = wrong.steps("speculative", "mine", 1)
     for step, new, true in zip(STEPS[1:], changed[1:], WRONG[1:]):
-        assert new[0] == step[0] and [(layer, list(experts)) for layer, experts in new[1:]] == list(true.items())
+        assert new[0] == step[0] and [(layer, list(experts)) for layer, experts in new[1:]] == list(
+            true.items()
+        )
     assert theatre.scene(right, "hint", "mine", 1, 250e3, 2).beside.keys() == {"none", "hint"}
     seen = theatre.scene(right, "speculative", "mine", 1, 250e3, 2)
     assert seen.beside["hint"][0] < seen.beside["none"][0] and seen.beside["hint"][1] == 0
@@ -63,7 +89,9 @@ def test_stalls_and_events_are_those_of_each_step():
         for event in seen.simulation.events:
             if event.kind == "wait" and forward.start <= event.start and event.end <= forward.end:
                 naive += event.end - event.start
-        assert stall == pytest.approx(naive) and took == forward.end - forward.start and stall <= took
+        assert (
+            stall == pytest.approx(naive) and took == forward.end - forward.start and stall <= took
+        )
     for title, events in seen.runs.items():
         assert events and min(e.start for e in events) <= min(e.end for e in events)
     assert "prefetch" in {event.kind for event in seen.runs["hint: mine, 1 ahead"]}
@@ -82,8 +110,10 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
             for layer, target in predictor.targets.items():
                 ids, _ = route(target, trace.router_inputs[4 + step, layer][None])
                 assert told[target.index] == ids[0].tolist()
-        view = views.theatre(lm, prompt=[5, 6, 7, 8], tokens=5, predictors=("router",), distances=(1,))
-    assert view.data.beside["hint"][1] is None                  # no tokenizer, so no text to measure the loss on
+        view = views.theatre(
+            lm, prompt=[5, 6, 7, 8], tokens=5, predictors=("router",), distances=(1,)
+        )
+    assert view.data.beside["hint"][1] is None  # no tokenizer, so no text to measure the loss on
     view.widget
     strip = view.pictures[1]
     view.set(way="speculative", bandwidth=view.values["bandwidth"] / 2)
@@ -100,7 +130,7 @@ def test_a_click_selects_the_token():
     view = theatre._view(staged, "hint", ("mine",), (1,), None)
     view.widget
     strip = view.pictures[1]
-    strip._handle_custom_msg({"curve": 2, "point": 0, "data": None}, [])        # a point beside the bars
+    strip._handle_custom_msg({"curve": 2, "point": 0, "data": None}, [])  # a point beside the bars
     assert view.values["token"] == 1
     strip._handle_custom_msg({"curve": 0, "point": 3, "data": "3: ' a'"}, [])
     assert view.values["token"] == 3 == view.data.token and view.errors.outputs == ()

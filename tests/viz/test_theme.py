@@ -6,18 +6,22 @@ import numpy as np
 import pytest
 
 go = pytest.importorskip("plotly.graph_objects")
-from moelab.viz import theme    # noqa: E402
+from moelab.viz import theme  # noqa: E402
 
 
 def luminance(colour):
     """Relative luminance of "#rrggbb" (WCAG 2)."""
-    channels = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_figures_stay_small():
-    assert len(json.dumps(theme.to_json(go.Figure()))) < 4000 < len(go.Figure(layout={"template": "plotly"}).to_json())
+    assert (
+        len(json.dumps(theme.to_json(go.Figure())))
+        < 4000
+        < len(go.Figure(layout={"template": "plotly"}).to_json())
+    )
 
 
 def test_the_figure_itself_is_not_changed_and_its_own_settings_stay():
@@ -30,7 +34,12 @@ def test_the_figure_itself_is_not_changed_and_its_own_settings_stay():
 
 def test_neighbouring_traces_differ_in_more_than_colour():
     styles = list(zip(theme.DASHES, theme.MARKERS))
-    assert len(set(styles)) == len(theme.PALETTE) == len(set(theme.MARKERS)) == len(set(theme.PATTERNS))
+    assert (
+        len(set(styles))
+        == len(theme.PALETTE)
+        == len(set(theme.MARKERS))
+        == len(set(theme.PATTERNS))
+    )
 
 
 def test_the_sequential_scale_is_even_in_grey():
@@ -40,7 +49,9 @@ def test_the_sequential_scale_is_even_in_grey():
 
 def test_a_browser_that_is_missing_or_hangs_is_no_error(monkeypatch):
     figures = [theme.to_json(go.Figure())]
-    assert theme.render_png(figures, seconds=-0.9) == []        # no browser starts within a tenth of a second
+    assert (
+        theme.render_png(figures, seconds=-0.9) == []
+    )  # no browser starts within a tenth of a second
     monkeypatch.setattr(theme.sys, "executable", "/bin/false")
     assert theme.render_png(figures) == []
 
@@ -59,12 +70,26 @@ def test_a_picture_in_few_colours_looks_the_same(colours):
 
 def test_packed_arrays_are_the_same_numbers_on_a_line():
     z, sizes = [[1.25, 2.0, 3.0], [4.0, 5.0, 1e-9]], [*range(0, 900, 3)]
-    trace = {"type": "heatmap", "z": z, "marker": {"size": sizes}, "y": [None, 0.5] * 3, "text": ["7"] * 9, "customdata": [0.1] * 9,
-             "x": [0, 1, 2], "colorscale": [[0.0, "red"], [1.0, "blue"]] * 4, "visible": [True] * 9}
-    made, = theme.packed([trace])
+    trace = {
+        "type": "heatmap",
+        "z": z,
+        "marker": {"size": sizes},
+        "y": [None, 0.5] * 3,
+        "text": ["7"] * 9,
+        "customdata": [0.1] * 9,
+        "x": [0, 1, 2],
+        "colorscale": [[0.0, "red"], [1.0, "blue"]] * 4,
+        "visible": [True] * 9,
+    }
+    (made,) = theme.packed([trace])
     assert {key for key in trace if made[key] != trace[key]} == {"z", "y", "marker"}
     flat = np.frombuffer(b64decode(made["z"]["bdata"]), made["z"]["dtype"]).reshape(2, 3)
     assert made["z"]["shape"] == "2, 3" and np.allclose(flat, z, rtol=1e-6, atol=0)
     y = np.frombuffer(b64decode(made["y"]["bdata"]), made["y"]["dtype"])
     assert np.array_equal(y, [np.nan, 0.5] * 3, equal_nan=True)
-    assert np.frombuffer(b64decode(made["marker"]["size"]["bdata"]), made["marker"]["size"]["dtype"]).tolist() == sizes
+    assert (
+        np.frombuffer(
+            b64decode(made["marker"]["size"]["bdata"]), made["marker"]["size"]["dtype"]
+        ).tolist()
+        == sizes
+    )

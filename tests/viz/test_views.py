@@ -1,4 +1,5 @@
-"""The frame of the views: what a figure shows after it was changed in place, errors, exports, headless."""
+"""The frame of the views: what a figure shows after it was changed in place, errors, exports,
+headless."""
 
 import csv
 import io
@@ -12,21 +13,27 @@ import pytest
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab.viz import theme                                                    # noqa: E402
-from moelab.viz.figures import finish                                           # noqa: E402
-from moelab.viz.plotly_json import Figure                                             # noqa: E402
-from moelab.viz.views.base import View, menu, several, slider                   # noqa: E402
-from moelab.viz.views.command import turned                                       # noqa: E402
+from moelab.viz import theme  # noqa: E402
+from moelab.viz.figures import finish  # noqa: E402
+from moelab.viz.plotly_json import Figure  # noqa: E402
+from moelab.viz.views.base import View, menu, several, slider  # noqa: E402
+from moelab.viz.views.command import turned  # noqa: E402
 
 #: one black pixel: the chunks of a PNG
-DOT = b"".join(len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4) for name, body in {
-    b"IHDR": b"\0\0\0\1" * 2 + b"\x08\x06\0\0\0", b"IDAT": zlib.compress(b"\2\0\0\0\xff"), b"IEND": b""}.items())
+DOT = b"".join(
+    len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4)
+    for name, body in {
+        b"IHDR": b"\0\0\0\1" * 2 + b"\x08\x06\0\0\0",
+        b"IDAT": zlib.compress(b"\2\0\0\0\xff"),
+        b"IEND": b"",
+    }.items()
+)
 
 
 def powers(n, kind, who, fails):
     if fails:
         raise ValueError("it shall fail")
-    return [(i, i ** 2 if kind == "square" else -i) for i in range(n)], who
+    return [(i, i**2 if kind == "square" else -i) for i in range(n)], who
 
 
 def lines(data):
@@ -38,18 +45,38 @@ def lines(data):
 
 @pytest.fixture
 def view():
-    controls = {"n": slider("n (items)", 5, 1, 20, 1), "kind": menu("kind", "square", {"n²": "square", "−n": "minus"}),
-                "who": several("who", ["p"], ["p", "q"]), "fails": menu("fails", False, [False, True])}
-    return View("demo", controls, powers, lines, lambda data: [{"x": x, "y": y} for x, y in data[0]],
-                lambda **values: (f"moelab demo {values['n']}", "demo()"), lambda data: (f"{len(data[0])} <b>", "alt"))
+    controls = {
+        "n": slider("n (items)", 5, 1, 20, 1),
+        "kind": menu("kind", "square", {"n²": "square", "−n": "minus"}),
+        "who": several("who", ["p"], ["p", "q"]),
+        "fails": menu("fails", False, [False, True]),
+    }
+    return View(
+        "demo",
+        controls,
+        powers,
+        lines,
+        lambda data: [{"x": x, "y": y} for x, y in data[0]],
+        lambda **values: (f"moelab demo {values['n']}", "demo()"),
+        lambda data: (f"{len(data[0])} <b>", "alt"),
+    )
 
 
 def test_without_a_widget(view):
     view.set(n=3, kind="minus")
     assert view.data == ([(0, 0), (1, -1), (2, -2)], ("p",)) and view.commands[0] == "moelab demo 3"
-    assert list(csv.reader(io.StringIO(view.csv()))) == [["x", "y"], ["0", "0"], ["1", "-1"], ["2", "-2"]]
+    assert list(csv.reader(io.StringIO(view.csv()))) == [
+        ["x", "y"],
+        ["0", "0"],
+        ["1", "-1"],
+        ["2", "-2"],
+    ]
     page = view.html()
-    assert "3 &lt;b&gt;" in page and page.count("Plotly.newPlot") >= 1 and "cdn.plot.ly" not in page.split("<p>")[-1]
+    assert (
+        "3 &lt;b&gt;" in page
+        and page.count("Plotly.newPlot") >= 1
+        and "cdn.plot.ly" not in page.split("<p>")[-1]
+    )
     with pytest.raises(ValueError, match="no control m; it has n, kind"):
         view.set(m=3)
     assert "widget" not in vars(view)
@@ -63,7 +90,7 @@ def test_turning_a_control_changes_the_picture_and_keeps_it(view):
     assert view.picture is picture and (first["name"], second["name"]) == ("p", "q")
     assert second["y"] == [0, 1, 4] and view._tools.shell == "moelab demo 3"
     view.set(n=7, who=("q",))
-    only, = picture.figure["data"]
+    (only,) = picture.figure["data"]
     assert view._built["n"].value == 7 and only["x"] == list(range(7))
     assert "7 &lt;b&gt;" in view._caption.value
 
@@ -71,7 +98,7 @@ def test_turning_a_control_changes_the_picture_and_keeps_it(view):
 def test_an_error_is_shown_and_breaks_nothing(view):
     view.widget
     view._built["fails"].value = True
-    error, = view.errors.outputs
+    (error,) = view.errors.outputs
     assert error["output_type"] == "error" and error["evalue"] == "it shall fail"
     assert view.picture.figure["data"][0]["x"] == list(range(5))
     view._built["fails"].value = False
@@ -87,6 +114,7 @@ def ground(view):
 def test_all_charts_of_a_kernel_share_one_plotly(view):
     import ipywidgets
     from moelab.viz.views.widgets import chart
+
     view.widget
     other = chart({"data": [], "layout": {}})
     assert view.picture.library is other.library and len(other.library.code) > 1e6
@@ -110,7 +138,11 @@ def test_controls_say_what_is_wrong_and_tell_when_they_are_let_go():
     with pytest.raises(ValueError, match="> 0"):
         slider("memory", 0, 0, 5, log=True)
     built = slider("memory (GB)", 2.0, 1.0, 100.0, log=True).build()
-    assert built.continuous_update is False and built.layout.width == "auto" and built.description == "memory (GB)"
+    assert (
+        built.continuous_update is False
+        and built.layout.width == "auto"
+        and built.description == "memory (GB)"
+    )
     assert slider("n", 2, 1, 5, 1).build().step == 1
 
 
@@ -119,7 +151,9 @@ def test_headless_it_is_a_figure_and_no_widget(view, monkeypatch):
     monkeypatch.setenv("MOELAB_HEADLESS", "1")
     monkeypatch.setattr("moelab.viz.notebook.display", lambda bundle, **how: told.append(bundle))
     view._ipython_display_()
-    assert theme.PLOTLY in told[0] and told[1]["text/plain"] == "5 <b>" and "widget" not in vars(view)
+    assert (
+        theme.PLOTLY in told[0] and told[1]["text/plain"] == "5 <b>" and "widget" not in vars(view)
+    )
 
 
 def test_where_nothing_is_live_a_view_is_words(view, monkeypatch):
@@ -128,14 +162,21 @@ def test_where_nothing_is_live_a_view_is_words(view, monkeypatch):
     view._ipython_display_()
     bundle, _ = told
     assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == view.widget.model_id
-    assert "alt" in bundle["text/plain"] and "5 <b>" in bundle["text/plain"] and "VBox" not in bundle["text/plain"]
+    assert (
+        "alt" in bundle["text/plain"]
+        and "5 <b>" in bundle["text/plain"]
+        and "VBox" not in bundle["text/plain"]
+    )
 
 
 def test_the_browsers_picture_is_kept_in_the_notebook(view, monkeypatch):
     """Beside the live view, in an output that Jupyter hides: it names no widget."""
     updates = []
     handle = SimpleNamespace(update=lambda bundle, **how: updates.append(bundle))
-    monkeypatch.setattr("moelab.viz.notebook.display", lambda bundle, **how: handle if how.get("display_id") else None)
+    monkeypatch.setattr(
+        "moelab.viz.notebook.display",
+        lambda bundle, **how: handle if how.get("display_id") else None,
+    )
     view._ipython_display_()
     view.picture._handle_custom_msg({"curve": 0, "point": 1, "data": None}, [])
     view.picture._handle_custom_msg({"png": True}, [memoryview(b"\x89PNG\r\n\x1a\n" + DOT)])
@@ -147,10 +188,15 @@ def test_the_browsers_picture_is_kept_in_the_notebook(view, monkeypatch):
 def test_files_are_made_when_they_are_asked_for(view, monkeypatch):
     view.widget
     sent = []
-    monkeypatch.setattr(view._tools, "send", lambda message, buffers: sent.append((message, bytes(buffers[0]))))
+    monkeypatch.setattr(
+        view._tools, "send", lambda message, buffers: sent.append((message, bytes(buffers[0])))
+    )
     view._tools._handle_custom_msg({"file": "csv"}, [])
     view._tools._handle_custom_msg({"file": "html"}, [])
-    assert sent[0] == ({"name": "demo.csv", "type": "text/csv"}, view.csv().encode()) and b"Plotly" in sent[1][1]
+    assert (
+        sent[0] == ({"name": "demo.csv", "type": "text/csv"}, view.csv().encode())
+        and b"Plotly" in sent[1][1]
+    )
 
 
 def test_steps_ahead_end_at_one_that_computes_for_long_and_their_errors_are_not_told(view):
@@ -164,6 +210,7 @@ def test_steps_ahead_end_at_one_that_computes_for_long_and_their_errors_are_not_
                 pass
             yield i
         raise ValueError("nobody has asked")
+
     for slow, wanted in ((9, [0, 1, 2, 3]), (1, [0, 1])):
         view._ahead = lambda: steps(slow)
         view._prepare()
@@ -173,21 +220,48 @@ def test_steps_ahead_end_at_one_that_computes_for_long_and_their_errors_are_not_
 
 def test_a_control_is_set_to_nothing_that_its_widget_could_not_have():
     """At first, too, and from a command line."""
-    controls = {"n": slider("n", 3, 1, 9), "x": slider("x", 1.0, 0.5, 2.0, log=True), "of": menu("of", "a", "ab"),
-                "some": several("some", ["a"], ["a", "b"]), "rate": slider("rate", 1.0, 0.5, 2.0, log=True, beyond=1e3)}
-    view = View("v", controls, lambda **values: values, lambda data: Figure(), lambda data: [], lambda **_: ("", ""),
-                lambda data: ("", ""))
+    controls = {
+        "n": slider("n", 3, 1, 9),
+        "x": slider("x", 1.0, 0.5, 2.0, log=True),
+        "of": menu("of", "a", "ab"),
+        "some": several("some", ["a"], ["a", "b"]),
+        "rate": slider("rate", 1.0, 0.5, 2.0, log=True, beyond=1e3),
+    }
+    view = View(
+        "v",
+        controls,
+        lambda **values: values,
+        lambda data: Figure(),
+        lambda data: [],
+        lambda **_: ("", ""),
+        lambda data: ("", ""),
+    )
     for good in ({"n": 1}, {"x": 2.0}, {"of": "b"}, {"some": ("a", "b")}, {"rate": 900.0}):
         assert view.set(**good).values.items() >= good.items()
     before = dict(view.values)
-    for bad in ({"n": 0}, {"n": "3"}, {"n": None}, {"x": float("nan")}, {"x": float("inf")}, {"x": 0.0}, {"of": "c"},
-                {"of": None}, {"some": ()}, {"some": ("c",)}, {"rate": 0.0}, {"rate": -1.0}, {"rate": 1e9}):
+    for bad in (
+        {"n": 0},
+        {"n": "3"},
+        {"n": None},
+        {"x": float("nan")},
+        {"x": float("inf")},
+        {"x": 0.0},
+        {"of": "c"},
+        {"of": None},
+        {"some": ()},
+        {"some": ("c",)},
+        {"rate": 0.0},
+        {"rate": -1.0},
+        {"rate": 1e9},
+    ):
         with pytest.raises(ValueError, match="it must be"):
             view.set(**bad)
         assert view.values == before
         with pytest.raises(ValueError, match="it must be"):
             name, value = *bad, *bad.values()
-            View("v", {name: controls[name]._replace(value=value)}, *[lambda *_, **__: ("", "")] * 5)
+            View(
+                "v", {name: controls[name]._replace(value=value)}, *[lambda *_, **__: ("", "")] * 5
+            )
     for words in ("n=", "n", "n=x", "n=1e3", "of=c", "q=1", "", "x=nan"):
         with pytest.raises(ValueError):
             turned(view, [words])

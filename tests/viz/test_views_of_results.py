@@ -1,4 +1,5 @@
-"""The views of claims, runs and checkpoints, and of the arena: what they say without a widget, and with one."""
+"""The views of claims, runs and checkpoints, and of the arena: what they say without a widget, and
+with one."""
 
 import csv
 import io
@@ -24,18 +25,28 @@ def table(view):
 
 
 def line(*y):
-    return {"data": [{"type": "scatter", "x": list(range(len(y))), "y": list(y), "name": "hits"}], "layout": {}}
+    return {
+        "data": [{"type": "scatter", "x": list(range(len(y))), "y": list(y), "name": "hits"}],
+        "layout": {},
+    }
 
 
 @pytest.fixture
 def runs(results):
     import json
-    folders = [put(results, run, value, smoke=smoke, figures=("curve", "map"), time=2.0 * value)
-               for run, value, smoke in (("20250101-1", 4, True), ("20250102-1-lab", 6, False))]
+
+    folders = [
+        put(results, run, value, smoke=smoke, figures=("curve", "map"), time=2.0 * value)
+        for run, value, smoke in (("20250101-1", 4, True), ("20250102-1-lab", 6, False))
+    ]
     for folder, y in zip(folders, ((1, 2), (3, 5))):
-        (folder / "figures" / "curve.json").write_text(json.dumps({"figure": line(*y), "caption": "hits", "alt": ""}))
+        (folder / "figures" / "curve.json").write_text(
+            json.dumps({"figure": line(*y), "caption": "hits", "alt": ""})
+        )
         heat = {"data": [{"type": "heatmap", "z": [list(y)]}], "layout": {}}
-        (folder / "figures" / "map.json").write_text(json.dumps({"figure": heat, "caption": "map", "alt": ""}))
+        (folder / "figures" / "map.json").write_text(
+            json.dumps({"figure": heat, "caption": "map", "alt": ""})
+        )
     return folders
 
 
@@ -47,15 +58,19 @@ def test_modules_are_not_named_as_their_views():
 
 def test_two_runs_beside_each_other(runs):
     view = views.runs()
-    assert view.data[0].params == {"smoke": (True, False)} and [run.name for run in view.data[0].runs] == [
-        "20250101-1", "20250102-1-lab"]
+    assert view.data[0].params == {"smoke": (True, False)} and [
+        run.name for run in view.data[0].runs
+    ] == ["20250101-1", "20250102-1-lab"]
     ratios = {y: x for trace in view.figure.data for x, y in zip(trace.x, trace.y)}
     assert ratios == {"hits": 1.5, "time": 1.5}
     by_name = {row["metric"]: row for row in table(view)}
     assert by_name["smoke"]["A"] == "True" and by_name["hits"]["B ÷ A"] == "1.500 ×"
     assert view.commands[0] == f"moelab compare {runs[0]} {runs[1]}"
     view.set(figure="curve")
-    assert [(trace.name, list(trace.y)) for trace in view.figure.data] == [("A hits", [1, 2]), ("B hits", [3, 5])]
+    assert [(trace.name, list(trace.y)) for trace in view.figure.data] == [
+        ("A hits", [1, 2]),
+        ("B hits", [3, 5]),
+    ]
     view.set(figure="map")
     assert np.array_equal(view.figure.data[0].z, [[2.0, 3.0]])
     assert "smoke" in view.detail(pair.METRICS).html and "smoke True / False" in view.words[0]
@@ -75,18 +90,28 @@ def test_heatmaps_are_compared_as_numbers_as_saved_runs_have_them():
     """In a saved run numpy's arrays are plotly's base64."""
     import json
     import plotly.graph_objects as go
+
     a, b = np.array([[1.0, np.nan, 3.0], [4.0, 5.0, 6.0]]), np.array([[2, 2, 2], [7, 7, 0]])
     kept = [Figure(json.loads(go.Figure(go.Heatmap(z=z)).to_json())["data"]) for z in (a, b)]
     assert "bdata" in kept[0].traces[0]["z"]
     change = pair.overlaid(*kept, ("a", "b")).data[0]
-    assert np.array_equal(np.asarray(change.z, float), b - a, equal_nan=True) and change.zmax == 6 == -change.zmin
-    assert "cannot be laid over" in pair.overlaid(kept[0], Figure().add_heatmap(z=a[:1]), ("a", "b")) \
-        .layout.annotations[0].text
+    assert (
+        np.array_equal(np.asarray(change.z, float), b - a, equal_nan=True)
+        and change.zmax == 6 == -change.zmin
+    )
+    assert (
+        "cannot be laid over"
+        in pair.overlaid(kept[0], Figure().add_heatmap(z=a[:1]), ("a", "b"))
+        .layout.annotations[0]
+        .text
+    )
 
 
 def test_the_ledger_by_source_and_verdict(tmp_path):
     view = claims_view.claims("zipmoe", results=CHECKOUT / "results")
-    rows = ledger.rows([claim for claim in ledger.ledger() if claim.source == "zipmoe"], CHECKOUT / "results")
+    rows = ledger.rows(
+        [claim for claim in ledger.ledger() if claim.source == "zipmoe"], CHECKOUT / "results"
+    )
     assert [row["id"] for row in table(view)] == [f"zipmoe/{row.claim.id}" for row in rows]
     drawn = [name for trace in view.figure.data for name in trace.customdata]
     assert sorted(drawn) == sorted(f"zipmoe/{row.claim.id}" for row in rows if row.distance)
@@ -98,18 +123,40 @@ def test_the_ledger_by_source_and_verdict(tmp_path):
         view.detail("zipmoe/x")
 
 
-@pytest.mark.parametrize("said, ours, distance", [
-    ({"value": 2.0}, 3.0, 1.5), ({"value": [2.0, 4.0]}, 3.0, 1.0), ({"value": [2.0, 4.0]}, 6.0, 1.5),
-    ({"value": [2.0, 4.0]}, 1.0, 0.5), ({"value": [2.0, float("inf")]}, 9.0, 1.0), ({"above": 2.0}, 5.0, 2.5),
-    ({"below": 2.0}, 1.0, 0.5), ({"value": "lru"}, "lru", None), ({"value": True}, True, None),
-    ({"value": 2.0}, None, None), ({"value": 2.0}, 0.0, None), ({"value": -2.0}, 1.0, None)])
+@pytest.mark.parametrize(
+    "said, ours, distance",
+    [
+        ({"value": 2.0}, 3.0, 1.5),
+        ({"value": [2.0, 4.0]}, 3.0, 1.0),
+        ({"value": [2.0, 4.0]}, 6.0, 1.5),
+        ({"value": [2.0, 4.0]}, 1.0, 0.5),
+        ({"value": [2.0, float("inf")]}, 9.0, 1.0),
+        ({"above": 2.0}, 5.0, 2.5),
+        ({"below": 2.0}, 1.0, 0.5),
+        ({"value": "lru"}, "lru", None),
+        ({"value": True}, True, None),
+        ({"value": 2.0}, None, None),
+        ({"value": 2.0}, 0.0, None),
+        ({"value": -2.0}, 1.0, None),
+    ],
+)
 def test_how_far_a_claim_is(said, ours, distance):
     of = ledger.Claim("a", "A", "x", "§1", "text", "here", "model", metric=("n", "m"), **said)
     assert ledger.Row(of, ours, None, "exact", "").distance == distance
 
 
 def test_a_claim_finds_the_figure_of_its_metrics(runs, results):
-    of = ledger.Claim("a", "A", "x", "§1", "text", "here", "model", value=2.0, metric=("01_calibration", "curve_of_hits"))
+    of = ledger.Claim(
+        "a",
+        "A",
+        "x",
+        "§1",
+        "text",
+        "here",
+        "model",
+        value=2.0,
+        metric=("01_calibration", "curve_of_hits"),
+    )
     row = ledger.Row(of, 2.0, None, "exact", ledger.REPRODUCED)
     assert claims_view.figure_of(row) == runs[1] / "figures" / "curve.json"
     assert list(claims_view.tell(row).figure.data[0].y) == [3, 5]
@@ -122,8 +169,11 @@ def test_the_model_map_of_a_card_holds_every_byte_of_its_geometry(card):
     rows = [row | {"bytes": int(row["bytes"])} for row in table(view)]
     layer = [row for row in rows if row["name"] == f"layers.{spec.moe_layers[0]}"]
     assert rows[0]["bytes"] == sum(row["bytes"] for row in rows if row["part of"] == spec.name)
-    others, = [row["bytes"] for row in rows if row["name"] == "other weights"]
-    assert rows[0]["bytes"] - others == spec.experts_bytes and layer[0]["bytes"] == spec.E * spec.expert_bytes
+    (others,) = [row["bytes"] for row in rows if row["name"] == "other weights"]
+    assert (
+        rows[0]["bytes"] - others == spec.experts_bytes
+        and layer[0]["bytes"] == spec.E * spec.expert_bytes
+    )
     assert "by its card" in view.words[0] and "samples" not in view.words[0]
     view = views.model_map(card, counts=np.ones((spec.L, spec.E)), colour="expert popularity")
     assert "expert popularity: 1 on average" in view.words[0]
@@ -139,9 +189,13 @@ def test_the_model_map_holds_every_byte_and_colours_it():
         assert not children or sum(child.bytes for child in children) == node.bytes
         values = [(child.bytes, child.value) for child in children if child.value is not None]
         if values:
-            assert node.value == pytest.approx(sum(b * v for b, v in values) / sum(b for b, _ in values))
+            assert node.value == pytest.approx(
+                sum(b * v for b, v in values) / sum(b for b, _ in values)
+            )
     leaf = next(node for node in tree if node.part is not None and node.part.expert is not None)
-    assert leaf.value == survey.bound(leaf.part) and by_name[leaf.parent].label.startswith("expert ")
+    assert leaf.value == survey.bound(leaf.part) and by_name[leaf.parent].label.startswith(
+        "expert "
+    )
     assert view.detail(leaf.name).figure is not None and len(table(view)) == len(tree)
     view.set(colour="error of int4")
     assert 0 < view.data[0][0].value < 0.2
@@ -159,6 +213,7 @@ def test_popularity_on_the_map():
 def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path, capsys):
     import shlex
     from moelab.__main__ import main
+
     counts = np.arange(6 * 32)[::-1].reshape(6, 32)
     view = views.model_map(counts=counts, colour="expert popularity")
     again = {"views": views}
@@ -167,7 +222,10 @@ def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path, capsys):
     assert main([*shlex.split(view.commands[0])[1:], "--output", str(tmp_path / "map.csv")]) == 0
     assert (tmp_path / "map.csv").read_text() == view.csv().replace("\r\n", "\n")
     assert "counts" not in view.set(colour="entropy bound").commands[0]
-    assert main(["view", "claims", "--counts", "x.npy"]) == 2 and "is for the view model_map" in capsys.readouterr().err
+    assert (
+        main(["view", "claims", "--counts", "x.npy"]) == 2
+        and "is for the view model_map" in capsys.readouterr().err
+    )
     assert main(["view", "model_map", "--counts", str(tmp_path / "none.safetensors")]) == 2
 
 
@@ -179,9 +237,16 @@ def test_many_tensors_are_merged_by_expert(monkeypatch):
     assert all(node.part is not None for node in tree if node.label.startswith("expert "))
 
 
-CONTEST = Contest("cache policy", "hit rate (%)", {"prose": 80.0, "code": 60.0},
-                  [Standing("lru", False, {"prose": 40.0, "code": 45.0}), Standing("Mine", True, {"prose": 60.0}, "Trace\nE: x")],
-                  {"prose": [Wrong("token 1", "a <b>", "c", 3.0)]})
+CONTEST = Contest(
+    "cache policy",
+    "hit rate (%)",
+    {"prose": 80.0, "code": 60.0},
+    [
+        Standing("lru", False, {"prose": 40.0, "code": 45.0}),
+        Standing("Mine", True, {"prose": 60.0}, "Trace\nE: x"),
+    ],
+    {"prose": [Wrong("token 1", "a <b>", "c", 3.0)]},
+)
 
 
 def test_what_the_arena_shows():
@@ -200,6 +265,7 @@ def test_arena_from_the_laboratory():
     class Broken(LRU):
         def victim(self, resident):
             raise RuntimeError("no idea")
+
     view = moelab.lab.arena(Broken, share=0.6, tokens=64, each=1)
     assert "Broken raised RuntimeError: no idea" in view.words[0]
     assert "no idea" in view.detail("traceback").html and table(view)[-1]["place"] == "ceiling"
@@ -212,21 +278,31 @@ def test_widgets_change_in_place(runs):
     view.widget
     picture = view.picture
     view.set(figure="curve")
-    assert view.picture is picture and [trace["name"] for trace in picture.figure["data"]] == ["A hits", "B hits"]
+    assert view.picture is picture and [trace["name"] for trace in picture.figure["data"]] == [
+        "A hits",
+        "B hits",
+    ]
     picture._handle_custom_msg({"curve": 0, "point": 0, "data": "hits"}, [])
     assert "1.500" in view._text.value and not view.errors.outputs
 
 
 def test_tiny_tensors_do_not_take_all_colours_of_the_map():
     from moelab.viz.views.treemap import _middle
+
     assert _middle([(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]) == (0.65, 0.67)
     assert _middle([(0.5, 1)]) == (0.5, 0.5)
 
 
 def test_every_view_is_on_the_command_line(tmp_path, capsys):
     from moelab.__main__ import main
+
     out = tmp_path / "claims.csv"
     assert main(["view", "claims", "zipmoe", "--output", str(out)]) == 0
     assert "zipmoe/" in out.read_text() and "claims:" in capsys.readouterr().out
-    assert main(["view", "arena", "nothing_here:Mine"]) == 2 and "mine:TakeTurns" in capsys.readouterr().err
-    assert main(["view", "claims", "zipmoe", "npumoe"]) == 2 and "takes 1" in capsys.readouterr().err
+    assert (
+        main(["view", "arena", "nothing_here:Mine"]) == 2
+        and "mine:TakeTurns" in capsys.readouterr().err
+    )
+    assert (
+        main(["view", "claims", "zipmoe", "npumoe"]) == 2 and "takes 1" in capsys.readouterr().err
+    )

@@ -1,17 +1,21 @@
-"""Attention of one chunk of S tokens as a static Core ML graph: projections, rotary, GQA, mask, a fixed-shape cache.
+"""Attention of one chunk of S tokens as a static Core ML graph: projections, rotary, GQA, mask, a
+fixed-shape cache.
 
-Source: NPUMoE §3.2, §A.4. Tensors are (1, heads, D, S), positions on the long last axis, so the graph needs no
-transpose. What depends on the position in the prompt is an input, so one graph serves all chunks:
+Source: NPUMoE §3.2, §A.4. Tensors are (1, heads, D, S), positions on the long last axis, so the
+graph needs no transpose. What depends on the position in the prompt is an input, so one graph
+serves all chunks:
 
     x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 2, D, S)   mask (1, 1, S, keys), 0 or MASKED
     k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
 
-P is the context length. A chunk sees P + S keys, and the caller puts k_new and v_new into its cache. Left out: a cache
-that the graph keeps as its state, which decoding on the CPU could not read; MLA, attention sinks, partial rotary.
+P is the context length. A chunk sees P + S keys, and the caller puts k_new and v_new into its
+cache. Left out: a cache that the graph keeps as its state, which decoding on the CPU could not
+read; MLA, attention sinks, partial rotary.
 
-Rotation, the norms of q and k (Qwen3, OLMoE) and scores are written so that fp16, which rounds a result by up to 2^-11
-of its size, rounds little: large terms are exact, and what is rounded is small and added first. Three identities, our
-own but for the last (SageAttention shifts by all keys' mean, arXiv 2410.02367 §3.1):
+Rotation, the norms of q and k (Qwen3, OLMoE) and scores are written so that fp16, which rounds a
+result by up to 2^-11 of its size, rounds little: large terms are exact, and what is rounded is
+small and added first. Three identities, our own but for the last (SageAttention shifts by all keys'
+mean, arXiv 2410.02367 §3.1):
 
     product   x·a = x·p + x·(a − p) with p the power of two nearest to a: x·p is exact, and |a − p| ≤ |a|/3. So cos and
               sin come as (p, a − p), those of q with the softmax scale
@@ -35,7 +39,8 @@ from moelab.ane.coreml.ffn_graph import conv, half, save_program
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.systems import why_no_graph
 
-#: what the mask adds to a hidden key's score: the smallest fp16 or fp32 turns into NaN on the device
+#: what the mask adds to a hidden key's score: the smallest fp16 or fp32 turns into NaN on the
+#: device
 MASKED = -1e4
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -44,13 +49,15 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class AttentionShape:
     """Sizes of an attention graph."""
 
-    hidden: int                     # H
-    heads: int                      # query heads
-    kv_heads: int                   # KV
-    head_dim: int                   # D
-    chunk: int                      # S
-    context: int                    # P
-    norm: str | None = None         # of q and k: "head" (over each head's D, Qwen3) or "full" (over all heads, OLMoE)
+    hidden: int  # H
+    heads: int  # query heads
+    kv_heads: int  # KV
+    head_dim: int  # D
+    chunk: int  # S
+    context: int  # P
+    norm: str | None = (
+        None  # of q and k: "head" (over each head's D, Qwen3) or "full" (over all heads, OLMoE)
+    )
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -69,36 +76,50 @@ class AttentionShape:
 
 
 def attention_shape(config: Any, chunk: int, context: int) -> AttentionShape:
-    """The sizes of a model's attention; ValueError for an architecture whose attention stays on the CPU."""
+    """The sizes of a model's attention; ValueError for an architecture whose attention stays on the
+    CPU."""
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
     if reason := why_no_graph("attention", kind):
         raise ValueError(reason)
     if getattr(config, "clip_qkv", None) is not None or rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph does that")
+        raise ValueError(
+            f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph does that"
+        )
     heads = config.num_attention_heads
-    return AttentionShape(config.hidden_size, heads, config.num_key_value_heads,
-                          getattr(config, "head_dim", None) or config.hidden_size // heads, chunk, context,
-                          {"qwen3_moe": "head", "olmoe": "full"}.get(kind),
-                          float(getattr(config, "rms_norm_eps", 1e-6)))
+    return AttentionShape(
+        config.hidden_size,
+        heads,
+        config.num_key_value_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        chunk,
+        context,
+        {"qwen3_moe": "head", "olmoe": "full"}.get(kind),
+        float(getattr(config, "rms_norm_eps", 1e-6)),
+    )
 
 
 def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
     """The MIL program of one layer's attention.
 
-    tensors : "q_proj.weight" [heads·D, H] …, biases, "q_norm.weight" and "k_norm.weight"; ValueError for any other.
-    """
+    tensors : "q_proj.weight" [heads·D, H] …, biases, "q_norm.weight" and "k_norm.weight";
+    ValueError for any other."""
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
+
     known = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
     known |= {"q_norm.weight", "k_norm.weight"} if shape.norm else set()
     if other := set(tensors) - known:
-        raise ValueError(f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it for the CPU")
+        raise ValueError(
+            f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it for the CPU"
+        )
     weights = {name: half(tensor, name) for name, tensor in tensors.items()}
     S, D, H = shape.chunk, shape.head_dim, shape.hidden
 
     def project(x: Any, name: str, **names: str) -> Any:
-        return conv(mb, x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), names.get("out", name))
+        return conv(
+            mb, x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), names.get("out", name)
+        )
 
     def positioned(x: Any, name: str, heads: int, cos: Any, sin: Any, out: str) -> Any:
         """Projection, norm and rotation of q or k: (1, H, 1, S) → (1, heads, D, S)."""
@@ -113,20 +134,35 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
 
     def tensor(*dims: int) -> Any:
         return mb.TensorSpec(shape=dims, dtype=types.fp16)
-    specs = [tensor(1, H, 1, S), *(tensor(1, 2, D, S) for _ in range(4)), tensor(1, 1, S, shape.keys),
-             *(tensor(*shape.cache) for _ in range(2))]
+
+    specs = [
+        tensor(1, H, 1, S),
+        *(tensor(1, 2, D, S) for _ in range(4)),
+        tensor(1, 1, S, shape.keys),
+        *(tensor(*shape.cache) for _ in range(2)),
+    ]
+
     @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
     def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
         q = positioned(x, "q", shape.heads, q_cos, q_sin, "q")
         k = positioned(x, "k", shape.kv_heads, k_cos, k_sin, "k_new")
         v = mb.reshape(x=project(x, "v_proj"), shape=(1, shape.kv_heads, D, S), name="v_new")
-        keys, values = (mb.concat(values=[past, new], axis=3) for past, new in ((k_past, k), (v_past, v)))
+        keys, values = (
+            mb.concat(values=[past, new], axis=3) for past, new in ((k_past, k), (v_past, v))
+        )
         repeats = shape.heads // shape.kv_heads
-        keys, values, own = (_repeated(mb, each, repeats) for each in (with_ones(mb, keys), values, k))
-        scores = shifted(mb, q, keys, own)                                          # (1, heads, S, keys)
+        keys, values, own = (
+            _repeated(mb, each, repeats) for each in (with_ones(mb, keys), values, k)
+        )
+        scores = shifted(mb, q, keys, own)  # (1, heads, S, keys)
         shares = mb.softmax(x=mb.add(x=scores, y=mask), axis=-1, name="shares")
-        mixed = mb.matmul(x=values, y=shares, transpose_y=True, name="mixed")       # (1, heads, D, S)
-        return project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y"), k, v
+        mixed = mb.matmul(x=values, y=shares, transpose_y=True, name="mixed")  # (1, heads, D, S)
+        return (
+            project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y"),
+            k,
+            v,
+        )
+
     return program
 
 
@@ -139,28 +175,38 @@ def _repeated(mb: Any, x: Any, times: int) -> Any:
 
 
 def save_attention(path: str | Path, shape: AttentionShape, tensors: dict[str, Tensor]) -> Path:
-    """Write the package of one layer's attention; returns its path. Raises what `attention_program` raises."""
+    """Write the package of one layer's attention; returns its path. Raises what `attention_program`
+    raises."""
     return save_program(path, attention_program(shape, tensors))
 
 
 def powers(values: Tensor) -> tuple[Tensor, Tensor]:
     """(The power of two nearest to each value, with its sign; what remains); (0, 0) for a 0."""
-    mantissa, exponent = torch.frexp(values)                                    # |mantissa| in [1/2, 1)
-    power = torch.ldexp(mantissa.sign(), torch.where(mantissa.abs() < 0.75, exponent - 1, exponent)).to(values.dtype)
+    mantissa, exponent = torch.frexp(values)  # |mantissa| in [1/2, 1)
+    power = torch.ldexp(
+        mantissa.sign(), torch.where(mantissa.abs() < 0.75, exponent - 1, exponent)
+    ).to(values.dtype)
     return power, values - power
 
 
 def normalised(mb: Any, x: Any, axis: int, eps: float) -> tuple[Any, Any]:
-    """RMS norm over an axis, without a weight: (y, c), and y + y·c is the norm; c repairs what fp16 rounded."""
+    """RMS norm over an axis, without a weight: (y, c), and y + y·c is the norm; c repairs what fp16
+    rounded."""
     eps = np.float16(eps)
-    factor = mb.rsqrt(x=mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[axis], keep_dims=True), epsilon=eps)
+    factor = mb.rsqrt(
+        x=mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[axis], keep_dims=True), epsilon=eps
+    )
     y = mb.mul(x=x, y=factor)
-    wanted = mb.sub(x=np.float16(1), y=mb.mul(x=factor, y=mb.mul(x=factor, y=eps)))    # mean y²: 1 but for eps
+    wanted = mb.sub(
+        x=np.float16(1), y=mb.mul(x=factor, y=mb.mul(x=factor, y=eps))
+    )  # mean y²: 1 but for eps
     excess = mb.reduce_mean(x=mb.sub(x=mb.mul(x=y, y=y), y=wanted), axes=[axis], keep_dims=True)
     return y, mb.mul(x=excess, y=np.float16(-0.5))
 
 
-def rotated(mb: Any, x: Any, repair: Any, cos: Any, sin: Any, weight: np.ndarray | None, **name: str) -> Any:
+def rotated(
+    mb: Any, x: Any, repair: Any, cos: Any, sin: Any, weight: np.ndarray | None, **name: str
+) -> Any:
     """The rotary embedding of (x + x·repair)·weight, (1, heads, D, S).
 
     repair : from `normalised`, or None. cos, sin : (1, 2, D, S), the `powers` of the tables.
@@ -189,7 +235,8 @@ def _weighted(mb: Any, table: Any, weight: np.ndarray | None) -> tuple[Any, Any]
 
 
 def with_ones(mb: Any, keys: Any) -> Any:
-    """Keys (1, KV, D, n) with further channels of 1, for `shifted`; their number makes D a multiple of 16 again."""
+    """Keys (1, KV, D, n) with further channels of 1, for `shifted`; their number makes D a multiple
+    of 16 again."""
     _, heads, D, n = keys.shape
     return mb.concat(values=[keys, np.ones((1, heads, 16 - D % 16, n), dtype=np.float16)], axis=2)
 
@@ -197,20 +244,24 @@ def with_ones(mb: Any, keys: Any) -> Any:
 def shifted(mb: Any, q: Any, keys: Any, some: Any) -> Any:
     """Scores q·k − m, (1, heads, S, n), where m is a query's largest score among `some` keys.
 
-    q (1, heads, D, S); keys (1, heads, D + ones, n), from `with_ones`; some (1, heads, D, any number).
-    """
+    q (1, heads, D, S); keys (1, heads, D + ones, n), from `with_ones`; some (1, heads, D, any
+    number)."""
     ones = keys.shape[2] - q.shape[2]
-    m = mb.reduce_max(x=mb.matmul(x=some, y=q, transpose_x=True), axes=[2], keep_dims=True)         # (1, heads, 1, S)
+    m = mb.reduce_max(
+        x=mb.matmul(x=some, y=q, transpose_x=True), axes=[2], keep_dims=True
+    )  # (1, heads, 1, S)
     part = mb.mul(x=m, y=np.float16(-1 / ones))
-    return mb.matmul(x=mb.concat(values=[q, *[part] * ones], axis=2), y=keys, transpose_x=True, name="scores")
+    return mb.matmul(
+        x=mb.concat(values=[q, *[part] * ones], axis=2), y=keys, transpose_x=True, name="scores"
+    )
 
 
 def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Tensor:
     """The additive mask (1, 1, S, keys) of the chunk that begins at position `start`.
 
-    A query sees the keys up to its own position, with a sliding window the last `window` of these. Key j < P is
-    position j of the cache, of which the first `start` are filled, and key P + i is the chunk's token i.
-    """
+    A query sees the keys up to its own position, with a sliding window the last `window` of these.
+    Key j < P is position j of the cache, of which the first `start` are filled, and key P + i is
+    the chunk's token i."""
     keys, query = torch.arange(shape.keys), start + torch.arange(shape.chunk)[:, None]
     in_chunk = keys >= shape.context
     position = torch.where(in_chunk, keys - shape.context + start, keys)
@@ -220,20 +271,33 @@ def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Ten
     return torch.where(seen, 0.0, MASKED)[None, None]
 
 
-def attention_inputs(shape: AttentionShape, x: Tensor, start: int, cos: Tensor, sin: Tensor,
-                     window: int | None = None) -> dict[str, Tensor]:
-    """All inputs but the cache of the chunk x [n, H], n ≤ S, that begins at position `start`; cos, sin [n, D].
+def attention_inputs(
+    shape: AttentionShape,
+    x: Tensor,
+    start: int,
+    cos: Tensor,
+    sin: Tensor,
+    window: int | None = None,
+) -> dict[str, Tensor]:
+    """All inputs but the cache of the chunk x [n, H], n ≤ S, that begins at position `start`; cos,
+    sin [n, D].
 
-    A short chunk is filled up with repetitions of its last token (zeros would be divided by in the norms), whose
-    outputs and keys are to be discarded. ValueError for a chunk that is empty, too long or beyond the context.
-    """
+    A short chunk is filled up with repetitions of its last token (zeros would be divided by in the
+    norms), whose outputs and keys are to be discarded. ValueError for a chunk that is empty, too
+    long or beyond the context."""
     n, S = len(x), shape.chunk
     if not 0 < n <= S or start + n > shape.context:
-        raise ValueError(f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context "
-                         f"{shape.context}")
+        raise ValueError(
+            f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context "
+            f"{shape.context}"
+        )
+
     def filled(rows: Tensor) -> Tensor:
         return torch.cat([rows, rows[-1:].expand(S - n, -1)]).T.contiguous()
-    scale = shape.head_dim ** -0.5
+
+    scale = shape.head_dim**-0.5
     tables = {"q_cos": cos * scale, "q_sin": sin * scale, "k_cos": cos, "k_sin": sin}
     inputs = {"x": filled(x)[None, :, None], "mask": mask_of(shape, start, window).to(x.dtype)}
-    return inputs | {name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()}
+    return inputs | {
+        name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()
+    }

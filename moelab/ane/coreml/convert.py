@@ -1,17 +1,18 @@
-"""Converts a whole model to Core ML packages, layer by layer, as a plan says; an interrupted run is resumed.
+"""Converts a whole model to Core ML packages, layer by layer, as a plan says; an interrupted run is
+resumed.
 
-Source: NPUMoE §A.4, §4. A checkpoint becomes a folder with a package for each attention and each group of experts that
-the plan puts on the Neural Engine, and a manifest. What stays on the CPU is not copied: the manifest names the
-checkpoint and its identity.
+Source: NPUMoE §A.4, §4. A checkpoint becomes a folder with a package for each attention and each
+group of experts that the plan puts on the Neural Engine, and a manifest. What stays on the CPU is
+not copied: the manifest names the checkpoint and its identity.
 
     manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
     layers/003/group02.mlpackage      group 2 of decoder layer 3's experts
 
-Only one group's weights are in memory at a time. Until all packages are there, the folder is `DESTINATION.part` with a
-journal of the packages that are complete; any other is made again. Models whose experts have no graphs
-(`systems.why_no_graph`, `ffn_graph`) are refused before anything is written.
-"""
+Only one group's weights are in memory at a time. Until all packages are there, the folder is
+`DESTINATION.part` with a journal of the packages that are complete; any other is made again. Models
+whose experts have no graphs (`systems.why_no_graph`, `ffn_graph`) are refused before anything is
+written."""
 
 from __future__ import annotations
 
@@ -29,10 +30,26 @@ import torch
 
 from moelab.ane.coreml.attention_graph import attention_shape, save_attention
 from moelab.ane.coreml.converted import (
-    FORMAT, MANIFEST, ConvertedModel, attention_file, checksum, group_file, sealed)
+    FORMAT,
+    MANIFEST,
+    ConvertedModel,
+    attention_file,
+    checksum,
+    group_file,
+    sealed,
+)
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
-    LAYOUTS, WEIGHTS, Expert, activation_of, expert_of, pack, reference, save_ffn, unpack)
+    LAYOUTS,
+    WEIGHTS,
+    Expert,
+    activation_of,
+    expert_of,
+    pack,
+    reference,
+    save_ffn,
+    unpack,
+)
 from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
@@ -49,9 +66,11 @@ from moelab.progress import progress
 from moelab.records import Record
 from moelab.registry import require
 
-#: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums in another order
+#: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums
+#: in another order
 TOLERANCE = 1e-12
-#: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a graph
+#: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a
+#: graph
 OWN_TOLERANCE = 1e-3
 
 
@@ -59,50 +78,71 @@ OWN_TOLERANCE = 1e-3
 class ConversionSettings:
     """How a model is converted.
 
-    every_tier : each expert package has a function for each of its layer's capacities, sharing the weights; the
-        runtime takes the smallest that has room for a chunk's fullest expert.
+    every_tier : each expert package has a function for each of its layer's capacities, sharing the
+        weights; the runtime takes the smallest that has room for a chunk's fullest expert.
     compute_units : what a Mac is asked to load the packages for.
     """
 
-    context: int = 2048         # P, positions of the KV caches
-    layout: str = "bc1s"        # of the expert graphs, see `ffn_graph`
-    weights: str = "fp16"       # of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16
+    context: int = 2048  # P, positions of the KV caches
+    layout: str = "bc1s"  # of the expert graphs, see `ffn_graph`
+    weights: str = "fp16"  # of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16
     every_tier: bool = False
     compute_units: str = "cpuAndNeuralEngine"
 
     def __post_init__(self) -> None:
-        for field, allowed in (("layout", LAYOUTS), ("weights", WEIGHTS), ("compute_units", COMPUTE_UNITS)):
+        for field, allowed in (
+            ("layout", LAYOUTS),
+            ("weights", WEIGHTS),
+            ("compute_units", COMPUTE_UNITS),
+        ):
             require(field, getattr(self, field), allowed)
         if self.context < 32 or self.context % 32:
             raise ValueError(f"context is {self.context}; it must be a multiple of 32")
 
 
-def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPlan | None = None,
-                  settings: ConversionSettings = ConversionSettings(), *, validate: bool = True) -> ConvertedModel:
+def convert_model(
+    model: str | Path | None,
+    destination: str | Path,
+    plan: ANEPlan | None = None,
+    settings: ConversionSettings = ConversionSettings(),
+    *,
+    validate: bool = True,
+) -> ConvertedModel:
     """Convert a model, or resume an interrupted conversion.
 
     model : a checkpoint folder or a hub id; None for the shipped small model.
     plan : None plans chunks of 256 with an assumed popularity of the experts.
-    validate : evaluate each expert graph as saved and compare it with torch; the largest difference is recorded.
+    validate : evaluate each expert graph as saved and compare it with torch; the largest difference
+        is recorded.
 
-    Raises FileExistsError where the destination exists, another process converts into it, or an unfinished conversion
-    with other settings is there; FileNotFoundError and ValueError as `open_checkpoint`, for a plan of another model,
-    experts that have no graphs, a bad chunk, and a graph that does not compute what torch does.
-    """
+    Raises FileExistsError where the destination exists, another process converts into it, or an
+    unfinished conversion with other settings is there; FileNotFoundError and ValueError as
+    `open_checkpoint`, for a plan of another model, experts that have no graphs, a bad chunk, and a
+    graph that does not compute what torch does."""
     coremltools()
     destination = vacant(destination)
     checkpoint = Checkpoint.at(opening.find(model))
     config = checkpoint.config()
     spec = spec_from_config(config, name=opening.model_name(model, checkpoint.folder))
     if plan is None:
-        plan = make_plan(spec, *assumed_counts(spec), bytes_per_weight=WEIGHTS[settings.weights] / 8,
-                         popularity="assumed")
+        plan = make_plan(
+            spec,
+            *assumed_counts(spec),
+            bytes_per_weight=WEIGHTS[settings.weights] / 8,
+            popularity="assumed",
+        )
     mine = of_checkpoint(checkpoint, config)
     plan.require(mine, spec)
     plan = possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
-    about = {"format": FORMAT, "name": spec.name, "checkpoint": str(checkpoint.folder.resolve()),
-             "fingerprint": mine, "settings": asdict(settings), "plan": plan.to_dict()}
+    about = {
+        "format": FORMAT,
+        "name": spec.name,
+        "checkpoint": str(checkpoint.folder.resolve()),
+        "fingerprint": mine,
+        "settings": asdict(settings),
+        "plan": plan.to_dict(),
+    }
     layers, tasks = [], []
     for layer in range(spec.num_layers):
         entry, of_layer = source.layer(layer)
@@ -110,44 +150,62 @@ def convert_model(model: str | Path | None, destination: str | Path, plan: ANEPl
         tasks += of_layer
     began = about | {"content": content_of(checkpoint)}
     with closing(Work(destination.with_name(destination.name + ".part"), began)) as work:
-        with progress(total=len(tasks), desc="converting", unit="graph", initial=len(work.done)) as bar:
+        with progress(
+            total=len(tasks), desc="converting", unit="graph", initial=len(work.done)
+        ) as bar:
             for part, name, make, check in tasks:
                 if name not in work.done:
                     work.add(name, make, check if validate else None)
                     bar.update()
                 part |= work.done[name]
-        manifest = about | {"layers": layers, "problems": list(plan.problems),
-                            "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the "
-                                      "groups of unit cpu, from the checkpoint"}
+        manifest = about | {
+            "layers": layers,
+            "problems": list(plan.problems),
+            "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the "
+            "groups of unit cpu, from the checkpoint",
+        }
         return ConvertedModel(work.publish(manifest, destination))
 
 
 def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
-    """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be converted at all."""
+    """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be
+    converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
-        raise ValueError(f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan")
+        raise ValueError(
+            f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan"
+        )
     if plan.chunk % 16:
-        raise ValueError(f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of 16: plan anew")
+        raise ValueError(
+            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of 16: plan anew"
+        )
     if settings.context < plan.chunk:
-        raise ValueError(f"context is {settings.context}, less than a chunk of {plan.chunk}; give a longer one")
+        raise ValueError(
+            f"context is {settings.context}, less than a chunk of {plan.chunk}; give a longer one"
+        )
     if not any(layer.attention == "ane" for layer in plan.layers):
         return plan
     try:
         attention_shape(config, plan.chunk, settings.context)
     except ValueError as reason:
-        return replace(plan, layers=tuple(replace(layer, attention="cpu") for layer in plan.layers),
-                       problems=(*plan.problems, f"attention stays on the CPU: {reason}"))
+        return replace(
+            plan,
+            layers=tuple(replace(layer, attention="cpu") for layer in plan.layers),
+            problems=(*plan.problems, f"attention stays on the CPU: {reason}"),
+        )
     return plan
 
 
-#: (entry of the manifest to complete, file, writes the package at a path, compares the package at a path with torch)
+#: (entry of the manifest to complete, file, writes the package at a path, compares the package at a
+#: path with torch)
 Task = tuple[Record, str, Callable[[Path], None], Callable[[Path], float] | None]
 
 
 class _Source:
     """A checkpoint and what the plan wants of it."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings
+    ) -> None:
         self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
         self.tensors = CheckpointExperts(checkpoint, config)
         self.modules = [layer.experts for layer in plug(compat.meta_twin(config))]
@@ -160,58 +218,108 @@ class _Source:
     def layer(self, layer: int) -> tuple[Record, list[Task]]:
         """A decoder layer's entry of the manifest, and the tasks that complete it."""
         moe = self.moe_index.get(layer)
-        planned = self.plan.layers[moe or 0]    # attention of a layer without experts as of the first that has some
-        entry = {"layer": layer, "moe": moe, "attention": {"unit": planned.attention}, "groups": [],
-                 "attention_shape": None}
+        planned = self.plan.layers[
+            moe or 0
+        ]  # attention of a layer without experts as of the first that has some
+        entry = {
+            "layer": layer,
+            "moe": moe,
+            "attention": {"unit": planned.attention},
+            "groups": [],
+            "attention_shape": None,
+        }
         tasks: list[Task] = []
         if planned.attention == "ane":
             entry["attention_shape"] = asdict(self.shape)
-            tasks.append((entry["attention"], attention_file(layer), partial(self.save_attention, layer), None))
+            tasks.append(
+                (
+                    entry["attention"],
+                    attention_file(layer),
+                    partial(self.save_attention, layer),
+                    None,
+                )
+            )
         for index, group in enumerate(() if moe is None else planned.groups):
             part = {"experts": list(group.experts), "capacity": group.capacity, "unit": group.unit}
             entry["groups"].append(part)
             if group.unit == "ane":
                 tiers = planned.tiers.levels if self.settings.every_tier else ()
                 part["capacities"] = sorted({group.capacity, *tiers})
-                tasks.append((part, group_file(layer, index), partial(self.save_group, moe, part),
-                              partial(self.difference, layer, moe, part)))
+                tasks.append(
+                    (
+                        part,
+                        group_file(layer, index),
+                        partial(self.save_group, moe, part),
+                        partial(self.difference, layer, moe, part),
+                    )
+                )
         return entry, tasks
 
     def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
-        tensors = {key.removeprefix(prefix): self.checkpoint.read(key) for key in self.checkpoint.tensors
-                   if key.startswith(prefix)}
+        tensors = {
+            key.removeprefix(prefix): self.checkpoint.read(key)
+            for key in self.checkpoint.tensors
+            if key.startswith(prefix)
+        }
         if "q_proj.weight" not in tensors:
-            raise ValueError(f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "
-                             f"that is not read here; plan attention for the CPU")
+            raise ValueError(
+                f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "
+                f"that is not read here; plan attention for the CPU"
+            )
         save_attention(path, self.shape, tensors)
 
     def experts(self, moe: int, part: Record) -> list[Expert]:
         return [expert_of(self.modules[moe], self.tensors(moe, e)) for e in part["experts"]]
 
     def save_group(self, moe: int, part: Record, path: Path) -> None:
-        save_ffn(path, self.experts(moe, part), part["capacities"] if self.settings.every_tier else part["capacity"],
-                 self.activation, self.settings.layout, self.settings.weights)
+        save_ffn(
+            path,
+            self.experts(moe, part),
+            part["capacities"] if self.settings.every_tier else part["capacity"],
+            self.activation,
+            self.settings.layout,
+            self.settings.weights,
+        )
 
     def difference(self, layer: int, moe: int, part: Record, path: Path) -> float:
-        """Largest difference between a saved graph in fp64 and `reference`, relative to the largest output.
+        """Largest difference between a saved graph in fp64 and `reference`, relative to the largest
+        output.
 
-        `reference` must itself agree with the architecture's own code in fp64, its weights rounded to fp16.
-        """
+        `reference` must itself agree with the architecture's own code in fp64, its weights rounded
+        to fp16."""
         experts, layout, C = self.experts(moe, part), self.settings.layout, part["capacity"]
-        x = torch.randn(len(experts) * C, experts[0].up.shape[1],
-                        generator=torch.Generator().manual_seed(layer), dtype=torch.float64)            # [G·C, H]
+        x = torch.randn(
+            len(experts) * C,
+            experts[0].up.shape[1],
+            generator=torch.Generator().manual_seed(layer),
+            dtype=torch.float64,
+        )  # [G·C, H]
         evaluator = Evaluator(path, f"c{C}" if self.settings.every_tier else None)
         y = unpack(evaluator({"x": pack(x, layout)})["y"], layout)
-        expected = torch.cat([reference(expert, rows, self.activation) for expert, rows in zip(experts, x.split(C))])
-        own = torch.cat([self.modules[moe].ffn(rows, {key: tensor.half().double() for key, tensor in
-                                                      self.tensors(moe, e).items()})
-                         for e, rows in zip(part["experts"], x.split(C))])
+        expected = torch.cat(
+            [reference(expert, rows, self.activation) for expert, rows in zip(experts, x.split(C))]
+        )
+        own = torch.cat(
+            [
+                self.modules[moe].ffn(
+                    rows,
+                    {key: tensor.half().double() for key, tensor in self.tensors(moe, e).items()},
+                )
+                for e, rows in zip(part["experts"], x.split(C))
+            ]
+        )
         difference, unlike = _relative(y, expected), _relative(expected, own)
-        if self.settings.weights == "fp16" and not difference <= TOLERANCE or not unlike <= OWN_TOLERANCE:
-            raise ValueError(f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
-                             f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
-                             f"coremltools; please report it")
+        if (
+            self.settings.weights == "fp16"
+            and not difference <= TOLERANCE
+            or not unlike <= OWN_TOLERANCE
+        ):
+            raise ValueError(
+                f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
+                f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
+                f"coremltools; please report it"
+            )
         return difference
 
 
@@ -220,7 +328,8 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class Work:
-    """The folder of an unfinished conversion, and its journal, which is locked until `close` or `publish`.
+    """The folder of an unfinished conversion, and its journal, which is locked until `close` or
+    `publish`.
 
     done : file → its entry of the journal, for each package that is complete.
 
@@ -230,17 +339,29 @@ class Work:
     def __init__(self, folder: Path, about: Record) -> None:
         wanted, written = json.dumps(about, sort_keys=True), folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.building, self.journal = folder, folder / "building", Journal(folder / "journal.jsonl")
+        self.folder, self.building, self.journal = (
+            folder,
+            folder / "building",
+            Journal(folder / "journal.jsonl"),
+        )
         try:
             if not self.journal.path.exists():
-                raise FileExistsError(f"another process has just finished the conversion into {folder}")
+                raise FileExistsError(
+                    f"another process has just finished the conversion into {folder}"
+                )
             if written.exists() and written.read_text(encoding="utf-8") != wanted:
-                raise FileExistsError(f"{folder} holds an unfinished conversion of another model, plan or settings; "
-                                      f"delete it to start over")
+                raise FileExistsError(
+                    f"{folder} holds an unfinished conversion of another model, plan or settings; "
+                    f"delete it to start over"
+                )
             write_text(written, wanted)
             shutil.rmtree(self.building, ignore_errors=True)
-            self.done = {entry["file"]: entry for entry in self.journal.lines
-                         if (folder / entry["file"]).is_dir() and checksum(folder / entry["file"]) == entry["checksum"]}
+            self.done = {
+                entry["file"]: entry
+                for entry in self.journal.lines
+                if (folder / entry["file"]).is_dir()
+                and checksum(folder / entry["file"]) == entry["checksum"]
+            }
         except BaseException:
             self.close()
             raise
@@ -248,8 +369,11 @@ class Work:
     def close(self) -> None:
         self.journal.close()
 
-    def add(self, name: str, make: Callable[[Path], None], check: Callable[[Path], float] | None) -> None:
-        """Make a package in `building`, check it, move it to its place, and only then enter it in the journal."""
+    def add(
+        self, name: str, make: Callable[[Path], None], check: Callable[[Path], float] | None
+    ) -> None:
+        """Make a package in `building`, check it, move it to its place, and only then enter it in
+        the journal."""
         place, building = self.folder / name, self.building / Path(name).name
         shutil.rmtree(self.building, ignore_errors=True)
         shutil.rmtree(place, ignore_errors=True)
@@ -258,14 +382,21 @@ class Work:
         make(building)
         difference = check(building) if check else None
         weights = sum(path.stat().st_size for path in building.rglob("weights/*"))
-        entry = {"file": name, "weight_bytes": weights, "checksum": checksum(building), "difference": difference}
+        entry = {
+            "file": name,
+            "weight_bytes": weights,
+            "checksum": checksum(building),
+            "difference": difference,
+        }
         os.rename(building, place)
         self.journal.append([entry])
         self.done[name] = entry
 
     def publish(self, manifest: Record, destination: Path) -> Path:
         """Write the manifest and give the folder its name."""
-        (self.folder / MANIFEST).write_text(json.dumps(sealed(manifest), indent=1), encoding="utf-8")
+        (self.folder / MANIFEST).write_text(
+            json.dumps(sealed(manifest), indent=1), encoding="utf-8"
+        )
         shutil.rmtree(self.building, ignore_errors=True)
         (self.folder / "settings.json").unlink()
         self.journal.remove()

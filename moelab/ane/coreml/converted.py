@@ -1,9 +1,10 @@
-"""A converted model: the manifest of the folder that `convert` writes, and its graphs as functions of hidden states.
+"""A converted model: the manifest of the folder that `convert` writes, and its graphs as functions
+of hidden states.
 
-Both kinds of graph hide layouts and names of inputs, so a Mac needs only another `Evaluator`. Everything is checked:
-the manifest by its seal when it is read, a package by its checksum before it is first used (always through
-`ConvertedModel.package`), the checkpoint that the CPU's parts come from by its identity.
-"""
+Both kinds of graph hide layouts and names of inputs, so a Mac needs only another `Evaluator`.
+Everything is checked: the manifest by its seal when it is read, a package by its checksum before it
+is first used (always through `ConvertedModel.package`), the checkpoint that the CPU's parts come
+from by its identity."""
 
 from __future__ import annotations
 
@@ -39,32 +40,46 @@ class ConvertedModel:
     layers : the manifest's entries, one a decoder layer.
     problems : what does not run where the plan's system wants it, and why, in words.
 
-    Raises FileNotFoundError without a manifest or a package that it names, ValueError for another format or damage.
-    """
+    Raises FileNotFoundError without a manifest or a package that it names, ValueError for another
+    format or damage."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = absolute(folder)
         path = self.folder / MANIFEST
         if not path.is_file():
-            raise FileNotFoundError(f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
-                                    f"conversion ends in .part; the same call resumes it)")
+            raise FileNotFoundError(
+                f"{self.folder} has no {MANIFEST}, so it is no converted model (an interrupted "
+                f"conversion ends in .part; the same call resumes it)"
+            )
         with naming(path, "manifest of a converted model", "`moelab ane convert`"):
             self.manifest = typed(parse_json(path.read_bytes()), Record)
             if self.manifest.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             if sealed(self.manifest) != self.manifest:
-                raise ValueError("it is damaged or was edited: its seal is not that of what it says")
+                raise ValueError(
+                    "it is damaged or was edited: its seal is not that of what it says"
+                )
             self.layers: list[Record] = self.manifest["layers"]
             self.problems: list[str] = self.manifest["problems"]
-            names = [name for layer in self.layers for name, entry in (
-                (attention_file(layer["layer"]), layer["attention"]),
-                *((group_file(layer["layer"], index), group) for index, group in enumerate(layer["groups"])))
-                if "file" in entry]
+            names = [
+                name
+                for layer in self.layers
+                for name, entry in (
+                    (attention_file(layer["layer"]), layer["attention"]),
+                    *(
+                        (group_file(layer["layer"], index), group)
+                        for index, group in enumerate(layer["groups"])
+                    ),
+                )
+                if "file" in entry
+            ]
             if names != [entry["file"] for entry in self.packages]:
                 raise ValueError(f"it names packages otherwise than {', '.join(names)}")
         missing = [name for name in names if not (self.folder / name).is_dir()]
         if missing:
-            raise FileNotFoundError(f"{self.folder} lacks {missing[0]}, which its manifest names; convert again")
+            raise FileNotFoundError(
+                f"{self.folder} lacks {missing[0]}, which its manifest names; convert again"
+            )
         self._checked: set[str] = set()
 
     @cached_property
@@ -74,54 +89,84 @@ class ConvertedModel:
     @property
     def packages(self) -> list[Record]:
         """The manifest's entries of all packages."""
-        entries = [entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])]
+        entries = [
+            entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])
+        ]
         return [entry for entry in entries if "file" in entry]
 
     def package(self, entry: Record) -> Path:
-        """Where the package of an entry of `packages` is; ValueError unless its checksum is the manifest's."""
+        """Where the package of an entry of `packages` is; ValueError unless its checksum is the
+        manifest's."""
         path = self.folder / entry["file"]
         if entry["file"] not in self._checked:
             if checksum(path) != entry["checksum"]:
-                raise ValueError(f"{path} is damaged: its checksum is not the manifest's; convert the model again")
+                raise ValueError(
+                    f"{path} is damaged: its checksum is not the manifest's; convert the model again"
+                )
             self._checked.add(entry["file"])
         return path
 
     def checkpoint(self, folder: str | Path | None = None) -> Path:
-        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where it is now."""
+        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
+        it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
         if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
-            raise ValueError(f"{place.folder} is not the checkpoint that {self.folder} was converted from")
+            raise ValueError(
+                f"{place.folder} is not the checkpoint that {self.folder} was converted from"
+            )
         return place.folder
 
     def require(self, model: Any) -> None:
-        """ValueError unless the model was opened from the checkpoint that this was converted from."""
+        """ValueError unless the model was opened from the checkpoint that this was converted
+        from."""
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
-            raise ValueError(f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
-                             f"opened from a checkpoint folder, so nothing tells whether it is the same; open it with "
-                             f"moelab.open_model")
+            raise ValueError(
+                f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
+                f"opened from a checkpoint folder, so nothing tells whether it is the same; open it with "
+                f"moelab.open_model"
+            )
         if (mine := opened_from(model)) != self.manifest["fingerprint"]:
-            raise ValueError(f"{opened} is not the checkpoint that {self.folder} was converted from (identity {mine}, "
-                             f"not {self.manifest['fingerprint']})")
+            raise ValueError(
+                f"{opened} is not the checkpoint that {self.folder} was converted from (identity {mine}, "
+                f"not {self.manifest['fingerprint']})"
+            )
 
-    def group(self, layer: int, index: int, mode: str = "fp16", capacity: int | None = None,
-              runner: Runner | None = None) -> GroupGraph:
-        """A group's graph of decoder layer `layer`; `mode` is the evaluator's, which `runner` replaces."""
+    def group(
+        self,
+        layer: int,
+        index: int,
+        mode: str = "fp16",
+        capacity: int | None = None,
+        runner: Runner | None = None,
+    ) -> GroupGraph:
+        """A group's graph of decoder layer `layer`; `mode` is the evaluator's, which `runner`
+        replaces."""
         entry = self.layers[layer]["groups"][index]
         if "file" not in entry:
-            raise ValueError(f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has no package")
+            raise ValueError(
+                f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has no package"
+            )
         capacity = capacity or entry["capacity"]
         if capacity not in entry["capacities"]:
-            raise ValueError(f"group {index} of layer {layer} has no capacity {capacity}; it has {entry['capacities']}")
+            raise ValueError(
+                f"group {index} of layer {layer} has no capacity {capacity}; it has {entry['capacities']}"
+            )
         settings = self.manifest["settings"]
-        run = _runner(runner, mode)(self.package(entry), f"c{capacity}" if settings["every_tier"] else None)
+        run = _runner(runner, mode)(
+            self.package(entry), f"c{capacity}" if settings["every_tier"] else None
+        )
         return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
 
-    def attention(self, layer: int, mode: str = "fp16", runner: Runner | None = None) -> AttentionGraph:
+    def attention(
+        self, layer: int, mode: str = "fp16", runner: Runner | None = None
+    ) -> AttentionGraph:
         """The attention graph of decoder layer `layer`."""
         entry = self.layers[layer]["attention"]
         if "file" not in entry:
-            raise ValueError(f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package")
+            raise ValueError(
+                f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package"
+            )
         shape = AttentionShape(**self.layers[layer]["attention_shape"])
         return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))
 
@@ -132,7 +177,8 @@ def _runner(runner: Runner | None, mode: str) -> Runner:
 
 @dataclass(eq=False)
 class GroupGraph:
-    """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g + 1)·C."""
+    """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g +
+    1)·C."""
 
     experts: tuple[int, ...]
     capacity: int
@@ -145,18 +191,31 @@ class GroupGraph:
 
 @dataclass(eq=False)
 class AttentionGraph:
-    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, with its keys and values."""
+    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, with its
+    keys and values."""
 
     shape: AttentionShape
     run: Any
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, start: int,
-                 window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(y [n, H], the chunk's keys, its values (1, KV, D, n)) of the chunk that begins at position `start`.
+    def __call__(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(y [n, H], the chunk's keys, its values (1, KV, D, n)) of the chunk that begins at
+        position `start`.
 
-        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P), `start` of P are filled.
-        """
-        out = self.run(attention_inputs(self.shape, x, start, cos, sin, window) | {"k_past": keys, "v_past": values})
+        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P),
+        `start` of P are filled."""
+        out = self.run(
+            attention_inputs(self.shape, x, start, cos, sin, window)
+            | {"k_past": keys, "v_past": values}
+        )
         n = len(x)
         return out["y"][0, :, 0, :n].T.contiguous(), out["k_new"][..., :n], out["v_new"][..., :n]
 

@@ -1,14 +1,14 @@
 """Expert FFN graphs for the Neural Engine: G experts of one capacity C in one Core ML package.
 
-Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions) and §A.4. The graph
-splits its input into G slices, runs each through its own expert and joins them. Two layouts of the same G·C slots:
+Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions)
+and §A.4. The graph splits its input into G slices, runs each through its own expert and joins them.
+Two layouts of the same G·C slots:
 
     "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
     "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
 
-Several capacities share one package's weights as functions c16, c32 … Routing weights are applied on the CPU (§4.2
-step 6).
-"""
+Several capacities share one package's weights as functions c16, c32 … Routing weights are applied
+on the CPU (§4.2 step 6)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,19 @@ WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
 #: GPT-OSS: sigmoid(ALPHA·gate)·gate·(up + 1), both clamped to ±LIMIT (gate from above only)
 ALPHA, LIMIT = 1.702, 7.0
 #: activation → the same in torch, by which an architecture's own is recognised
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
 _SCRATCH = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
 class Expert:
-    """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [I], [H]; None where it has none."""
+    """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [I], [H]; None
+    where it has none."""
 
     up: np.ndarray
     down: np.ndarray
@@ -56,57 +62,90 @@ def half(tensor: Tensor | np.ndarray, name: str = "a weight") -> np.ndarray:
     """A tensor in fp16; ValueError where it does not fit."""
     tensor = torch.as_tensor(tensor).detach().float().cpu()
     if not bool((tensor.abs() <= 65504).all()):
-        raise ValueError(f"{name} holds {float(tensor.abs().max()):.4g}, beyond fp16's 65504; the Neural Engine "
-                         f"computes in fp16 only, so this layer must stay on the CPU")
+        raise ValueError(
+            f"{name} holds {float(tensor.abs().max()):.4g}, beyond fp16's 65504; the Neural Engine "
+            f"computes in fp16 only, so this layer must stay on the CPU"
+        )
     return tensor.half().contiguous().numpy()
 
 
 def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
-    """One expert's tensors, in the layout of `experts`, whose own parameters are not read, as plain matrices.
+    """One expert's tensors, in the layout of `experts`, whose own parameters are not read, as plain
+    matrices.
 
     Raises ValueError: a norm after the experts, or weights beyond fp16.
     """
     if experts.has_post_expert_norm:
-        raise ValueError(f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)")
+        raise ValueError(
+            f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)"
+        )
+
     def matrix(name: str) -> Tensor:
         return tensors[name].T if experts.is_transposed else tensors[name]
+
     def bias(name: str) -> Tensor | None:
         return tensors[f"{name}_bias"] if experts.has_bias else None
+
     def halves(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(gate, up) of fused rows [2I, …], concatenated or interleaved."""
         if rows is None:
             return None, None
-        return tuple(rows.chunk(2)) if getattr(experts, "is_concatenated", True) else (rows[::2], rows[1::2])
+        return (
+            tuple(rows.chunk(2))
+            if getattr(experts, "is_concatenated", True)
+            else (rows[::2], rows[1::2])
+        )
+
     if experts.has_gate:
-        (gate, up), (gate_bias, up_bias) = halves(matrix("gate_up_proj")), halves(bias("gate_up_proj"))
+        (gate, up), (gate_bias, up_bias) = (
+            halves(matrix("gate_up_proj")),
+            halves(bias("gate_up_proj")),
+        )
     else:
         gate, up, gate_bias, up_bias = None, matrix("up_proj"), None, bias("up_proj")
-    return Expert(*(None if tensor is None else half(tensor) for tensor in (
-        up, matrix("down_proj"), gate, up_bias, bias("down_proj"), gate_bias)))
+    return Expert(
+        *(
+            None if tensor is None else half(tensor)
+            for tensor in (up, matrix("down_proj"), gate, up_bias, bias("down_proj"), gate_bias)
+        )
+    )
 
 
 def activation_of(experts: Any) -> str:
-    """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name; ValueError for others."""
+    """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name;
+    ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
     if experts.has_gate:
         up, concatenated = -0.9 * x, getattr(experts, "is_concatenated", True)
-        h = experts._apply_gate(torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten())
+        h = experts._apply_gate(
+            torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten()
+        )
     else:
         up, h = torch.ones_like(x), experts.act_fn(x)
     for name, candidate in ACTIVATIONS.items():
         if torch.allclose(h, candidate(x) * up):
             return name
     gate = x.clamp(max=LIMIT)
-    if experts.has_gate and torch.allclose(h, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)):
+    if experts.has_gate and torch.allclose(
+        h, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)
+    ):
         return "clamped"
-    raise ValueError(f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
-                     f"one; its experts must stay on the CPU")
+    raise ValueError(
+        f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
+        f"one; its experts must stay on the CPU"
+    )
 
 
 def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
     """What a graph computes for one expert, in torch and fp64: rows x [n, H] → [n, H]."""
+
     def linear(x: Tensor, weight: np.ndarray, bias: np.ndarray | None) -> Tensor:
-        return F.linear(x, torch.from_numpy(weight).double(), None if bias is None else torch.from_numpy(bias).double())
+        return F.linear(
+            x,
+            torch.from_numpy(weight).double(),
+            None if bias is None else torch.from_numpy(bias).double(),
+        )
+
     x = x.double()
     up = linear(x, expert.up, expert.up_bias)
     if expert.gate is None:
@@ -132,11 +171,14 @@ def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
     return y[0, :, 0].T.contiguous() if layout == "bc1s" else y[:, :, 0, 0]
 
 
-def ffn_program(experts: Sequence[Expert], capacity: int, activation: str = "silu", layout: str = "bc1s") -> Any:
+def ffn_program(
+    experts: Sequence[Expert], capacity: int, activation: str = "silu", layout: str = "bc1s"
+) -> Any:
     """The MIL program of a group: input x and output y, fp16, in `layout`."""
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
+
     require("layout", layout, LAYOUTS)
     require("activation", activation, (*ACTIVATIONS, "clamped"))
     if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
@@ -144,26 +186,34 @@ def ffn_program(experts: Sequence[Expert], capacity: int, activation: str = "sil
     G, H, axis = len(experts), experts[0].up.shape[1], 3 if layout == "bc1s" else 0
     shape = (1, H, 1, G * capacity) if layout == "bc1s" else (G * capacity, H, 1, 1)
     spec = mb.TensorSpec(shape=shape, dtype=types.fp16)
+
     @mb.program(input_specs=[spec], opset_version=ct.target.iOS18)
     def program(x):
         slices = mb.split(x=x, num_splits=G, axis=axis) if G > 1 else [x]
-        outs = [ffn(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
-                for g, (part, expert) in enumerate(zip(slices, experts))]
+        outs = [
+            ffn(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
+            for g, (part, expert) in enumerate(zip(slices, experts))
+        ]
         return mb.concat(values=outs, axis=axis, name="y") if G > 1 else outs[0]
+
     return program
 
 
 def conv(mb: Any, x: Any, weight: np.ndarray, bias: np.ndarray | None, name: str) -> Any:
     """A linear layer [out, in] as a 1×1 convolution."""
-    return mb.conv(x=x, weight=weight[:, :, None, None], name=name, **({} if bias is None else {"bias": bias}))
+    return mb.conv(
+        x=x, weight=weight[:, :, None, None], name=name, **({} if bias is None else {"bias": bias})
+    )
 
 
 def ffn(mb: Any, x: Any, expert: Expert, activation: str = "silu", name: str = "y") -> Any:
     """One expert on the slots x."""
+
     def activate(x: Any) -> Any:
         if activation.startswith("gelu"):
             return mb.gelu(x=x, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
         return getattr(mb, activation)(x=x)
+
     up = conv(mb, x, expert.up, expert.up_bias, f"{name}_up")
     if expert.gate is None:
         h = activate(up)
@@ -171,30 +221,46 @@ def ffn(mb: Any, x: Any, expert: Expert, activation: str = "silu", name: str = "
         gate = conv(mb, x, expert.gate, expert.gate_bias, f"{name}_gate")
         if activation == "clamped":
             gate = mb.minimum(x=gate, y=np.float16(LIMIT))
-            up = mb.add(x=mb.clip(x=up, alpha=np.float16(-LIMIT), beta=np.float16(LIMIT)), y=np.float16(1))
+            up = mb.add(
+                x=mb.clip(x=up, alpha=np.float16(-LIMIT), beta=np.float16(LIMIT)), y=np.float16(1)
+            )
             h = mb.mul(x=up, y=mb.mul(x=gate, y=mb.sigmoid(x=mb.mul(x=gate, y=np.float16(ALPHA)))))
         else:
             h = mb.mul(x=activate(gate), y=up)
     return conv(mb, h, expert.down, expert.down_bias, name)
 
 
-def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequence[int], activation: str = "silu",
-             layout: str = "bc1s", weights: str = "fp16") -> Path:
+def save_ffn(
+    path: str | Path,
+    experts: Sequence[Expert],
+    capacity: int | Sequence[int],
+    activation: str = "silu",
+    layout: str = "bc1s",
+    weights: str = "fp16",
+) -> Path:
     """Write the package of a group of experts; returns its path.
 
     capacity : one C, or several for a function c16, c32 … each.
-    weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a matrix, slow to find.
-    """
+    weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a
+    matrix, slow to find."""
     ct, path = coremltools(), Path(path)
-    if isinstance(capacity, Integral):                          # also numpy's
+    if isinstance(capacity, Integral):  # also numpy's
         return save_program(path, ffn_program(experts, int(capacity), activation, layout), weights)
     if not len(capacity):
-        raise ValueError("there is no capacity; give one C, or several for a package with a function each")
+        raise ValueError(
+            "there is no capacity; give one C, or several for a package with a function each"
+        )
     with scratch(path) as folder:
         descriptor = ct.utils.MultiFunctionDescriptor()
         for C in capacity:
-            part = save_program(folder / f"c{C}.mlpackage", ffn_program(experts, int(C), activation, layout), weights)
-            descriptor.add_function(str(part), src_function_name="main", target_function_name=f"c{C}")
+            part = save_program(
+                folder / f"c{C}.mlpackage",
+                ffn_program(experts, int(C), activation, layout),
+                weights,
+            )
+            descriptor.add_function(
+                str(part), src_function_name="main", target_function_name=f"c{C}"
+            )
         descriptor.default_function_name = f"c{capacity[0]}"
         with quiet():
             ct.utils.save_multifunction(descriptor, str(path))
@@ -203,10 +269,11 @@ def save_ffn(path: str | Path, experts: Sequence[Expert], capacity: int | Sequen
 
 @contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """Within the block temporary files of this process lie in a folder beside `path`, which then is removed.
+    """Within the block temporary files of this process lie in a folder beside `path`, which then is
+    removed.
 
-    coremltools keeps a copy of each package there until the process ends, and for good if the process is killed.
-    """
+    coremltools keeps a copy of each package there until the process ends, and for good if the
+    process is killed."""
     folder = path.with_name(path.name + ".tmp").absolute()
     with _SCRATCH:
         before = tempfile.tempdir
@@ -220,20 +287,37 @@ def scratch(path: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_program(path: str | Path, program: Any, weights: str = "fp16", inputs: list[Any] | None = None) -> Path:
-    """Save a MIL program as a package, without coremltools' passes: they are slow and find nothing in our graphs."""
+def save_program(
+    path: str | Path, program: Any, weights: str = "fp16", inputs: list[Any] | None = None
+) -> Path:
+    """Save a MIL program as a package, without coremltools' passes: they are slow and find nothing
+    in our graphs."""
     require("weights", weights, WEIGHTS)
     ct, path = coremltools(), Path(path)
     import coremltools.optimize.coreml as cto
+
     with scratch(path), quiet():
-        model = ct.convert(program, convert_to="mlprogram", minimum_deployment_target=ct.target.iOS18, inputs=inputs,
-                           compute_precision=ct.precision.FLOAT16, compute_units=ct.ComputeUnit.CPU_AND_NE,
-                           pass_pipeline=ct.PassPipeline.EMPTY, skip_model_load=True)
+        model = ct.convert(
+            program,
+            convert_to="mlprogram",
+            minimum_deployment_target=ct.target.iOS18,
+            inputs=inputs,
+            compute_precision=ct.precision.FLOAT16,
+            compute_units=ct.ComputeUnit.CPU_AND_NE,
+            pass_pipeline=ct.PassPipeline.EMPTY,
+            skip_model_load=True,
+        )
         if weights == "int8":
             config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
-            model = cto.linear_quantize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
+            model = cto.linear_quantize_weights(
+                model, cto.OptimizationConfig(op_type_configs={"conv": config})
+            )
         elif weights != "fp16":
-            config = cto.OpPalettizerConfig(mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0)
-            model = cto.palettize_weights(model, cto.OptimizationConfig(op_type_configs={"conv": config}))
+            config = cto.OpPalettizerConfig(
+                mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0
+            )
+            model = cto.palettize_weights(
+                model, cto.OptimizationConfig(op_type_configs={"conv": config})
+            )
         model.save(str(path))
     return path

@@ -1,9 +1,9 @@
-"""A saved Core ML package (`.mlpackage`) as plain data: functions, operations, shapes, constants, weight bytes.
+"""A saved Core ML package (`.mlpackage`) as plain data: functions, operations, shapes, constants,
+weight bytes.
 
-coremltools' MIL reader parses the file; what the linter and the evaluator need is copied into a few records, so that
-they work without coremltools. In a shape an axis that may vary is a word ("is0"). Left out: neural-network (pre-2021)
-models, nested blocks (control flow), images.
-"""
+coremltools' MIL reader parses the file; what the linter and the evaluator need is copied into a few
+records, so that they work without coremltools. In a shape an axis that may vary is a word ("is0").
+Left out: neural-network (pre-2021) models, nested blocks (control flow), images."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ import numpy as np
 
 Shape = tuple[int | str, ...]
 #: a manifest's compute units → coremltools' name of them
-COMPUTE_UNITS = {"cpuAndNeuralEngine": "CPU_AND_NE", "cpuOnly": "CPU_ONLY", "cpuAndGPU": "CPU_AND_GPU", "all": "ALL"}
+COMPUTE_UNITS = {
+    "cpuAndNeuralEngine": "CPU_AND_NE",
+    "cpuOnly": "CPU_ONLY",
+    "cpuAndGPU": "CPU_AND_GPU",
+    "all": "ALL",
+}
 
 
 @dataclass(frozen=True)
 class Value:
-    """A named tensor: its shape and its element type ("fp16", "fp32", "int32", "bool", "string" …)."""
+    """A named tensor: its shape and its element type ("fp16", "fp32", "int32", "bool", "string"
+    …)."""
 
     name: str
     shape: Shape
@@ -37,15 +43,18 @@ class Value:
 class Op:
     """One operation."""
 
-    type: str                                       # the MIL operation, e.g. "conv"
+    type: str  # the MIL operation, e.g. "conv"
     name: str
-    inputs: dict[str, str | tuple[str, ...]]        # parameter → name of a value, or of each value of a list
+    inputs: dict[
+        str, str | tuple[str, ...]
+    ]  # parameter → name of a value, or of each value of a list
     outputs: tuple[Value, ...]
     materialise: Callable[[], Any] | None = field(default=None, repr=False)
 
     @cached_property
     def constant(self) -> Any:
-        """The value of a `const` or a `constexpr_…` operation (compressed weights are decompressed); else None."""
+        """The value of a `const` or a `constexpr_…` operation (compressed weights are
+        decompressed); else None."""
         return None if self.materialise is None else self.materialise()
 
 
@@ -55,10 +64,12 @@ class Function:
 
     name: str
     inputs: tuple[Value, ...]
-    states: tuple[Value, ...]                       # what it keeps between calls
+    states: tuple[Value, ...]  # what it keeps between calls
     outputs: tuple[str, ...]
     ops: tuple[Op, ...]
-    flexible: dict[str, tuple[str, list[tuple[int, ...]]]]  # input → ("enumerated", shapes) or ("range", bounds)
+    flexible: dict[
+        str, tuple[str, list[tuple[int, ...]]]
+    ]  # input → ("enumerated", shapes) or ("range", bounds)
 
     @cached_property
     def values(self) -> dict[str, Value]:
@@ -72,9 +83,14 @@ class Function:
         return {op.outputs[0].name: op for op in self.ops if op.materialise is not None}
 
     def constant(self, op: Op, parameter: str, default: Any = None) -> Any:
-        """The constant that a parameter of an operation is given; `default` if it is not given or no constant."""
+        """The constant that a parameter of an operation is given; `default` if it is not given or
+        no constant."""
         name = op.inputs.get(parameter)
-        return self.constants[name].constant if isinstance(name, str) and name in self.constants else default
+        return (
+            self.constants[name].constant
+            if isinstance(name, str) and name in self.constants
+            else default
+        )
 
     def counts(self) -> Counter[str]:
         """Operation type → how many, constants left out."""
@@ -87,27 +103,32 @@ class Package:
 
     path: Path
     functions: dict[str, Function]
-    weight_bytes: int               # of the weight file, shared by all functions
+    weight_bytes: int  # of the weight file, shared by all functions
 
     def function(self, name: str | None = None) -> Function:
         """A function by name; without one, the only one or "main"."""
         if name is None:
             name = "main" if "main" in self.functions else next(iter(self.functions), "main")
         if name not in self.functions:
-            raise ValueError(f"{self.path} has no function {name!r}; it has {', '.join(self.functions)}")
+            raise ValueError(
+                f"{self.path} has no function {name!r}; it has {', '.join(self.functions)}"
+            )
         return self.functions[name]
 
 
 def coremltools() -> Any:
-    """The package coremltools, imported without its warnings of unknown versions; ImportError without it."""
+    """The package coremltools, imported without its warnings of unknown versions; ImportError
+    without it."""
     try:
         with quiet():
             import coremltools
-            import coremltools.optimize.coreml          # noqa: F401  a submodule that the package does not import
+            import coremltools.optimize.coreml  # noqa: F401  a submodule that the package does not import
     except ImportError as error:
-        raise ImportError("Core ML packages are read and written with coremltools, which is not installed: "
-                          "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; elsewhere the "
-                          "planning and the device model still work)") from error
+        raise ImportError(
+            "Core ML packages are read and written with coremltools, which is not installed: "
+            "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; elsewhere the "
+            "planning and the device model still work)"
+        ) from error
     return coremltools
 
 
@@ -131,33 +152,59 @@ def read_package(path: str | Path) -> Package:
         raise ValueError(f"{path} is no .mlpackage folder (it has no Manifest.json)")
     ct = coremltools()
     from coremltools.converters.mil.frontend.milproto.load import load
+
     try:
         with quiet():
             model = ct.models.MLModel(str(path), skip_model_load=True)
             spec = model.get_spec()
             if spec.WhichOneof("Type") != "mlProgram":
                 raise ValueError(f"it is a {spec.WhichOneof('Type')}, not an ML Program")
-            program = load(spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir)
-    except Exception as error:      # a damaged package fails in the protobuf, the blob reader or the type inference
+            program = load(
+                spec,
+                specification_version=spec.specificationVersion,
+                file_weights_dir=model.weights_dir,
+            )
+    except (
+        Exception
+    ) as error:  # a damaged package fails in the protobuf, the blob reader or the type inference
         raise ValueError(f"{path} cannot be read as an ML Program: {error}") from error
     descriptions = {f.name: f for f in spec.description.functions} or {"main": spec.description}
-    functions = {name: _function(name, function, descriptions.get(name, spec.description))
-                 for name, function in program.functions.items()}
-    weights = sum(f.stat().st_size for f in Path(model.weights_dir).glob("*")) if model.weights_dir else 0
+    functions = {
+        name: _function(name, function, descriptions.get(name, spec.description))
+        for name, function in program.functions.items()
+    }
+    weights = (
+        sum(f.stat().st_size for f in Path(model.weights_dir).glob("*")) if model.weights_dir else 0
+    )
     return Package(path, functions, weights)
 
 
 def _function(name: str, function: Any, description: Any) -> Function:
     from coremltools.converters.mil.mil import types
-    inputs, states = (tuple(_value(var) for var in function.inputs.values() if types.is_state(var._sym_type) == state)
-                      for state in (False, True))
-    return Function(name, inputs, states, tuple(var.name for var in function.outputs),
-                    tuple(map(_op, function.operations)), _flexible(description))
+
+    inputs, states = (
+        tuple(
+            _value(var)
+            for var in function.inputs.values()
+            if types.is_state(var._sym_type) == state
+        )
+        for state in (False, True)
+    )
+    return Function(
+        name,
+        inputs,
+        states,
+        tuple(var.name for var in function.outputs),
+        tuple(map(_op, function.operations)),
+        _flexible(description),
+    )
 
 
 def _op(op: Any) -> Op:
-    inputs = {parameter: tuple(v.name for v in given) if isinstance(given, (list, tuple)) else given.name
-              for parameter, given in op.inputs.items()}
+    inputs = {
+        parameter: tuple(v.name for v in given) if isinstance(given, (list, tuple)) else given.name
+        for parameter, given in op.inputs.items()
+    }
     materialise = None
     if op.op_type == "const":
         materialise = lambda: op.outputs[0].val
@@ -168,12 +215,17 @@ def _op(op: Any) -> Op:
 
 def _value(var: Any) -> Value:
     from coremltools.converters.mil.mil import types
+
     try:
         dtype = types.builtin_to_string(var.dtype)
-    except KeyError:                    # lists and dictionaries have no element type
+    except KeyError:  # lists and dictionaries have no element type
         dtype = str(var.sym_type)
     shape = var.shape if var.shape is not None else ()
-    return Value(var.name, tuple(int(n) if isinstance(n, (int, np.integer)) else str(n) for n in shape), dtype)
+    return Value(
+        var.name,
+        tuple(int(n) if isinstance(n, (int, np.integer)) else str(n) for n in shape),
+        dtype,
+    )
 
 
 def _flexible(description: Any) -> dict[str, tuple[str, list[tuple[int, ...]]]]:
@@ -182,7 +234,13 @@ def _flexible(description: Any) -> dict[str, tuple[str, list[tuple[int, ...]]]]:
         array = entry.type.multiArrayType
         kind = array.WhichOneof("ShapeFlexibility")
         if kind == "enumeratedShapes":
-            found[entry.name] = ("enumerated", [tuple(shape.shape) for shape in array.enumeratedShapes.shapes])
+            found[entry.name] = (
+                "enumerated",
+                [tuple(shape.shape) for shape in array.enumeratedShapes.shapes],
+            )
         elif kind == "shapeRange":
-            found[entry.name] = ("range", [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges])
+            found[entry.name] = (
+                "range",
+                [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges],
+            )
     return found

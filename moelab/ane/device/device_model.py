@@ -1,14 +1,15 @@
 """What a plan costs: latency, energy and CPU time of a prefill, modelled (NPUMoE §5, Tables 4–9).
 
-Expert graphs on the ANE cost what `rates` fits to Table 5, and so does attention there, by its weights and operations.
-A layer: attention, then the router on the CPU, then the groups on the ANE one graph after the other, and at the same
-time the experts on the CPU. That these two overlap is an assumption, without which placement could not make the
-ablation's last step faster, as Figure 17 has it (`overlap=False`). Shared experts and dense layers are on the CPU in
-every system, because conversion leaves them there. Attention has a fixed context, the prompt. Writing back costs what
+Expert graphs on the ANE cost what `rates` fits to Table 5, and so does attention there, by its
+weights and operations. A layer: attention, then the router on the CPU, then the groups on the ANE
+one graph after the other, and at the same time the experts on the CPU. That these two overlap is an
+assumption, without which placement could not make the ablation's last step faster, as Figure 17 has
+it (`overlap=False`). Shared experts and dense layers are on the CPU in every system, because
+conversion leaves them there. Attention has a fixed context, the prompt. Writing back costs what
 gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (`published.inconsistencies`).
 
-CPU time is that of the whole CPU kept busy; cycles are proportional to it. Left out: embedding, output head, decoding.
-"""
+CPU time is that of the whole CPU kept busy; cycles are proportional to it. Left out: embedding,
+output head, decoding."""
 
 from __future__ import annotations
 
@@ -21,9 +22,24 @@ from typing import Any
 import numpy as np
 
 from moelab.ane.device.published import (
-    ATTENTION_CPU, REFERENCE_BYTES, REFERENCE_H, REFERENCE_PARAMS, TABLE_5, Sample)
+    ATTENTION_CPU,
+    REFERENCE_BYTES,
+    REFERENCE_H,
+    REFERENCE_PARAMS,
+    TABLE_5,
+    Sample,
+)
 from moelab.ane.device.rates import (
-    MODES, CPURates, Rates, fit, fit_cpu, leave_one_out, out_of_sample, residuals, summary)
+    MODES,
+    CPURates,
+    Rates,
+    fit,
+    fit_cpu,
+    leave_one_out,
+    out_of_sample,
+    residuals,
+    summary,
+)
 from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
 from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
 from moelab.cards import load_device
@@ -34,7 +50,8 @@ from moelab.specs import MoESpec
 
 @dataclass(frozen=True)
 class Cost:
-    """ms of wall time, mJ in all, ms of the whole CPU and of the ANE kept busy; added when one follows the other."""
+    """ms of wall time, mJ in all, ms of the whole CPU and of the ANE kept busy; added when one
+    follows the other."""
 
     ms: float = 0.0
     mj: float = 0.0
@@ -42,7 +59,12 @@ class Cost:
     ane_ms: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.ms + other.ms, self.mj + other.mj, self.cpu_ms + other.cpu_ms, self.ane_ms + other.ane_ms)
+        return Cost(
+            self.ms + other.ms,
+            self.mj + other.mj,
+            self.cpu_ms + other.cpu_ms,
+            self.ane_ms + other.ane_ms,
+        )
 
     def __sub__(self, other: Cost) -> Cost:
         return self + other * -1
@@ -57,13 +79,15 @@ class Prefill:
 
     prompt: int
     attention: Cost
-    experts: Cost                   # with their launches
-    host: Cost                      # the router, and moving tokens
-    padding: Cost                   # of the experts, what rows without a token take
-    dispatch_ms: float              # of the time, launches and Core ML's placing of graphs
-    slots_per_token: float          # expert rows computed for a prompt token in one MoE layer, padding included
+    experts: Cost  # with their launches
+    host: Cost  # the router, and moving tokens
+    padding: Cost  # of the experts, what rows without a token take
+    dispatch_ms: float  # of the time, launches and Core ML's placing of graphs
+    slots_per_token: (
+        float  # expert rows computed for a prompt token in one MoE layer, padding included
+    )
     device: str
-    error: Numbers                  # RMS relative out-of-sample error of ANE graphs, of "latency" and "energy"
+    error: Numbers  # RMS relative out-of-sample error of ANE graphs, of "latency" and "energy"
     kind: str = "modelled"
 
     @property
@@ -91,51 +115,83 @@ class DeviceModel:
     device: str
     rates: Rates
     cpu: CPURates
-    samples: tuple[Sample, ...] = TABLE_5       # what the rates were fitted to
-    mode: str = "serial"                        # a layer's graphs one after the other, or "parallel", at once
-    overlap: bool = True                        # whether experts on the CPU run while the ANE runs its groups
-    memory_bytes: float = math.inf              # of the machine, which CPU and ANE share; inf where it is not known
+    samples: tuple[Sample, ...] = TABLE_5  # what the rates were fitted to
+    mode: str = "serial"  # a layer's graphs one after the other, or "parallel", at once
+    overlap: bool = True  # whether experts on the CPU run while the ANE runs its groups
+    memory_bytes: float = (
+        math.inf
+    )  # of the machine, which CPU and ANE share; inf where it is not known
 
     def __post_init__(self) -> None:
         require("mode", self.mode, MODES)
 
     @classmethod
-    def of(cls, device: str = "m2-ultra", samples: Sequence[Sample] = TABLE_5, attention: float = ATTENTION_CPU,
-           **options: Any) -> DeviceModel:
-        """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`. ValueError for another device.
+    def of(
+        cls,
+        device: str = "m2-ultra",
+        samples: Sequence[Sample] = TABLE_5,
+        attention: float = ATTENTION_CPU,
+        **options: Any,
+    ) -> DeviceModel:
+        """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`. ValueError for
+        another device.
 
-        samples, attention : of Table 5, and of the CPU over the ANE, where they shall be other ones (`rates.fit_cpu`).
-        "m2-max" is not fitted: it is one of the M2 Ultra's two dies, so it gets half the rates and half the powers, by
-        the cards' `npu_tops`.
-        """
+        samples, attention : of Table 5, and of the CPU over the ANE, where they shall be other ones
+        (`rates.fit_cpu`). "m2-max" is not fitted: it is one of the M2 Ultra's two dies, so it gets
+        half the rates and half the powers, by the cards' `npu_tops`."""
         if device not in ("m2-ultra", "m2-max"):
-            raise ValueError(f"there are published figures for m2-ultra and m2-max, not for {device!r}; "
-                             f"time a Mac's own graphs and use DeviceModel.refit")
+            raise ValueError(
+                f"there are published figures for m2-ultra and m2-max, not for {device!r}; "
+                f"time a Mac's own graphs and use DeviceModel.refit"
+            )
         rates = fit(samples)
         cpu = fit_cpu(rates, attention)
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         if slower != 1:
-            rates, cpu = rates.scaled(slower, slower, power=1 / slower), cpu.scaled(slower, power=1 / slower)
-        return cls(device, rates, cpu, tuple(samples), memory_bytes=load_device(device)["memory_gb"] * 1e9, **options)
+            rates, cpu = (
+                rates.scaled(slower, slower, power=1 / slower),
+                cpu.scaled(slower, power=1 / slower),
+            )
+        return cls(
+            device,
+            rates,
+            cpu,
+            tuple(samples),
+            memory_bytes=load_device(device)["memory_gb"] * 1e9,
+            **options,
+        )
 
     def require(self, plan: ANEPlan) -> None:
-        """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE share."""
+        """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE
+        share."""
         if plan.weight_bytes > self.memory_bytes:
-            raise ValueError(f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, "
-                             f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading them from a "
-                             f"disk takes is not modelled: plan experts of fewer bytes a weight, or a larger machine")
+            raise ValueError(
+                f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, "
+                f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading them from a "
+                f"disk takes is not modelled: plan experts of fewer bytes a weight, or a larger machine"
+            )
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
-        """The same formulas with graphs of PhiMoE's experts as timed on another machine; the CPU's parameters stay.
+        """The same formulas with graphs of PhiMoE's experts as timed on another machine; the CPU's
+        parameters stay.
 
         Without energies this model's are kept. ValueError for too few samples, as `rates.fit`.
         """
         rates = fit(samples)
-        power, work = (tuple(old if math.isnan(new) else new for new, old in zip(getattr(rates, name),
-                                                                                 getattr(self.rates, name)))
-                       for name in ("power", "work"))
-        return replace(self, device=device, memory_bytes=math.inf, samples=tuple(samples),
-                       rates=replace(rates, power=power, work=work))
+        power, work = (
+            tuple(
+                old if math.isnan(new) else new
+                for new, old in zip(getattr(rates, name), getattr(self.rates, name))
+            )
+            for name in ("power", "work")
+        )
+        return replace(
+            self,
+            device=device,
+            memory_bytes=math.inf,
+            samples=tuple(samples),
+            rates=replace(rates, power=power, work=work),
+        )
 
     def fit_table(self) -> Records:
         """The fit's errors: for latency and energy in each mode, as fitted and leaving one out."""
@@ -146,7 +202,8 @@ class DeviceModel:
                 left = leave_one_out(self.samples, quantity, mode)
                 if fitted and left:
                     table[f"{quantity}, {mode}"] = summary(fitted) | {
-                        f"leave-one-out {name}": summary(left)[name] for name in ("RMS", "worst")}
+                        f"leave-one-out {name}": summary(left)[name] for name in ("RMS", "worst")
+                    }
         return table
 
     def graph(self, spec: MoESpec, G: int, C: int) -> Cost:
@@ -157,36 +214,57 @@ class DeviceModel:
     def cpu_experts(self, spec: MoESpec, loads: Any, visited: Any = None) -> Cost:
         """Experts on the CPU, each with its tokens; `loads` are counts, or means of them.
 
-        visited : share of chunks in which each expert gets any token; None estimates it as if tokens were independent.
-        """
+        visited : share of chunks in which each expert gets any token; None estimates it as if
+        tokens were independent."""
         loads = np.asarray(loads, dtype=float)
         visited = -np.expm1(-loads) if visited is None else np.asarray(visited, dtype=float)
         size = spec.expert_params / REFERENCE_PARAMS
-        return self._on_cpu(size * float(self.cpu.expert * visited.sum() + self.cpu.row * loads.sum()))
+        return self._on_cpu(
+            size * float(self.cpu.expert * visited.sum() + self.cpu.row * loads.sum())
+        )
 
     def attention(self, spec: MoESpec, chunk: int, context: int, unit: Unit) -> Cost:
-        """One layer's attention of a chunk over a cache of `context` tokens; ValueError if it is not grouped-query."""
+        """One layer's attention of a chunk over a cache of `context` tokens; ValueError if it is
+        not grouped-query."""
         if spec.model_type not in GROUPED_QUERY:
-            kind = "multi-head latent attention (MLA)" if spec.model_type in LATENT else f"that of {spec.model_type!r}"
-            raise ValueError(f"the attention of {spec.name} is {kind}, which is not modelled, only grouped-query "
-                             f"attention is ({', '.join(GROUPED_QUERY)}): its experts can be costed, a prefill cannot")
+            kind = (
+                "multi-head latent attention (MLA)"
+                if spec.model_type in LATENT
+                else f"that of {spec.model_type!r}"
+            )
+            raise ValueError(
+                f"the attention of {spec.name} is {kind}, which is not modelled, only grouped-query "
+                f"attention is ({', '.join(GROUPED_QUERY)}): its experts can be costed, a prefill cannot"
+            )
         params = attention_params(spec)
-        work = params + 2 * spec.heads * spec.head_dim * context      # multiply-adds a token, as params are an expert's
-        ane = self._on_ane(self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS), 1, chunk, "serial")
+        work = (
+            params + 2 * spec.heads * spec.head_dim * context
+        )  # multiply-adds a token, as params are an expert's
+        ane = self._on_ane(
+            self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS),
+            1,
+            chunk,
+            "serial",
+        )
         return ane if unit == "ane" else self._on_cpu(ane.ms * self.cpu.attention)
 
     def dense(self, spec: MoESpec, intermediate: int, chunk: int) -> Cost:
-        """A dense FFN of that intermediate size, or shared experts, on all tokens of a chunk, on the CPU."""
+        """A dense FFN of that intermediate size, or shared experts, on all tokens of a chunk, on
+        the CPU."""
         size = intermediate / spec.I * spec.expert_params / REFERENCE_PARAMS
         return self._on_cpu(size * (self.cpu.expert + self.cpu.row * chunk))
 
-    def experts(self, plan: ANEPlan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
-                ) -> tuple[Cost, float, float]:
-        """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a chunk; loads [E]."""
+    def experts(
+        self, plan: ANEPlan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
+    ) -> tuple[Cost, float, float]:
+        """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a
+        chunk; loads [E]."""
         spec, how = plan.spec, SYSTEMS[plan.system]
         ane, rows, size = Cost(), 0.0, spec.expert_params / REFERENCE_PARAMS
         rates = self.rates.scaled(size, size)
-        for (G, C), n in Counter((len(group.experts), group.capacity) for group in layer.on("ane")).items():
+        for (G, C), n in Counter(
+            (len(group.experts), group.capacity) for group in layer.on("ane")
+        ).items():
             ane += self._on_ane(rates, G, C) * n
             rows += G * C * n
         heavy = sum(group.weight_bytes for group in layer.on("ane")) / REFERENCE_BYTES
@@ -197,7 +275,7 @@ class DeviceModel:
         others += self.dense(spec, spec.shared_I, plan.chunk)
         rows += float(loads[on_cpu].sum())
         together = placing + ane + others
-        if self.overlap:        # communication's power is drawn once, and a busy CPU does not also wait
+        if self.overlap:  # communication's power is drawn once, and a busy CPU does not also wait
             hidden = min(ane.ms, others.ms)
             together += Cost(-hidden, -hidden * self.cpu.comm_w, -hidden * self.cpu.waiting)
         return together, launching + placing.ms, rows
@@ -205,15 +283,17 @@ class DeviceModel:
     def prefill(self, plan: ANEPlan, prompt: int, loads: Any = None) -> Prefill:
         """A prompt of that many tokens through the plan, in static chunks, the last of them padded.
 
-        loads : [n, L, E], the experts' tokens in real chunks of the plan's size, on which only experts on the CPU
-            depend; None takes what the plan expects.
+        loads : [n, L, E], the experts' tokens in real chunks of the plan's size, on which only
+            experts on the CPU depend; None takes what the plan expects.
 
-        Raises ValueError: attention that is not modelled, chunks that no graph takes, or weights beyond the memory.
-        """
+        Raises ValueError: attention that is not modelled, chunks that no graph takes, or weights
+        beyond the memory."""
         if prompt < 1:
             raise ValueError(f"a prompt has at least one token, not {prompt}")
         if plan.chunk % 16:
-            raise ValueError(f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew")
+            raise ValueError(
+                f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew"
+            )
         self.require(plan)
         spec, chunks = plan.spec, math.ceil(prompt / plan.chunk)
         if loads is None:
@@ -226,7 +306,10 @@ class DeviceModel:
             visited = (loads > 0).mean(0)
         means = loads.mean(0)
         attention, experts, padding, dispatch, rows = Cost(), Cost(), Cost(), 0.0, 0.0
-        once = {unit: self.attention(spec, plan.chunk, prompt, unit) for unit in {of.attention for of in plan.layers}}
+        once = {
+            unit: self.attention(spec, plan.chunk, prompt, unit)
+            for unit in {of.attention for of in plan.layers}
+        }
         for l, layer in enumerate(plan.layers):
             attention += once[layer.attention]
             tokens = means[l], None if visited is None else visited[l]
@@ -239,11 +322,19 @@ class DeviceModel:
             experts += self.dense(spec, spec.dense_I, plan.chunk)
         host = self._on_cpu(self.cpu.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
         parts = [cost * chunks for cost in (attention, experts, host)]
-        return Prefill(prompt, *parts, padding * chunks, dispatch * chunks, rows / (spec.L * plan.chunk), self.device,
-                       {quantity: self.error(quantity) for quantity in ("latency", "energy")})
+        return Prefill(
+            prompt,
+            *parts,
+            padding * chunks,
+            dispatch * chunks,
+            rows / (spec.L * plan.chunk),
+            self.device,
+            {quantity: self.error(quantity) for quantity in ("latency", "energy")},
+        )
 
     def error(self, quantity: str) -> float:
-        """RMS relative error of graphs that were left out of the fit, of "latency" or "energy" in this model's mode.
+        """RMS relative error of graphs that were left out of the fit, of "latency" or "energy" in
+        this model's mode.
 
         The CPU's parameters are single figures, whose error nobody knows.
         """
@@ -259,11 +350,24 @@ class DeviceModel:
 
 
 def _unpadded(layer: LayerPlan, loads: np.ndarray) -> LayerPlan:
-    """The layer with graphs of as many rows as are executed on average; loads [n, E]. No graph is made so."""
+    """The layer with graphs of as many rows as are executed on average; loads [n, E]. No graph is
+    made so."""
     capacity = np.full(loads.shape[1], np.inf)
     for group in layer.on("ane"):
         capacity[list(group.experts)] = group.capacity
     executed = np.minimum(loads, capacity).mean(0).tolist()
-    return replace(layer, groups=(*layer.on("cpu"), *(
-        replace(group, capacity=max(sum(executed[e] for e in group.experts) / len(group.experts), 1e-6))
-        for group in layer.on("ane"))))
+    return replace(
+        layer,
+        groups=(
+            *layer.on("cpu"),
+            *(
+                replace(
+                    group,
+                    capacity=max(
+                        sum(executed[e] for e in group.experts) / len(group.experts), 1e-6
+                    ),
+                )
+                for group in layer.on("ane")
+            ),
+        ),
+    )

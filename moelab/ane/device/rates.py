@@ -1,19 +1,21 @@
-"""The device model's fitted parameters: expert graphs on the ANE (NPUMoE Table 5), and the CPU beside it.
+"""The device model's fitted parameters: expert graphs on the ANE (NPUMoE Table 5), and the CPU
+beside it.
 
 One launch of a graph of G experts of capacity C takes, in ms,
 
     serial:    a + b·G + c·G·C + s·max(0, G·C − 1024)          parallel, G·C ≤ 1024:  G·C · (p/C + q + w·log2 G)
 
-a the launch, b to bring an expert's weights, c a row, s what a row more costs once activations exceed 1024 rows.
-Weights and rows add up (a roofline, max(b, c·C), fits worse), so loading does not hide behind computing. Graphs
-submitted at once overlap in part, up to 1024 rows; above, they run as if serial. Energy is e·ms + f per slot, for each
-mode: a power and a work. All are least squares of relative errors; half a digit of the smallest published figure,
-0.07 ms, is 7 %. A slot is a row of a graph, padding included, not a prompt token (`published.expert_ffn`).
+a the launch, b to bring an expert's weights, c a row, s what a row more costs once activations
+exceed 1024 rows. Weights and rows add up (a roofline, max(b, c·C), fits worse), so loading does not
+hide behind computing. Graphs submitted at once overlap in part, up to 1024 rows; above, they run as
+if serial. Energy is e·ms + f per slot, for each mode: a power and a work. All are least squares of
+relative errors; half a digit of the smallest published figure, 0.07 ms, is 7 %. A slot is a row of
+a graph, padding included, not a prompt token (`published.expert_ffn`).
 
-An expert on the CPU costs its weights once a chunk and then each of its tokens, whatever the chunk. Each CPU parameter
-is read off one published figure (§5.3, Fig. 7, Tables 4, 6, 7), so there is no fit error; `comparison` judges what
-follows from them. Times are for PhiMoE's experts (157.3 million weights, H = 4096), to be scaled.
-"""
+An expert on the CPU costs its weights once a chunk and then each of its tokens, whatever the chunk.
+Each CPU parameter is read off one published figure (§5.3, Fig. 7, Tables 4, 6, 7), so there is no
+fit error; `comparison` judges what follows from them. Times are for PhiMoE's experts (157.3 million
+weights, H = 4096), to be scaled."""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.ane.device.published import (
-    ATTENTION_CPU, FIGURE_7, OUTLIERS, TABLE_4, TABLE_5, TABLE_6, TABLE_7, Sample)
+    ATTENTION_CPU,
+    FIGURE_7,
+    OUTLIERS,
+    TABLE_4,
+    TABLE_5,
+    TABLE_6,
+    TABLE_7,
+    Sample,
+)
 from moelab.specs import Figure
 
 SPILL_ROWS = 1024
 MODES = ("serial", "parallel")
-#: Table 4's run: 1024 prompt tokens in 4 chunks of 256, 16 experts, top-2; graphs of the worst case, four times the
-#: mean load (§1), where Core ML places them
+#: Table 4's run: 1024 prompt tokens in 4 chunks of 256, 16 experts, top-2; graphs of the worst
+#: case, four times the mean load (§1), where Core ML places them
 VISITS, ROUTED, WORST_CASE = 4 * 16, 1024 * 2, 128
 
 
@@ -40,20 +50,22 @@ VISITS, ROUTED, WORST_CASE = 4 * 16, 1024 * 2, 128
 class Rates:
     """The ANE's parameters, for experts of the size they were fitted on; times in ms."""
 
-    launch: float                               # a
-    expert: float                               # b
-    row: float                                  # c
-    spill: float                                # s
-    overlap: tuple[float, float, float]         # p, q, w
-    power: tuple[float, float]                  # e, W, serial and parallel
-    work: tuple[float, float]                   # f, mJ a row, serial and parallel
+    launch: float  # a
+    expert: float  # b
+    row: float  # c
+    spill: float  # s
+    overlap: tuple[float, float, float]  # p, q, w
+    power: tuple[float, float]  # e, W, serial and parallel
+    work: tuple[float, float]  # f, mJ a row, serial and parallel
 
     def graph_ms(self, G: int, C: int, mode: str = "serial") -> float:
         """Milliseconds of one launch of G experts of capacity C."""
         rows = G * C
         if mode == "parallel" and rows <= SPILL_ROWS:
             return rows * float(np.dot(self.overlap, _overlap_features(G, C)))
-        return self.launch + self.expert * G + self.row * rows + self.spill * max(0, rows - SPILL_ROWS)
+        return (
+            self.launch + self.expert * G + self.row * rows + self.spill * max(0, rows - SPILL_ROWS)
+        )
 
     def graph_mj(self, G: int, C: int, mode: str = "serial") -> float:
         """Millijoules of one launch."""
@@ -61,18 +73,34 @@ class Rates:
         return self.power[which] * self.graph_ms(G, C, mode) + self.work[which] * G * C
 
     def scaled(self, weights: float, work: float, power: float = 1.0) -> Rates:
-        """For graphs whose weights (b, p) and operations (c, s, q, w) take that many times as long."""
+        """For graphs whose weights (b, p) and operations (c, s, q, w) take that many times as
+        long."""
         p, q, w = self.overlap
-        return Rates(self.launch, self.expert * weights, self.row * work, self.spill * work,
-                     (p * weights, q * work, w * work), tuple(e * power for e in self.power),
-                     tuple(f * work * power for f in self.work))
+        return Rates(
+            self.launch,
+            self.expert * weights,
+            self.row * work,
+            self.spill * work,
+            (p * weights, q * work, w * work),
+            tuple(e * power for e in self.power),
+            tuple(f * work * power for f in self.work),
+        )
 
     def figures(self) -> dict[str, Figure]:
         """Each parameter as a figure of kind "fitted"."""
-        units, source = {"power": "W", "work": "mJ"}, "least squares on NPUMoE Table 5 (PhiMoE, M2 Ultra)"
-        flat = [(f"ANE {name} {part}".strip(), value, units.get(name, "ms")) for name, values in asdict(self).items()
-                for part, value in (zip(("p", "q", "w") if name == "overlap" else MODES, values)
-                                    if isinstance(values, tuple) else [("", values)])]
+        units, source = (
+            {"power": "W", "work": "mJ"},
+            "least squares on NPUMoE Table 5 (PhiMoE, M2 Ultra)",
+        )
+        flat = [
+            (f"ANE {name} {part}".strip(), value, units.get(name, "ms"))
+            for name, values in asdict(self).items()
+            for part, value in (
+                zip(("p", "q", "w") if name == "overlap" else MODES, values)
+                if isinstance(values, tuple)
+                else [("", values)]
+            )
+        ]
         return {name: Figure(float(value), unit, "fitted", source) for name, value, unit in flat}
 
 
@@ -89,49 +117,74 @@ class Residual(NamedTuple):
 
 
 def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
-    """Least squares of relative errors; ValueError for too few serial samples to tell the parameters apart.
+    """Least squares of relative errors; ValueError for too few serial samples to tell the
+    parameters apart.
 
-    Without parallel samples, parallel graphs run as serial ones do; energy needs two samples a mode, else it is nan.
-    """
+    Without parallel samples, parallel graphs run as serial ones do; energy needs two samples a
+    mode, else it is nan."""
     serial = [s for s in samples if s.mode == "serial"]
     design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
     if len(serial) < 4 or np.linalg.matrix_rank(design) < 4:
-        raise ValueError(f"{len(serial)} serial samples do not determine launch, weights, row and spill: time at least "
-                         f"two group sizes, two capacities and one graph of more than {SPILL_ROWS} rows")
+        raise ValueError(
+            f"{len(serial)} serial samples do not determine launch, weights, row and spill: time at least "
+            f"two group sizes, two capacities and one graph of more than {SPILL_ROWS} rows"
+        )
     launch, expert, row, spill = _relative(design, [s.ms for s in serial])
     small = [s for s in samples if s.mode == "parallel" and s.G * s.C <= SPILL_ROWS]
-    overlap = (_relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small]) if len(small) >= 3
-               else (expert, row, 0.0))
-    timed = [[s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS] for mode in MODES]
-    power, work = zip(*(_relative([[s.ms, 1] for s in rows], [s.mj for s in rows]) if len(rows) >= 2
-                        else (np.nan, np.nan) for rows in timed))
+    overlap = (
+        _relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small])
+        if len(small) >= 3
+        else (expert, row, 0.0)
+    )
+    timed = [
+        [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
+        for mode in MODES
+    ]
+    power, work = zip(
+        *(
+            _relative([[s.ms, 1] for s in rows], [s.mj for s in rows])
+            if len(rows) >= 2
+            else (np.nan, np.nan)
+            for rows in timed
+        )
+    )
     return Rates(launch, expert, row, spill, tuple(overlap), power, work)
 
 
-def residuals(rates: Rates, samples: Sequence[Sample] = TABLE_5, quantity: str = "latency", mode: str | None = None
-              ) -> list[Residual]:
+def residuals(
+    rates: Rates,
+    samples: Sequence[Sample] = TABLE_5,
+    quantity: str = "latency",
+    mode: str | None = None,
+) -> list[Residual]:
     """The fit beside the samples; energies from the given latencies' own fit, outliers left out."""
     rows = [s for s in samples if mode in (None, s.mode)]
     if quantity == "latency":
         return [Residual(s, s.ms, rates.graph_ms(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows]
-    return [Residual(s, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows
-            if s.mj is not None and s not in OUTLIERS]
+    return [
+        Residual(s, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C))
+        for s in rows
+        if s.mj is not None and s not in OUTLIERS
+    ]
 
 
-def leave_one_out(samples: Sequence[Sample] = TABLE_5, quantity: str = "latency", mode: str | None = None
-                  ) -> list[Residual]:
-    """Each sample as predicted by a fit to the others; those that a fit needs to exist at all are left out."""
+def leave_one_out(
+    samples: Sequence[Sample] = TABLE_5, quantity: str = "latency", mode: str | None = None
+) -> list[Residual]:
+    """Each sample as predicted by a fit to the others; those that a fit needs to exist at all are
+    left out."""
     found = []
     for i, sample in enumerate(samples):
         if mode in (None, sample.mode):
             with suppress(ValueError):
-                found += residuals(fit([*samples[:i], *samples[i + 1:]]), [sample], quantity)
+                found += residuals(fit([*samples[:i], *samples[i + 1 :]]), [sample], quantity)
     return found
 
 
 @cache
 def out_of_sample(samples: tuple[Sample, ...], quantity: str, mode: str) -> float:
-    """RMS relative error of samples as predicted from the others; nan where there are none to leave out."""
+    """RMS relative error of samples as predicted from the others; nan where there are none to leave
+    out."""
     found = leave_one_out(samples, quantity, mode)
     return summary(found)["RMS"] if found else float("nan")
 
@@ -139,8 +192,12 @@ def out_of_sample(samples: tuple[Sample, ...], quantity: str, mode: str) -> floa
 def summary(errors: Sequence[Residual]) -> dict[str, Any]:
     """Root mean square and worst relative error, and where the worst is."""
     worst = max(errors, key=lambda r: abs(r.error))
-    return {"RMS": float(np.sqrt(np.mean([r.error ** 2 for r in errors]))), "worst": abs(worst.error),
-            "worst at": f"{worst.sample.G}x{worst.sample.C} {worst.sample.mode}", "n": len(errors)}
+    return {
+        "RMS": float(np.sqrt(np.mean([r.error**2 for r in errors]))),
+        "worst": abs(worst.error),
+        "worst at": f"{worst.sample.G}x{worst.sample.C} {worst.sample.mode}",
+        "n": len(errors),
+    }
 
 
 def _overlap_features(G: int, C: int) -> list[float]:
@@ -150,26 +207,29 @@ def _overlap_features(G: int, C: int) -> list[float]:
 def _relative(design: Any, y: Any) -> tuple[float, ...]:
     """Least squares of (design·x − y)/y."""
     y = np.asarray(y, dtype=float)
-    return tuple(float(v) for v in np.linalg.lstsq(np.asarray(design, dtype=float) / y[:, None], np.ones(len(y)),
-                                                   rcond=None)[0])
+    return tuple(
+        float(v)
+        for v in np.linalg.lstsq(
+            np.asarray(design, dtype=float) / y[:, None], np.ones(len(y)), rcond=None
+        )[0]
+    )
 
 
 @dataclass(frozen=True)
 class CPURates:
     """The CPU's parameters, in ms and W.
 
-    `dispatch` is taken to grow with the graph's weights: were it the same for each graph, Qwen3-30B's naïve system
-    would take 48 times as long as ours, not 3.9 (§5.2).
-    """
+    `dispatch` is taken to grow with the graph's weights: were it the same for each graph,
+    Qwen3-30B's naïve system would take 48 times as long as ours, not 3.9 (§5.2)."""
 
-    expert: float               # to bring an expert's weights
-    row: float                  # a token of it
-    choice: float               # router, gather, padding and write-back of one choice of an expert by a token
-    dispatch: float             # what a graph of one expert takes more if Core ML places it
-    attention: float            # CPU attention over ANE attention
-    cpu_w: float                # the busy CPU
-    wait_w: float               # the CPU while the ANE works
-    comm_w: float               # communication, at all times
+    expert: float  # to bring an expert's weights
+    row: float  # a token of it
+    choice: float  # router, gather, padding and write-back of one choice of an expert by a token
+    dispatch: float  # what a graph of one expert takes more if Core ML places it
+    attention: float  # CPU attention over ANE attention
+    cpu_w: float  # the busy CPU
+    wait_w: float  # the CPU while the ANE works
+    comm_w: float  # communication, at all times
 
     @property
     def waiting(self) -> float:
@@ -178,19 +238,32 @@ class CPURates:
 
     def scaled(self, time: float, power: float) -> CPURates:
         """A CPU that takes `time` times as long and draws `power` times as much."""
-        times = {name: getattr(self, name) * time for name in ("expert", "row", "choice", "dispatch")}
-        return replace(self, **times, **{name: getattr(self, name) * power for name in ("cpu_w", "wait_w", "comm_w")})
+        times = {
+            name: getattr(self, name) * time for name in ("expert", "row", "choice", "dispatch")
+        }
+        return replace(
+            self,
+            **times,
+            **{name: getattr(self, name) * power for name in ("cpu_w", "wait_w", "comm_w")},
+        )
 
     def figures(self) -> dict[str, Figure]:
-        """Each parameter as a figure of kind "fitted", with the published figure that it was read off."""
-        sources = {"expert": ("ms", "Table 4, expert FFN of CoreML (CPU)"),
-                   "row": ("ms", "Fig. 7, geometric mean of 1.4x and 2.3x"),
-                   "choice": ("ms", "Table 4, router, gather (twice) and padding of ours"),
-                   "dispatch": ("ms", "Table 4, expert FFN of CoreML (naïve), taken as graphs of 1x128"),
-                   "attention": ("ratio", "§5.3"), "cpu_w": ("W", "Tables 6 and 7, coreml"),
-                   "wait_w": ("W", "Tables 6 and 7, ours"), "comm_w": ("W", "Tables 6 and 7, mean of three")}
-        return {f"CPU {name}": Figure(getattr(self, name), unit, "fitted", f"NPUMoE {source}")
-                for name, (unit, source) in sources.items()}
+        """Each parameter as a figure of kind "fitted", with the published figure that it was read
+        off."""
+        sources = {
+            "expert": ("ms", "Table 4, expert FFN of CoreML (CPU)"),
+            "row": ("ms", "Fig. 7, geometric mean of 1.4x and 2.3x"),
+            "choice": ("ms", "Table 4, router, gather (twice) and padding of ours"),
+            "dispatch": ("ms", "Table 4, expert FFN of CoreML (naïve), taken as graphs of 1x128"),
+            "attention": ("ratio", "§5.3"),
+            "cpu_w": ("W", "Tables 6 and 7, coreml"),
+            "wait_w": ("W", "Tables 6 and 7, ours"),
+            "comm_w": ("W", "Tables 6 and 7, mean of three"),
+        }
+        return {
+            f"CPU {name}": Figure(getattr(self, name), unit, "fitted", f"NPUMoE {source}")
+            for name, (unit, source) in sources.items()
+        }
 
 
 def fit_cpu(rates: Rates, attention: float = ATTENTION_CPU) -> CPURates:
@@ -200,11 +273,17 @@ def fit_cpu(rates: Rates, attention: float = ATTENTION_CPU) -> CPURates:
     """
     cpu_ffn, naive_ffn, _, _ = TABLE_4["expert FFN"]
     row = rates.row * (FIGURE_7[0] * FIGURE_7[1]) ** 0.5
-    watts = {name: [j / TABLE_6[name][0] for j in joules] for name, joules in TABLE_7.items()}  # all, CPU, ANE, comm.
+    watts = {
+        name: [j / TABLE_6[name][0] for j in joules] for name, joules in TABLE_7.items()
+    }  # all, CPU, ANE, comm.
     return CPURates(
-        expert=(cpu_ffn - ROUTED * row) / VISITS, row=row,
+        expert=(cpu_ffn - ROUTED * row) / VISITS,
+        row=row,
         # what is gathered is written back: as many rows once more
         choice=(TABLE_4["router"][3] + 2 * TABLE_4["gather"][3] + TABLE_4["padding"][3]) / ROUTED,
         dispatch=naive_ffn / VISITS - rates.graph_ms(1, WORST_CASE),
-        attention=attention, cpu_w=watts["cpu"][1], wait_w=watts["npumoe"][1],
-        comm_w=sum(of_system[3] for of_system in watts.values()) / len(watts))
+        attention=attention,
+        cpu_w=watts["cpu"][1],
+        wait_w=watts["npumoe"][1],
+        comm_w=sum(of_system[3] for of_system in watts.values()) / len(watts),
+    )

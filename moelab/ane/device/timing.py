@@ -1,10 +1,10 @@
 """Latency and energy on a Mac: any work, and the grid of static graphs behind NPUMoE Table 5.
 
-`time_grid` measures what the device model is fitted to: a layer's E experts in E/G graphs of G experts of capacity C,
-run one after the other ("serial") or each by a Python thread ("parallel"); ms and mJ of one slot. Every graph is a
-package of its own, because bringing weights is a part of what is measured. A time is the median of repeats after a
-warm-up; energy (§5.1) is of the whole machine over all repeats, by Zeus, so a window should be longer than a second.
-"""
+`time_grid` measures what the device model is fitted to: a layer's E experts in E/G graphs of G
+experts of capacity C, run one after the other ("serial") or each by a Python thread ("parallel");
+ms and mJ of one slot. Every graph is a package of its own, because bringing weights is a part of
+what is measured. A time is the median of repeats after a warm-up; energy (§5.1) is of the whole
+machine over all repeats, by Zeus, so a window should be longer than a second."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from moelab.records import Numbers
 
 FORMAT = "moelab.ane.samples/1"
 #: what `moelab ane calibrate` says beside its samples
-PARALLEL = ("parallel: one Python thread a graph. Where these times are no better than serial ones, coremltools may "
-            "have held Python's lock while it predicted; they then say nothing about submitting at once")
+PARALLEL = (
+    "parallel: one Python thread a graph. Where these times are no better than serial ones, coremltools may "
+    "have held Python's lock while it predicted; they then say nothing about submitting at once"
+)
 #: (G, C) of Table 5
 GRID = tuple(dict.fromkeys((s.G, s.C) for s in TABLE_5))
 #: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
@@ -51,11 +53,15 @@ class Meter:
             return
         self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
         if not self._monitor.soc_is_present:
-            self._monitor, self.why = None, "no energy: zeus finds no Apple chip that it can read here"
+            self._monitor, self.why = (
+                None,
+                "no energy: zeus finds no Apple chip that it can read here",
+            )
 
     @contextmanager
     def window(self) -> Iterator[Numbers]:
-        """Yields a dictionary that holds mJ by part after the block; parts that the chip does not report are absent."""
+        """Yields a dictionary that holds mJ by part after the block; parts that the chip does not
+        report are absent."""
         found: Numbers = {}
         if self._monitor is None:
             yield found
@@ -66,12 +72,16 @@ class Meter:
             yield found
         finally:
             soc = self._monitor.end_window(key, sync_execution=False).soc_energy
-            found |= {part: float(value) for part, field in FIELDS.items()
-                      if (value := getattr(soc, field, None)) is not None}
+            found |= {
+                part: float(value)
+                for part, field in FIELDS.items()
+                if (value := getattr(soc, field, None)) is not None
+            }
 
 
 class Timing(NamedTuple):
-    """Seconds of each repeat, and mJ of one repeat by part of the chip (empty where they cannot be read)."""
+    """Seconds of each repeat, and mJ of one repeat by part of the chip (empty where they cannot be
+    read)."""
 
     seconds: tuple[float, ...]
     mj: Numbers
@@ -81,8 +91,12 @@ class Timing(NamedTuple):
         return statistics.median(self.seconds)
 
 
-def measure(work: Callable[[], Any], repeats: int = 5, meter: Meter | None = None,
-            clock: Callable[[], float] = time.perf_counter) -> Timing:
+def measure(
+    work: Callable[[], Any],
+    repeats: int = 5,
+    meter: Meter | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
     """Do `work` once as a warm-up and then `repeats` times."""
     work()
     seconds, meter = [], meter or Meter()
@@ -94,24 +108,41 @@ def measure(work: Callable[[], Any], repeats: int = 5, meter: Meter | None = Non
     return Timing(tuple(seconds), {part: value / repeats for part, value in mj.items()})
 
 
-def time_grid(grid: Sequence[tuple[int, int]] = GRID, *, experts: int = 16,
-              hidden: int = REFERENCE_H, intermediate: int = REFERENCE_I, repeats: int = 5, meter: Meter | None = None,
-              runner: Callable[[Path, str | None], Any] = CoreMLRunner) -> list[Sample]:
-    """Time each (G, C) of a grid in each mode, by default for PhiMoE's experts, which need 2.5 GB of disk."""
+def time_grid(
+    grid: Sequence[tuple[int, int]] = GRID,
+    *,
+    experts: int = 16,
+    hidden: int = REFERENCE_H,
+    intermediate: int = REFERENCE_I,
+    repeats: int = 5,
+    meter: Meter | None = None,
+    runner: Callable[[Path, str | None], Any] = CoreMLRunner,
+) -> list[Sample]:
+    """Time each (G, C) of a grid in each mode, by default for PhiMoE's experts, which need 2.5 GB
+    of disk."""
     if bad := [G for G, C in grid if experts % G]:
         raise ValueError(f"groups of {bad[0]} do not divide {experts} experts")
     meter, samples = meter or Meter(), []
     rng = np.random.default_rng(0)
-    matrices = [(rng.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5).astype(np.float16)
-                for shape in ((intermediate, hidden), (hidden, intermediate), (intermediate, hidden))]
+    matrices = [
+        (rng.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5).astype(np.float16)
+        for shape in ((intermediate, hidden), (hidden, intermediate), (intermediate, hidden))
+    ]
     for G, C in progress(list(grid), "timing graphs", unit="configuration"):
         with tempfile.TemporaryDirectory() as folder:
-            group = [Expert(*(np.roll(matrix, g) for matrix in matrices)) for g in range(G)]      # no two are equal
-            runs = [runner(save_ffn(Path(folder) / f"{n}.mlpackage", group, C), None) for n in range(experts // G)]
+            group = [
+                Expert(*(np.roll(matrix, g) for matrix in matrices)) for g in range(G)
+            ]  # no two are equal
+            runs = [
+                runner(save_ffn(Path(folder) / f"{n}.mlpackage", group, C), None)
+                for n in range(experts // G)
+            ]
             x = {"x": pack(torch.randn(G * C, hidden, generator=torch.Generator().manual_seed(C)))}
             with ThreadPoolExecutor(len(runs)) as pool:
-                work = {"serial": lambda: [run(x) for run in runs],
-                        "parallel": lambda: list(pool.map(lambda run: run(x), runs))}
+                work = {
+                    "serial": lambda: [run(x) for run in runs],
+                    "parallel": lambda: list(pool.map(lambda run: run(x), runs)),
+                }
                 for mode in MODES:
                     timing, slots = measure(work[mode], repeats, meter), experts * C
                     mj = sum(timing.mj.values()) / slots if timing.mj else None
@@ -121,8 +152,15 @@ def time_grid(grid: Sequence[tuple[int, int]] = GRID, *, experts: int = 16,
 
 def save_samples(path: str | Path, samples: Sequence[Sample], device: str) -> Path:
     """Write samples as JSON, atomically."""
-    return write_json(path, {"format": FORMAT, "kind": "measured", "device": device,
-                             "samples": [sample._asdict() for sample in samples]})
+    return write_json(
+        path,
+        {
+            "format": FORMAT,
+            "kind": "measured",
+            "device": device,
+            "samples": [sample._asdict() for sample in samples],
+        },
+    )
 
 
 def load_samples(path: str | Path) -> tuple[list[Sample], str]:

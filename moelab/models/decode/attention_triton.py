@@ -1,7 +1,8 @@
 """Attention of a single token on a GPU, in Triton, with the cache where it lies.
 
-Of each key head, programs share the keys, each with sums of its own, as in Flash-Decoding; a second kernel adds those
-up. Where the cache is and how long, they read from memory: so a CUDA graph of them is good for every cache and token.
+Of each key head, programs share the keys, each with sums of its own, as in Flash-Decoding; a second
+kernel adds those up. Where the cache is and how long, they read from memory: so a CUDA graph of
+them is good for every cache and token.
 
     q [heads, D], k and v [kv heads, D], and cos and sin [D] of the token
     where : int64 [4] on the GPU: addresses of keys and values, S with the new token, the distance of heads
@@ -15,23 +16,41 @@ from torch import Tensor
 
 from moelab.store.bits_triton import tl, triton
 
-KEYS = 64                       # that a program takes at a time
-PROGRAMS = 128                  # about as many as a GPU has processors
+KEYS = 64  # that a program takes at a time
+PROGRAMS = 128  # about as many as a GPU has processors
 
 
 @triton.jit
 def _turned(x, at, mask, d, cos, sin, D: tl.constexpr):
     """fp32 x at rotary angles; the other half of a head is added or taken away."""
-    other = tl.load(x + at + tl.where(d < D // 2, D // 2, -(D // 2)), mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(x + at + tl.where(d < D // 2, D // 2, -(D // 2)), mask=mask, other=0.0).to(
+        tl.float32
+    )
     own = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     return own * cos + tl.where(d < D // 2, -other, other) * sin
 
 
 @triton.jit
-def _attend_kernel(q, k, v, cos, sin, where, sums, ends, scaling, D: tl.constexpr, GROUP: tl.constexpr,
-                   SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-                   PRECISION: tl.constexpr):
-    """sums [heads, SPLITS, D] and ends [heads, SPLITS, 2]: a largest score, and the total of weights beside it."""
+def _attend_kernel(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    where,
+    sums,
+    ends,
+    scaling,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sums [heads, SPLITS, D] and ends [heads, SPLITS, 2]: a largest score, and the total of
+    weights beside it."""
     h, split = tl.program_id(0), tl.program_id(1)
     kind: tl.constexpr = q.dtype.element_ty
     g, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -42,16 +61,22 @@ def _attend_kernel(q, k, v, cos, sin, where, sums, ends, scaling, D: tl.constexp
     s = tl.load(sin + d, mask=d < D, other=0.0).to(tl.float32)
     head = h * GROUP + g
     mine = (g[:, None] < GROUP) & (d[None, :] < D)
-    x = _turned(q, head[:, None] * D + d[None, :], mine, d[None, :], c[None, :], s[None, :], D).to(kind).to(tl.float32)
+    x = (
+        _turned(q, head[:, None] * D + d[None, :], mine, d[None, :], c[None, :], s[None, :], D)
+        .to(kind)
+        .to(tl.float32)
+    )
     new = _turned(k, h * D + d, d < D, d, c, s, D).to(kind)
     value = tl.load(v + h * D + d, mask=d < D, other=0.0)
-    first = split == 0                                          # has the new token, too
+    first = split == 0  # has the new token, too
     tl.store(keys + old * D + d, new, mask=(d < D) & first)
     tl.store(values + old * D + d, value, mask=(d < D) & first)
     score = tl.sum(x * new.to(tl.float32)[None, :], 1) * scaling
     largest = tl.where(first, score, float("-inf"))
     total = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
-    mixed = tl.where(first, tl.zeros([ROWS, WIDTH], tl.float32) + value.to(tl.float32)[None, :], 0.0)
+    mixed = tl.where(
+        first, tl.zeros([ROWS, WIDTH], tl.float32) + value.to(tl.float32)[None, :], 0.0
+    )
     each = tl.cdiv(tl.cdiv(old, SPLITS), KEYS) * KEYS
     begin, end = split * each, tl.minimum(split * each + each, old)
     while begin < end:
@@ -84,14 +109,37 @@ def _together_kernel(sums, ends, out, D: tl.constexpr, SPLITS: tl.constexpr, WID
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, where: Tensor, scaling: float) -> Tensor:
-    """Attention of a token whose q, k and v are given before their rotation. All are contiguous, D a multiple of 8, and
-    a head of the cache begins on a multiple of 16 bytes."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, where: Tensor, scaling: float
+) -> Tensor:
+    """Attention of a token whose q, k and v are given before their rotation. All are contiguous, D
+    a multiple of 8, and a head of the cache begins on a multiple of 16 bytes."""
     (heads, D), kv_heads = q.shape, len(k)
-    splits, width = triton.next_power_of_2(max(PROGRAMS // kv_heads, 1)), max(16, triton.next_power_of_2(D))
-    sums, ends = q.new_empty(heads, splits, D, dtype=torch.float32), q.new_empty(heads, splits, 2, dtype=torch.float32)
-    _attend_kernel[(kv_heads, splits)](q, k, v, cos, sin, where, sums, ends, scaling, D, heads // kv_heads, splits,
-                                       max(16, triton.next_power_of_2(heads // kv_heads)), width, KEYS,
-                                       "ieee" if q.dtype == torch.float32 else "tf32")     # has q, k, v whole
+    splits, width = (
+        triton.next_power_of_2(max(PROGRAMS // kv_heads, 1)),
+        max(16, triton.next_power_of_2(D)),
+    )
+    sums, ends = (
+        q.new_empty(heads, splits, D, dtype=torch.float32),
+        q.new_empty(heads, splits, 2, dtype=torch.float32),
+    )
+    _attend_kernel[(kv_heads, splits)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        where,
+        sums,
+        ends,
+        scaling,
+        D,
+        heads // kv_heads,
+        splits,
+        max(16, triton.next_power_of_2(heads // kv_heads)),
+        width,
+        KEYS,
+        "ieee" if q.dtype == torch.float32 else "tf32",
+    )  # has q, k, v whole
     _together_kernel[(heads,)](sums, ends, out := torch.empty_like(q), D, splits, width)
     return out

@@ -1,4 +1,5 @@
-"""Dense weights as the kernels of products take them: as they lie, or packed in memory, whole or cut into parts."""
+"""Dense weights as the kernels of products take them: as they lie, or packed in memory, whole or
+cut into parts."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from moelab.kernels.products import KINDS, multiply
 
 @dataclass(frozen=True)
 class Matrices:
-    """One weight [parts · R, n] and its bias, cut into `parts`, as `moelab.kernels.products.multiply` takes them.
+    """One weight [parts · R, n] and its bias, cut into `parts`, as
+    `moelab.kernels.products.multiply` takes them.
 
-    rows : int64 [parts, 4]; they point into the weight or, packed as one of its `PACKED`, into `memory`.
+    rows : int64 [parts, 4]; they point into the weight or, packed as one of its `PACKED`, into
+        `memory`.
     rounded : makes the weight that this stands for; None where that is the very same.
     """
 
@@ -27,8 +30,11 @@ class Matrices:
     rounded: Callable[[], Tensor] | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None) -> Matrices:
-        """Packed by `pack` if the weight is bf16 and that does; valid while this and the weight live."""
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None
+    ) -> Matrices:
+        """Packed by `pack` if the weight is bf16 and that does; valid while this and the weight
+        live."""
         found = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
         if found is None:
             found = cls(KINDS[weight.dtype], np.zeros((parts, 4), np.int64))
@@ -42,14 +48,19 @@ class Matrices:
 Pack = Callable[[Tensor, int], Matrices | None]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Matrices | None = None) -> Tensor:
-    """`F.linear` by our kernels: CPU tensors of one type in `KINDS`, a contiguous weight; sums in fp32.
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Matrices | None = None
+) -> Tensor:
+    """`F.linear` by our kernels: CPU tensors of one type in `KINDS`, a contiguous weight; sums in
+    fp32.
 
     matrices : `Matrices` of the same weight and bias.
     """
     matrices, rows = matrices or Matrices.of(weight, bias), x.reshape(-1, weight.shape[1])
     R, bounds = weight.shape[0], np.array([0, len(rows)])
-    return multiply(matrices.kind, matrices.rows, bounds, rows, None, R, False, x.dtype).view(*x.shape[:-1], R)
+    return multiply(matrices.kind, matrices.rows, bounds, rows, None, R, False, x.dtype).view(
+        *x.shape[:-1], R
+    )
 
 
 def fits(w: Tensor, b: Tensor | None = None) -> bool:

@@ -1,8 +1,8 @@
-"""Whether modules are still what a kernel that replaces them was made of, down to weights, hooks and settings.
+"""Whether modules are still what a kernel that replaces them was made of, down to weights, hooks
+and settings.
 
-This is asked for every token: in a few passes over flat lists, as visiting each module would take longer than what the
-kernel saves.
-"""
+This is asked for every token: in a few passes over flat lists, as visiting each module would take
+longer than what the kernel saves."""
 
 from __future__ import annotations
 
@@ -35,54 +35,85 @@ class Replaced:
 
 
 class Unchanged:
-    """Modules with the children, weights, settings, classes and forwards that they had when this was last sealed.
+    """Modules with the children, weights, settings, classes and forwards that they had when this
+    was last sealed.
 
     modules : on which no hook may lie.
     called : modules of which only the forward was replaced, so that their hooks run as ever.
-    heard : modules on which hooks may lie that only tell what the kernel knows: a layer's choices (`moelab.models.seam
-        .MoELayer.listening`) or what its second norm reads (`moelab.speculate.execution`); on the others, none.
-    copied : whether the kernel reads copies of weights, so that they may not be edited in place either.
-    """
+    heard : modules on which hooks may lie that only tell what the kernel knows: a layer's choices
+        (`moelab.models.seam .MoELayer.listening`) or what its second norm reads
+        (`moelab.speculate.execution`); on the others, none.
+    copied : whether the kernel reads copies of weights, so that they may not be edited in place
+    either."""
 
-    def __init__(self, modules: Iterable[nn.Module], called: Iterable[nn.Module] = (), heard: Iterable[nn.Module] = (),
-                 copied: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        called: Iterable[nn.Module] = (),
+        heard: Iterable[nn.Module] = (),
+        copied: bool = False,
+    ) -> None:
         self.silent, self.heard, self.copied = list(modules), list(heard), copied
         self.modules = [*self.silent, *self.heard, *called]
         self.hooks = [hooks(module) for hooks in _HOOKS for module in self.silent]
         self.tables = [*map(vars, self.modules), *(module._modules for module in self.modules)]
-        self.held = [table for module in self.modules for table in (module._parameters, module._buffers)]
+        self.held = [
+            table for module in self.modules for table in (module._parameters, module._buffers)
+        ]
         self.seal()
 
     def seal(self) -> None:
         """What the modules are now is what they shall be."""
         forwards = [vars(module).get("forward") for module in self.silent + self.heard]
         self.links = [link for link in forwards if hasattr(link, "call")]
-        self.classes = [*{getattr(type(module), "stock", type(module)): None for module in self.modules}]
-        self.weights = [tensor for table in self.held for tensor in table.values() if tensor is not None]
+        self.classes = [
+            *{getattr(type(module), "stock", type(module)): None for module in self.modules}
+        ]
+        self.weights = [
+            tensor for table in self.held for tensor in table.values() if tensor is not None
+        ]
         self.known, self.state = [dict(table) for table in self.tables], self._state()
 
     def _state(self) -> list[list]:
         weights, ids = self.weights, chain.from_iterable(map(dict.values, self.held))
-        return [list(map(type, self.modules)), [cls.forward for cls in self.classes], [one.call for one in self.links],
-                list(map(id, ids)), list(map(Tensor.data_ptr, weights)), list(map(Tensor.is_contiguous, weights)),
-                [w.dtype for w in weights],
-                [w._version for w in weights if not w.is_inference()] if self.copied else []]
+        return [
+            list(map(type, self.modules)),
+            [cls.forward for cls in self.classes],
+            [one.call for one in self.links],
+            list(map(id, ids)),
+            list(map(Tensor.data_ptr, weights)),
+            list(map(Tensor.is_contiguous, weights)),
+            [w.dtype for w in weights],
+            [w._version for w in weights if not w.is_inference()] if self.copied else [],
+        ]
 
     def listeners(self) -> list[tuple[int, Callable[..., Any]]] | None:
-        """Who is told by a hook, and on which of `heard` that lies: ids [1, K] and weights [1, K] by one on a router or
-        experts, r [1, 1, H] by one on a norm. None if anything was changed, or if somebody has put something else on
-        one of the modules, or on all that there are."""
-        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks or any(self.hooks) \
-                or self._state() != self.state or not self._same_settings():
+        """Who is told by a hook, and on which of `heard` that lies: ids [1, K] and weights [1, K]
+        by one on a router or experts, r [1, 1, H] by one on a norm. None if anything was changed,
+        or if somebody has put something else on one of the modules, or on all that there are."""
+        if (
+            everywhere._global_forward_hooks
+            or everywhere._global_forward_pre_hooks
+            or any(self.hooks)
+            or self._state() != self.state
+            or not self._same_settings()
+        ):
             return None
-        told = [(i, getattr(getattr(hook, "function", None), "told", None)) for i, module in enumerate(self.heard)
-                for hooks in _HOOKS for hook in hooks(module).values()]
+        told = [
+            (i, getattr(getattr(hook, "function", None), "told", None))
+            for i, module in enumerate(self.heard)
+            for hooks in _HOOKS
+            for hook in hooks(module).values()
+        ]
         return None if any(one is None for _, one in told) else told
 
     def _same_settings(self) -> bool:
         try:
             return self.tables == self.known
-        except (RuntimeError, ValueError):      # an attribute is another tensor or array, which do not just compare
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # an attribute is another tensor or array, which do not just compare
             return False
 
 

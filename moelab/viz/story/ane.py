@@ -1,7 +1,7 @@
 """The sections of notebook 06: figures, tables, metrics and takeaways of the Neural Engine.
 
-`run` is the notebook's `moelab.lab.results.Run`; plans, conversions and times come from `moelab.ane`.
-"""
+`run` is the notebook's `moelab.lab.results.Run`; plans, conversions and times come from
+`moelab.ane`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from moelab import datasets
 from moelab.ane.coreml.linter import lint_examples
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.device import comparison, published
-from moelab.ane.device.comparison import GROUPS, LEVELS, RIVALS, SLACKS, Setting, fastest, order, ratio
+from moelab.ane.device.comparison import (
+    GROUPS,
+    LEVELS,
+    RIVALS,
+    SLACKS,
+    Setting,
+    fastest,
+    order,
+    ratio,
+)
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import REFERENCE_BYTES
 from moelab.ane.parity import LOGITS, parity
@@ -38,12 +47,20 @@ from moelab.viz.story import ane_tables as tables
 if TYPE_CHECKING:
     from moelab.lab.results import Run
 
-SHOWN = ("Phi-3.5-MoE", "Phi-tiny-MoE", "Qwen3-30B-A3B", "Mixtral-8x7B", "Llama4-Scout")     # of what fits
-ALLOWED = 0.18                                  # share of the choices that a setting may drop
-SWEEP = {"serial": "Falling curves, one a group size, through the published points; larger groups lie lower at equal "
-                   "capacity, and that of eight turns up beyond a capacity of 128.",
-         "parallel": "Falling curves through the published points; here larger groups lie higher at equal capacity, "
-                     "and that of eight jumps up beyond a capacity of 128."}
+SHOWN = (
+    "Phi-3.5-MoE",
+    "Phi-tiny-MoE",
+    "Qwen3-30B-A3B",
+    "Mixtral-8x7B",
+    "Llama4-Scout",
+)  # of what fits
+ALLOWED = 0.18  # share of the choices that a setting may drop
+SWEEP = {
+    "serial": "Falling curves, one a group size, through the published points; larger groups lie lower at equal "
+    "capacity, and that of eight turns up beyond a capacity of 128.",
+    "parallel": "Falling curves through the published points; here larger groups lie higher at equal capacity, "
+    "and that of eight jumps up beyond a capacity of 128.",
+}
 
 
 def operators(run: Run) -> None:
@@ -51,35 +68,61 @@ def operators(run: Run) -> None:
     there = [op.name for op in OPERATORS if op.unit == "ane"]
     run.table("Who runs what", tables.operators(OPERATORS))
     run.metric("operators_on_ane", len(there), f"of {len(OPERATORS)}", "exact")
-    run.takeaway("{n} of {all} operators go to the ANE: {names}.", n=len(there), all=len(OPERATORS),
-                 names=", ".join(there))
+    run.takeaway(
+        "{n} of {all} operators go to the ANE: {names}.",
+        n=len(there),
+        all=len(OPERATORS),
+        names=", ".join(there),
+    )
 
 
-def plan(run: Run, train: RoutingTrace, test: RoutingTrace, chunk: int, drop: float, group_size: int) -> ANEPlan:
-    """Plans from a calibration, what they drop and pad on prompts they were made from and on others; the chosen one."""
+def plan(
+    run: Run, train: RoutingTrace, test: RoutingTrace, chunk: int, drop: float, group_size: int
+) -> ANEPlan:
+    """Plans from a calibration, what they drop and pad on prompts they were made from and on
+    others; the chosen one."""
     spec, E, K = train.spec, train.spec.E, train.spec.K
-    seen, unseen = (ane_accuracy.prompt_loads(trace, chunk) for trace in (train, test))         # [n, L, E]
+    seen, unseen = (ane_accuracy.prompt_loads(trace, chunk) for trace in (train, test))  # [n, L, E]
     plans, slack = ane_accuracy.candidates(train, chunk, drop, group_size)
-    accounts, chosen = {name: (count(one, seen), count(one, unseen)) for name, one in plans.items()}, plans["plan"]
+    accounts, chosen = (
+        {name: (count(one, seen), count(one, unseen)) for name, one in plans.items()},
+        plans["plan"],
+    )
     run.table("Four plans", tables.plans(plans, slack, accounts))
     imbalance = calibrate(train).imbalance(PREFILL)
     skewed, r = int(imbalance.argmax()), float(imbalance.max())
-    levels = {"r·B/E (printed)": r * chunk / E, "K·B/E": K * chunk / E, "r·K·B/E": r * K * chunk / E}
-    run.figure("loads", load_distribution(seen[:, skewed], levels),
-               caption=f"Tokens that each expert of layer {skewed} gets in a chunk of up to {chunk} tokens, and the "
-                       f"estimates of mean and busiest load (exact counts; {spec.name}, {len(seen)} calibration "
-                       "prompts).",
-               alt="A median line over the experts by popularity within a band of what chunks vary by, and horizontal "
-                   "lines at " + ", ".join(f"{tokens:.0f} ({name})" for name, tokens in levels.items()) + ".")
-    run.figure("placement", figures.placement(chosen),
-               caption=f"Our plan of {spec.name}: each bar is a graph, as wide as it has experts; grey: experts on "
-                       f"the CPU (exact; G at most {group_size}, B = {chunk}, slack {slack:g}).",
-               alt="One row a layer, its graphs from the hottest experts to the coldest; "
-                   f"{chosen.cpu_experts} of {spec.L * E} experts, grey at the ends of the rows, are on the CPU.")
-    run.metrics_of({f"dropped_{name}": account.drop_rate for name, (_, account) in accounts.items()},
-                   "of routings, test prompts", "measured")
-    run.metrics_of({f"padded_{name}": account.padded_fraction for name, (_, account) in accounts.items()},
-                   "of rows, test prompts", "measured")
+    levels = {
+        "r·B/E (printed)": r * chunk / E,
+        "K·B/E": K * chunk / E,
+        "r·K·B/E": r * K * chunk / E,
+    }
+    run.figure(
+        "loads",
+        load_distribution(seen[:, skewed], levels),
+        caption=f"Tokens that each expert of layer {skewed} gets in a chunk of up to {chunk} tokens, and the "
+        f"estimates of mean and busiest load (exact counts; {spec.name}, {len(seen)} calibration "
+        "prompts).",
+        alt="A median line over the experts by popularity within a band of what chunks vary by, and horizontal "
+        "lines at " + ", ".join(f"{tokens:.0f} ({name})" for name, tokens in levels.items()) + ".",
+    )
+    run.figure(
+        "placement",
+        figures.placement(chosen),
+        caption=f"Our plan of {spec.name}: each bar is a graph, as wide as it has experts; grey: experts on "
+        f"the CPU (exact; G at most {group_size}, B = {chunk}, slack {slack:g}).",
+        alt="One row a layer, its graphs from the hottest experts to the coldest; "
+        f"{chosen.cpu_experts} of {spec.L * E} experts, grey at the ends of the rows, are on the CPU.",
+    )
+    run.metrics_of(
+        {f"dropped_{name}": account.drop_rate for name, (_, account) in accounts.items()},
+        "of routings, test prompts",
+        "measured",
+    )
+    run.metrics_of(
+        {f"padded_{name}": account.padded_fraction for name, (_, account) in accounts.items()},
+        "of rows, test prompts",
+        "measured",
+    )
     run.metric("slack", slack, "× expected loads", "measured")
     levels = sorted({len(layer.tiers.levels) for layer in chosen.layers})
     run.takeaway(
@@ -87,10 +130,17 @@ def plan(run: Run, train: RoutingTrace, test: RoutingTrace, chunk: int, drop: fl
         "at slack {slack:g} **{ours:.1%}** on unseen prompts ({seen:.1%} on the calibration's), with {padded:.0%} of "
         "the rows padding. The busiest expert's capacity for all would pad {worst:.0%}. Of three tiers {levels} are "
         "left after rounding to 16: this model was trained to balance its load (r is {least:.2f} to {most:.2f}).",
-        printed=accounts["printed"][1].drop_rate, factor_k=accounts["factor_k"][1].drop_rate, slack=slack,
-        ours=accounts["plan"][1].drop_rate, seen=accounts["plan"][0].drop_rate,
-        padded=accounts["plan"][1].padded_fraction, worst=accounts["one_capacity"][1].padded_fraction,
-        levels=" or ".join(map(str, levels)), least=float(imbalance.min()), most=r)
+        printed=accounts["printed"][1].drop_rate,
+        factor_k=accounts["factor_k"][1].drop_rate,
+        slack=slack,
+        ours=accounts["plan"][1].drop_rate,
+        seen=accounts["plan"][0].drop_rate,
+        padded=accounts["plan"][1].padded_fraction,
+        worst=accounts["one_capacity"][1].padded_fraction,
+        levels=" or ".join(map(str, levels)),
+        least=float(imbalance.min()),
+        most=r,
+    )
     return chosen
 
 
@@ -99,36 +149,70 @@ def cards(run: Run, group_size: int, seed: int) -> None:
     planned, took = {}, {}
     for name in MODELS:
         planned[name], took[name] = plan_card(name, group_size=group_size, seed=seed)
-    run.metrics_of({f"planning_{name}": took[name] for name in ("Phi-3.5-MoE", "Qwen3-30B-A3B")}, "s of CPU time",
-                   "measured")
-    run.metrics_of({f"launches_{name}": planned[name].launches for name in SHOWN[:4]}, "graphs a chunk", "exact")
+    run.metrics_of(
+        {f"planning_{name}": took[name] for name in ("Phi-3.5-MoE", "Qwen3-30B-A3B")},
+        "s of CPU time",
+        "measured",
+    )
+    run.metrics_of(
+        {f"launches_{name}": planned[name].launches for name in SHOWN[:4]},
+        "graphs a chunk",
+        "exact",
+    )
     run.table("What fits", tables.cards(planned))
-    run.figure("graph_weights", figures.graph_weights(
-                   {name: {G: 2 * G * planned[name].spec.expert_params / 1e9 for G in (1, 2, 4, 8, 16)}
-                    for name in SHOWN},
-                   MAX_GRAPH_BYTES / 1e9),
-               caption="Weights of one fp16 graph by group size, and the limit of an M2 Ultra (exact; the limit is the "
-                       "paper's, read as 1200 MiB).",
-               alt="Straight rising lines on two logarithmic axes. PhiMoE meets the limit exactly at eight experts, "
-                   "Llama 4 Scout and Mixtral cross it between two and eight; Phi-tiny and Qwen3 stay below it.")
+    run.figure(
+        "graph_weights",
+        figures.graph_weights(
+            {
+                name: {G: 2 * G * planned[name].spec.expert_params / 1e9 for G in (1, 2, 4, 8, 16)}
+                for name in SHOWN
+            },
+            MAX_GRAPH_BYTES / 1e9,
+        ),
+        caption="Weights of one fp16 graph by group size, and the limit of an M2 Ultra (exact; the limit is the "
+        "paper's, read as 1200 MiB).",
+        alt="Straight rising lines on two logarithmic axes. PhiMoE meets the limit exactly at eight experts, "
+        "Llama 4 Scout and Mixtral cross it between two and eight; Phi-tiny and Qwen3 stay below it.",
+    )
     phimoe = planned["Phi-3.5-MoE"].spec
     literal = make_plan(phimoe, *assumed_counts(phimoe, 256, seed=seed), max_graph_bytes=1.2e9)
     run.metric("eight_phimoe_experts", published.EIGHT_EXPERTS, "MiB", "exact")
-    smaller = [name for name, one in planned.items() if any("instead of" in problem for problem in one.problems)]
-    lacks = {block: [name for name, one in planned.items() if why_no_graph(block, one.spec.model_type)]
-             for block in ("attention", "experts")}
-    idle = [name for name, one in planned.items() if not one.launches and name not in lacks["experts"]]
+    smaller = [
+        name
+        for name, one in planned.items()
+        if any("instead of" in problem for problem in one.problems)
+    ]
+    lacks = {
+        block: [name for name, one in planned.items() if why_no_graph(block, one.spec.model_type)]
+        for block in ("attention", "experts")
+    }
+    idle = [
+        name for name, one in planned.items() if not one.launches and name not in lacks["experts"]
+    ]
     run.takeaway(
         "Read as 1200 MiB the limit holds eight experts of PhiMoE, as 1.2·10⁹ bytes only {fit} (*{problem}*). Smaller "
         "groups than requested: {smaller}. {idle} would be without a group that expects enough of 256 tokens to "
         "amortize its launch. There is no graph here for the attention of {attention}, nor for the experts of "
-        "{experts}: plans leave those parts on the CPU and say why.", fit=int(1.2e9 // REFERENCE_BYTES),
-        problem="; ".join(literal.problems), smaller=", ".join(smaller) or "none", idle=", ".join(idle) or "No model",
-        attention=", ".join(lacks["attention"]) or "none", experts=", ".join(lacks["experts"]) or "none")
+        "{experts}: plans leave those parts on the CPU and say why.",
+        fit=int(1.2e9 // REFERENCE_BYTES),
+        problem="; ".join(literal.problems),
+        smaller=", ".join(smaller) or "none",
+        idle=", ".join(idle) or "No model",
+        attention=", ".join(lacks["attention"]) or "none",
+        experts=", ".join(lacks["experts"]) or "none",
+    )
 
 
-def conversion(run: Run, lm: Any, source: str | None, plan: ANEPlan, n_layers: int, n: int, tokens: int, seed: int
-               ) -> None:
+def conversion(
+    run: Run,
+    lm: Any,
+    source: str | None,
+    plan: ANEPlan,
+    n_layers: int,
+    n: int,
+    tokens: int,
+    seed: int,
+) -> None:
     """Convert the first layers, lint and evaluate the packages, and send n prompts through them.
 
     Without coremltools it says so and leaves out its metrics.
@@ -136,29 +220,51 @@ def conversion(run: Run, lm: Any, source: str | None, plan: ANEPlan, n_layers: i
     try:
         coremltools()
     except ImportError as reason:
-        return say(f"**This section is skipped on this machine.** {reason}. Everything else in this notebook works "
-                   "without; `moelab check` will miss this section's metrics.")
+        return say(
+            f"**This section is skipped on this machine.** {reason}. Everything else in this notebook works "
+            "without; `moelab check` will miss this section's metrics."
+        )
     chunk, layers = plan.chunk, min(n_layers, plan.spec.L)
     with tempfile.TemporaryDirectory(prefix="moelab-ane-") as folder:
-        made = ane_conversion.convert(source, f"{folder}/converted", ane_conversion.on_first_layers(plan, n_layers),
-                                      max(tokens, chunk))
+        made = ane_conversion.convert(
+            source,
+            f"{folder}/converted",
+            ane_conversion.on_first_layers(plan, n_layers),
+            max(tokens, chunk),
+        )
         good, bad = lint_examples(plug(lm)[0].experts, lm.spec, folder)
         context = made.model.manifest["settings"]["context"]
-        ids = [lm.tokenizer(prompt.text)["input_ids"][:context]
-               for prompt in datasets.prompts("needle", n, tokens=tokens, seed=seed + 1)]
+        ids = [
+            lm.tokenizer(prompt.text)["input_ids"][:context]
+            for prompt in datasets.prompts("needle", n, tokens=tokens, seed=seed + 1)
+        ]
         same = {mode: parity(made.model, lm, ids, mode) for mode in ("double", "fp16")}
         rms = ane_conversion.fp16_error(made.model, seed)
-        shaken = ane_conversion.shaken(lm, ids, rms, seed)      # a control: no graphs, noise of that size
+        shaken = ane_conversion.shaken(
+            lm, ids, rms, seed
+        )  # a control: no graphs, noise of that size
     caught = [name for name, report in bad.items() if not report.clean]
     run.table("Packages", tables.packages(made))
-    run.table("What the linter finds, also in graphs that were not written for the ANE", tables.findings(good, bad))
-    run.table("Whole prompts through the packages", tables.parity(same, [-(-len(one) // chunk) for one in ids], shaken))
-    run.figure("parity", figures.parity({mode: p.last for mode, p in same.items()}, LOGITS),
-               caption="Largest difference of a logit of the next token between the packages and the model, prompts "
-                       f"of about {tokens} tokens in chunks of {chunk} (measured with the evaluator; {layers} of "
-                       f"{plan.spec.L} layers converted). The line is the tolerance, {LOGITS:g}.",
-               alt="Points on a logarithmic axis beside the line of the tolerance: " + "; ".join(
-                   f"{mode} from {p.last.min():.0e} to {p.last.max():.0e}" for mode, p in same.items()) + ".")
+    run.table(
+        "What the linter finds, also in graphs that were not written for the ANE",
+        tables.findings(good, bad),
+    )
+    run.table(
+        "Whole prompts through the packages",
+        tables.parity(same, [-(-len(one) // chunk) for one in ids], shaken),
+    )
+    run.figure(
+        "parity",
+        figures.parity({mode: p.last for mode, p in same.items()}, LOGITS),
+        caption="Largest difference of a logit of the next token between the packages and the model, prompts "
+        f"of about {tokens} tokens in chunks of {chunk} (measured with the evaluator; {layers} of "
+        f"{plan.spec.L} layers converted). The line is the tolerance, {LOGITS:g}.",
+        alt="Points on a logarithmic axis beside the line of the tolerance: "
+        + "; ".join(
+            f"{mode} from {p.last.min():.0e} to {p.last.max():.0e}" for mode, p in same.items()
+        )
+        + ".",
+    )
     over = made.weight_bytes / made.expected_bytes
     run.metric("ffn_difference_double", made.difference, "of the largest output", "exact")
     run.metric("all_graphs_lint_clean", made.clean, "", "exact")
@@ -167,7 +273,9 @@ def conversion(run: Run, lm: Any, source: str | None, plan: ANEPlan, n_layers: i
     run.metric("converting", made.seconds, "s of CPU time", "measured")
     run.metric("bad_graphs_caught", len(caught), f"of {len(bad)}", "exact")
     for mode, p in same.items():
-        run.metric(f"logits_{mode}", float(p.last.max()), "largest difference, next token", "measured")
+        run.metric(
+            f"logits_{mode}", float(p.last.max()), "largest difference, next token", "measured"
+        )
         run.metric(f"same_token_{mode}", float(p.same.mean()), "of prompts", "measured")
     run.metric("ffn_rms_fp16", rms, "relative", "measured")
     double, half = same["double"], same["fp16"]
@@ -180,11 +288,23 @@ def conversion(run: Run, lm: Any, source: str | None, plan: ANEPlan, n_layers: i
         "routes a token to the other one. **The control** has no graphs, only noise of that size on what the experts "
         "put out: its logits are off by up to **{control:.2g}**, so rounding and near ties alone cause that much.",
         layers=layers,
-        L=plan.spec.L, packages=len(made.packages), over=over, difference=made.difference,
-        clean="all" if made.clean else "NOT all", caught=len(caught), bad=len(bad), double=double.last.max(),
-        half=half.last.max(), same_double=double.same.mean(), same_half=half.same.mean(),
-        beyond=int((half.last > LOGITS).sum()), n=len(ids), limit=LOGITS, rms=rms,
-        control=max(float(one.max()) for one in shaken))
+        L=plan.spec.L,
+        packages=len(made.packages),
+        over=over,
+        difference=made.difference,
+        clean="all" if made.clean else "NOT all",
+        caught=len(caught),
+        bad=len(bad),
+        double=double.last.max(),
+        half=half.last.max(),
+        same_double=double.same.mean(),
+        same_half=half.same.mean(),
+        beyond=int((half.last > LOGITS).sum()),
+        n=len(ids),
+        limit=LOGITS,
+        rms=rms,
+        control=max(float(one.max()) for one in shaken),
+    )
 
 
 def answers(run: Run, found: ane_accuracy.Answers) -> None:
@@ -198,35 +318,58 @@ def answers(run: Run, found: ane_accuracy.Answers) -> None:
     run.takeaway(
         "With {least:.0%} to {most:.0%} dropped, retrieval changes by **{multikey:+.1f}** points, and the worst task "
         "is {worst} with **{lost:+.1f}**; the 95 % intervals say what that can mean.",
-        **dict(zip(("least", "most"), found.spread("drop_rate"))), multikey=found.points("needle_multikey"),
-        worst=found.worst, lost=found.points(found.worst))
+        **dict(zip(("least", "most"), found.spread("drop_rate"))),
+        multikey=found.points("needle_multikey"),
+        worst=found.worst,
+        lost=found.points(found.worst),
+    )
 
 
-def dropping(run: Run, found: ane_accuracy.LossByOrder, slacks: Sequence[float], windows: int) -> None:
+def dropping(
+    run: Run, found: ane_accuracy.LossByOrder, slacks: Sequence[float], windows: int
+) -> None:
     """Language loss by the share dropped and the order of dropping."""
-    run.figure("dropping", figures.dropping({mode: list(of.values()) for mode, of in found.cost.items()},
-                                            "language loss beside dense (%)"),
-               caption=f"Language loss of {windows} windows of unseen library text, by share of choices dropped and "
-                       "order of dropping (measured; bars: standard error of the paired difference; capacities × "
-                       + ", ".join(f"{s:g}" for s in slacks) + ").",
-               alt="A line an order of dropping, loss against the share dropped; at the tightest capacities from the "
-                   "lowest to the highest: " + ", ".join(found.at(min(slacks))) + ".")
+    run.figure(
+        "dropping",
+        figures.dropping(
+            {mode: list(of.values()) for mode, of in found.cost.items()},
+            "language loss beside dense (%)",
+        ),
+        caption=f"Language loss of {windows} windows of unseen library text, by share of choices dropped and "
+        "order of dropping (measured; bars: standard error of the paired difference; capacities × "
+        + ", ".join(f"{s:g}" for s in slacks)
+        + ").",
+        alt="A line an order of dropping, loss against the share dropped; at the tightest capacities from the "
+        "lowest to the highest: " + ", ".join(found.at(min(slacks))) + ".",
+    )
     for s in slacks:
-        run.metrics_of({f"loss_{key}_{s:g}": loss for key, (_, loss, _) in found.at(s).items()}, "% beside dense",
-                       "measured")
-    hardest, gentlest = found.at(min(slacks)), found.at(max(slacks))        # the cheapest order first
+        run.metrics_of(
+            {f"loss_{key}_{s:g}": loss for key, (_, loss, _) in found.at(s).items()},
+            "% beside dense",
+            "measured",
+        )
+    hardest, gentlest = found.at(min(slacks)), found.at(max(slacks))  # the cheapest order first
     difference, low, high = found.beside_random[min(slacks)]
     run.metric("saliency_minus_random", difference, "nats a token", "measured")
-    mode_of, (cheapest, *_, dearest) = {key: mode for mode, key in ane_accuracy.MODES.items()}, hardest
+    mode_of, (cheapest, *_, dearest) = (
+        {key: mode for mode, key in ane_accuracy.MODES.items()},
+        hardest,
+    )
     run.takeaway(
         "**The loss shows what answers don't:** at {share:.0%} dropped by saliency it is already {more:+.1f} %, and "
         "at {hard:.0%}, from the cheapest order to the costliest: {orders}. Saliency is {verdict} than chance there "
         "(paired difference {low:+.3f} to {high:+.3f} nats a token), dropping the strongest is {dearest}the "
-        "costliest, and the router's own weight, which is free, is {best} of the five.", share=gentlest["saliency"][0],
-        more=gentlest["saliency"][1], hard=hardest["saliency"][0], low=low, high=high,
+        "costliest, and the router's own weight, which is free, is {best} of the five.",
+        share=gentlest["saliency"][0],
+        more=gentlest["saliency"][1],
+        hard=hardest["saliency"][0],
+        low=low,
+        high=high,
         orders=", ".join(f"{mode_of[key]} {loss:+.1f} %" for key, (_, loss, _) in hardest.items()),
         verdict="better" if high < 0 else "worse" if low > 0 else "no better and no worse",
-        dearest="" if dearest == "strongest" else "not ", best="the best" if cheapest == "router" else "not the best")
+        dearest="" if dearest == "strongest" else "not ",
+        best="the best" if cheapest == "router" else "not the best",
+    )
 
 
 def rates(run: Run) -> DeviceModel:
@@ -235,47 +378,82 @@ def rates(run: Run) -> DeviceModel:
     errors, grid = device.fit_table(), comparison.slot_grid(device)
     run.table("The four terms", tables.parameters(device))
     for mode, alt in SWEEP.items():
-        run.figure(f"sweep_{mode}", figures.sweep(device.rates, published.TABLE_5, mode),
-                   caption=f"Latency of an expert slot by group size and capacity, {mode}: points are Table 5 (paper), "
-                           f"lines the fit (modelled; RMS error {errors[f'latency, {mode}']['RMS']:.1%}).", alt=alt)
+        run.figure(
+            f"sweep_{mode}",
+            figures.sweep(device.rates, published.TABLE_5, mode),
+            caption=f"Latency of an expert slot by group size and capacity, {mode}: points are Table 5 (paper), "
+            f"lines the fit (modelled; RMS error {errors[f'latency, {mode}']['RMS']:.1%}).",
+            alt=alt,
+        )
     run.table("A slot by group size and capacity", tables.slots(grid))
     for name, of in errors.items():
-        run.metrics_of({f"fit_{name.replace(', ', '_')}_{what.replace(' ', '_')}": of[what]
-                        for what in ("RMS", "worst", "leave-one-out RMS")}, "relative", "modelled")
+        run.metrics_of(
+            {
+                f"fit_{name.replace(', ', '_')}_{what.replace(' ', '_')}": of[what]
+                for what in ("RMS", "worst", "leave-one-out RMS")
+            },
+            "relative",
+            "modelled",
+        )
     run.metric("table_4_ours_sum", published.table_4_sums()[published.OURS], "ms", "paper")
     run.metric("table_4_ffn_as_slots", published.expert_ffn()[0], "ms", "paper")
-    serial, (G, C), (tflops, gbs) = errors["latency, serial"], comparison.cheapest_slot(grid), tables.achieved(device)
+    serial, (G, C), (tflops, gbs) = (
+        errors["latency, serial"],
+        comparison.cheapest_slot(grid),
+        tables.achieved(device),
+    )
     run.takeaway(
         "Four terms reproduce Table 5's serial latencies to **{rms:.1%}** RMS ({out:.1%} leaving one out), the "
         "parallel ones to {parallel:.1%}. A graph reaches {tflops:.1f} TFLOPS and {gbs:.0f} GB/s, far below the "
         "published peak rates, and weights and rows add up rather than overlap. The cheapest slot of what fits one "
         "graph is **{G}×{C}** ({slot:.3f} ms): grouping shares launches, capacity shares weights, and both stop at "
         "1024 rows.",
-        rms=serial["RMS"], out=serial["leave-one-out RMS"], parallel=errors["latency, parallel"]["RMS"], tflops=tflops,
-        gbs=gbs, G=G, C=C, slot=grid[G, C])
+        rms=serial["RMS"],
+        out=serial["leave-one-out RMS"],
+        parallel=errors["latency, parallel"]["RMS"],
+        tflops=tflops,
+        gbs=gbs,
+        G=G,
+        C=C,
+        slot=grid[G, C],
+    )
     return device
 
 
 def systems(run: Run, studies: dict[str, comparison.Study], device: DeviceModel) -> None:
     """Time, energy and CPU cycles of the four systems beside the paper's."""
     phi, first, error = studies["Phi-3.5-MoE"], comparison.RUNS[0], kind_of(device)
-    for metric, name, source in (("ttft", "TTFT", "14"), ("energy", "Energy", "15"),
-                                 ("cpu cycles", "CPU cycles", "16")):
-        reach = "; ".join(f"{SYSTEMS[s].title} {span(*comparison.baselines(phi, metric, (s,)))}" for s in RIVALS)
-        run.figure(f"systems_{metric.replace(' ', '_')}",
-                   figures.systems(phi, metric, f"{name} over NPUMoE's"),
-                   caption=f"{name} of each system over NPUMoE's, PhiMoE on an M2 Ultra ({error}; popularity "
-                           f"assumed). Open diamonds: Fig. {source} (paper; joined where it gives a range of all "
-                           "systems).",
-                   alt=f"Groups of three bars for {len(phi)} runs, the paper's values beside them, where it has any: "
-                       f"{reach}.")
-    run.figure("breakdown", figures.parts(phi[first]),
-               caption=f"Breakdown of TTFT, PhiMoE, {tables.label(first)}, M2 Ultra ({error}). After Fig. 14.",
-               alt="Stacked bars of all systems, from the shortest to the longest: "
-                   + ", ".join(SYSTEMS[s].title for s in order(phi[first], "ttft", SYSTEMS)) + ".")
-    run.figure("trade_off", figures.time_and_energy(studies, first),
-               caption=f"Time and energy of the four systems, {tables.label(first)} ({error}). After Fig. 13 and 19.",
-               alt="Three panels, a model each: a point a system, time to the right, energy upwards.")
+    for metric, name, source in (
+        ("ttft", "TTFT", "14"),
+        ("energy", "Energy", "15"),
+        ("cpu cycles", "CPU cycles", "16"),
+    ):
+        reach = "; ".join(
+            f"{SYSTEMS[s].title} {span(*comparison.baselines(phi, metric, (s,)))}" for s in RIVALS
+        )
+        run.figure(
+            f"systems_{metric.replace(' ', '_')}",
+            figures.systems(phi, metric, f"{name} over NPUMoE's"),
+            caption=f"{name} of each system over NPUMoE's, PhiMoE on an M2 Ultra ({error}; popularity "
+            f"assumed). Open diamonds: Fig. {source} (paper; joined where it gives a range of all "
+            "systems).",
+            alt=f"Groups of three bars for {len(phi)} runs, the paper's values beside them, where it has any: "
+            f"{reach}.",
+        )
+    run.figure(
+        "breakdown",
+        figures.parts(phi[first]),
+        caption=f"Breakdown of TTFT, PhiMoE, {tables.label(first)}, M2 Ultra ({error}). After Fig. 14.",
+        alt="Stacked bars of all systems, from the shortest to the longest: "
+        + ", ".join(SYSTEMS[s].title for s in order(phi[first], "ttft", SYSTEMS))
+        + ".",
+    )
+    run.figure(
+        "trade_off",
+        figures.time_and_energy(studies, first),
+        caption=f"Time and energy of the four systems, {tables.label(first)} ({error}). After Fig. 13 and 19.",
+        alt="Three panels, a model each: a point a system, time to the right, energy upwards.",
+    )
     run.table("The four systems", tables.systems(phi))
     run.table("Built up step by step", tables.ablation(phi[first]))
 
@@ -286,27 +464,47 @@ def kind_of(device: DeviceModel) -> str:
     return f"modelled; out-of-sample error of ANE graphs {in_time} in time, {in_energy} in energy"
 
 
-def held_out(run: Run, studies: dict[str, comparison.Study], device: DeviceModel, seed: int) -> None:
-    """Published figures that were not fitted: which hold by every choice, by ours only, or come out reversed."""
+def held_out(
+    run: Run, studies: dict[str, comparison.Study], device: DeviceModel, seed: int
+) -> None:
+    """Published figures that were not fitted: which hold by every choice, by ours only, or come out
+    reversed."""
     for name, of in comparison.modelled(studies, seed).items():
         run.metric(name, *of)
-    rows, phi = [row for row in run.answered() if row.readings], studies["Phi-3.5-MoE"][comparison.RUNS[0]]
-    judged = [row for row in rows if not (row.claim.fitted or row.claim.follows or row.claim.contradicted)]
+    rows, phi = (
+        [row for row in run.answered() if row.readings],
+        studies["Phi-3.5-MoE"][comparison.RUNS[0]],
+    )
+    judged = [
+        row for row in rows if not (row.claim.fitted or row.claim.follows or row.claim.contradicted)
+    ]
     hold = [row for row in judged if row.verdict != NOT_REPRODUCED]
     run.metric("held_out_claims_that_hold", len(hold), f"of {len(judged)}", "modelled")
-    run.figure("errors", figures.misses(rows),
-               caption=f"Published numbers beside modelled ones, by verdict ({kind_of(device)}; orders, and what the "
-                       "source contradicts, are left out). Fitted ones, and what follows from them, judge nothing.",
-               alt="Rows of points around a line at zero: TTFT near it, energy and CPU cycles further away, cycles of "
-                   "the naïve system furthest to the right.")
+    run.figure(
+        "errors",
+        figures.misses(rows),
+        caption=f"Published numbers beside modelled ones, by verdict ({kind_of(device)}; orders, and what the "
+        "source contradicts, are left out). Fitted ones, and what follows from them, judge nothing.",
+        alt="Rows of points around a line at zero: TTFT near it, energy and CPU cycles further away, cycles of "
+        "the naïve system furthest to the right.",
+    )
     run.table("What holds, and by which choice it would not (✗)", tables.sensitivity(rows))
     orders = [row for row in rows if row.claim.above is not None or row.claim.below is not None]
     reversed_ = [row for row in orders if row.verdict == NOT_REPRODUCED and not row.lost]
-    overlap, = (row.readings["CPU and ANE in turn"] for row in rows if row.claim.id == "ablation-tg")
-    run.table("Trends and orders that come out reversed", [
-        {"trend or order": f"{row.claim.where}: {row.claim.text}", "modelled": f"{row.ours:.3g}",
-         "likely cause": row.why}
-        for row in reversed_])
+    (overlap,) = (
+        row.readings["CPU and ANE in turn"] for row in rows if row.claim.id == "ablation-tg"
+    )
+    run.table(
+        "Trends and orders that come out reversed",
+        [
+            {
+                "trend or order": f"{row.claim.where}: {row.claim.text}",
+                "modelled": f"{row.ours:.3g}",
+                "likely cause": row.why,
+            }
+            for row in reversed_
+        ],
+    )
     run.takeaway(
         "{judged} published figures, trends and orders were neither fitted nor follow from what was. **{hold} of them "
         "hold by every choice**; {lost} hold by ours only and count as not reproduced. Of {orders} trends and orders "
@@ -315,35 +513,69 @@ def held_out(run: Run, studies: dict[str, comparison.Study], device: DeviceModel
         "step of the ablation needs CPU and ANE in parallel:** then placement gains a factor of {placed:.2f}; if one "
         "waits for the other, {waits:.2f}. The paper doesn't say that they do: it is an input here, chosen because of "
         "that step.",
-        judged=len(judged), hold=len(hold), lost=sum(bool(row.lost) for row in judged), orders=len(orders),
-        reversed=len(reversed_), base=ratio(phi, "ttft", "base"), placed=ratio(phi, "ttft", "base+TG"), waits=overlap)
+        judged=len(judged),
+        hold=len(hold),
+        lost=sum(bool(row.lost) for row in judged),
+        orders=len(orders),
+        reversed=len(reversed_),
+        base=ratio(phi, "ttft", "base"),
+        placed=ratio(phi, "ttft", "base+TG"),
+        waits=overlap,
+    )
 
 
 def settings(run: Run, card: str, device: DeviceModel, smoke: bool, seed: int) -> None:
-    """Every combination of tiers, slack, group size and chunk for a card, and controls to walk through them."""
+    """Every combination of tiers, slack, group size and chunk for a card, and controls to walk
+    through them."""
     swept = comparison.settings(card, groups=(1, 8) if smoke else GROUPS, seed=seed)
     best = fastest(swept, ALLOWED)
-    usual = {setting.chunk: of for setting, of in swept.items() if setting == Setting(chunk=setting.chunk)}
-    run.table(f"The fastest setting that drops at most {ALLOWED:.0%}, and the default", tables.settings(swept, best))
-    run.metrics_of({f"best_ttft_{card}_{B}": swept[setting].ttft_s for B, setting in best.items()},
-                   f"s, at most {ALLOWED:.0%} dropped", "modelled")
+    usual = {
+        setting.chunk: of
+        for setting, of in swept.items()
+        if setting == Setting(chunk=setting.chunk)
+    }
+    run.table(
+        f"The fastest setting that drops at most {ALLOWED:.0%}, and the default",
+        tables.settings(swept, best),
+    )
+    run.metrics_of(
+        {f"best_ttft_{card}_{B}": swept[setting].ttft_s for B, setting in best.items()},
+        f"s, at most {ALLOWED:.0%} dropped",
+        "modelled",
+    )
     run.metrics_of({f"usual_ttft_{card}_{B}": usual[B].ttft_s for B in best}, "s", "modelled")
     run.takeaway(
         "For {card} the default takes {longer} longer than the fastest setting, at chunks of {chunks} (modelled). The "
         "chunk matters most: a prompt of 1024 takes {chunk:.1f} times as long in chunks of {small} as in one of "
-        "{large}: every chunk reads all the weights again.", card=card, chunks=", ".join(map(str, best)),
-        longer=", ".join(f"{usual[B].ttft_s / swept[setting].ttft_s - 1:.0%}" for B, setting in best.items()),
-        small=min(usual), large=max(usual), chunk=usual[min(usual)].ttft_s / usual[max(usual)].ttft_s)
+        "{large}: every chunk reads all the weights again.",
+        card=card,
+        chunks=", ".join(map(str, best)),
+        longer=", ".join(
+            f"{usual[B].ttft_s / swept[setting].ttft_s - 1:.0%}" for B, setting in best.items()
+        ),
+        small=min(usual),
+        large=max(usual),
+        chunk=usual[min(usual)].ttft_s / usual[max(usual)].ttft_s,
+    )
 
     def turned(tiers: int, slack: float, group_size: int, chunk: int) -> None:
         setting = Setting(tiers, slack, group_size, chunk)
         said = tables.caption(card, setting, swept[setting], device)
         show(figures.around(swept, setting), said, said)
-    interact(turned, tiers=ipywidgets.Dropdown(options=LEVELS, value=3, description="capacity tiers a layer"),
-             slack=ipywidgets.Dropdown(options=SLACKS, value=1.0, description="slack (× expected loads)"),
-             group_size=ipywidgets.Dropdown(options=sorted({setting.group_size for setting in swept}), value=8,
-                                            description="group size G (experts a graph)"),
-             chunk=ipywidgets.Dropdown(options=list(usual), value=256, description="chunk B (tokens)"))
+
+    interact(
+        turned,
+        tiers=ipywidgets.Dropdown(options=LEVELS, value=3, description="capacity tiers a layer"),
+        slack=ipywidgets.Dropdown(
+            options=SLACKS, value=1.0, description="slack (× expected loads)"
+        ),
+        group_size=ipywidgets.Dropdown(
+            options=sorted({setting.group_size for setting in swept}),
+            value=8,
+            description="group size G (experts a graph)",
+        ),
+        chunk=ipywidgets.Dropdown(options=list(usual), value=256, description="chunk B (tokens)"),
+    )
 
 
 def appendix(run: Run) -> None:

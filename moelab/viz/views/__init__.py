@@ -1,7 +1,7 @@
 """Views that one plays with: functions of real objects (model, trace, run, plan) for any notebook.
 
-    from moelab.viz import views
-    views.budget(lm)
+from moelab.viz import views
+views.budget(lm)
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ from importlib import import_module
 from typing import Any
 
 #: view → the module that defines it, which has another name: it would hide the function
-_HOMES = {"budget": "budgets", "scrubber": "scrub", "theatre": "stage", "arena": "standings", "claims": "ledger",
-          "runs": "pair", "model_map": "treemap"}
+_HOMES = {
+    "budget": "budgets",
+    "scrubber": "scrub",
+    "theatre": "stage",
+    "arena": "standings",
+    "claims": "ledger",
+    "runs": "pair",
+    "model_map": "treemap",
+}
 __all__ = list(_HOMES)
 
 

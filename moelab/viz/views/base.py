@@ -1,11 +1,12 @@
-"""The frame of every view: controls, a picture that is changed in place, exports, the command, a place for errors.
+"""The frame of every view: controls, a picture that is changed in place, exports, the command, a
+place for errors.
 
 A view is made of plain functions, so all that it shows can be had, and tested, without a widget:
 
     values ─ compute ─▶ data ─ draw ─▶ figures;  rows(data) is their table, command(values) what reproduces them
 
-Nothing is a widget before a view is displayed in Jupyter, whose notebook keeps the picture that the browser first drew;
-executed headlessly, it shows the figure alone, which the runner gives its PNG.
+Nothing is a widget before a view is displayed in Jupyter, whose notebook keeps the picture that the
+browser first drew; executed headlessly, it shows the figure alone, which the runner gives its PNG.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ FOLDER = Path(__file__).parent
 
 
 class Control(NamedTuple):
-    """A value that a person turns: what it is at first, the widget that shows it, and what it must be."""
+    """A value that a person turns: what it is at first, the widget that shows it, and what it must
+    be."""
 
     value: Any
     build: Callable[[], Any]
@@ -43,46 +45,77 @@ class Control(NamedTuple):
 
 
 def _wide(kind: str, label: str, **how: Any) -> Any:
-    """An ipywidget over the full width; it tells its value when it is let go, not while it moves."""
+    """An ipywidget over the full width; it tells its value when it is let go, not while it
+    moves."""
     import ipywidgets
+
     if "continuous_update" in getattr(ipywidgets, kind).class_trait_names():
         how["continuous_update"] = False
-    return getattr(ipywidgets, kind)(description=label, style={"description_width": LABEL},
-                                     layout={"width": "auto"}, **how)
+    return getattr(ipywidgets, kind)(
+        description=label, style={"description_width": LABEL}, layout={"width": "auto"}, **how
+    )
 
 
-def slider(label: str, value: float, low: float, high: float, step: float = 0.0, log: bool = False,
-           beyond: float | None = None) -> Control:
-    """A number from low to high; `label` says the quantity and its unit. Whole where value and step are.
+def slider(
+    label: str,
+    value: float,
+    low: float,
+    high: float,
+    step: float = 0.0,
+    log: bool = False,
+    beyond: float | None = None,
+) -> Control:
+    """A number from low to high; `label` says the quantity and its unit. Whole where value and step
+    are.
 
-    beyond : what may be set, by a command, beside what the slider reaches: from 1 / beyond to beyond.
-    """
+    beyond : what may be set, by a command, beside what the slider reaches: from 1 / beyond to
+    beyond."""
     if not low <= value <= high or log and low <= 0:
         raise ValueError(f"{label}: {value} is not from {low} to {high}" + " > 0" * log)
     ends = (1 / beyond, beyond) if beyond else (low, high)
-    must = Must(lambda value: are_numbers(value) and ends[0] <= value <= ends[1], f"from {ends[0]:g} to {ends[1]:g}")
+    must = Must(
+        lambda value: are_numbers(value) and ends[0] <= value <= ends[1],
+        f"from {ends[0]:g} to {ends[1]:g}",
+    )
     if log:
-        scale = {"min": math.log10(low), "max": math.log10(high), "step": step or math.log10(high / low) / 100 or 0.01,
-                "readout_format": ".3g"}
+        scale = {
+            "min": math.log10(low),
+            "max": math.log10(high),
+            "step": step or math.log10(high / low) / 100 or 0.01,
+            "readout_format": ".3g",
+        }
         return Control(value, partial(_wide, "FloatLogSlider", label, **scale), must)
     kind = "IntSlider" if isinstance(value, int) and float(step).is_integer() else "FloatSlider"
     step = step or (1 if kind == "IntSlider" else (high - low) / 100)
-    return Control(value, partial(_wide, kind, label, min=low, max=high, step=type(value)(step)), must)
+    return Control(
+        value, partial(_wide, kind, label, min=low, max=high, step=type(value)(step)), must
+    )
 
 
 def menu(label: str, value: Any, options: Sequence[Any] | Mapping[str, Any]) -> Control:
     """One of several; a mapping is label → value."""
     known = list(options.values() if isinstance(options, Mapping) else options)
-    return Control(value, partial(_wide, "Dropdown", label, options=list(
-        options.items() if isinstance(options, Mapping) else options)), Must(
-            lambda value: value in known, f"one of {', '.join(map(repr, known))}"))
+    return Control(
+        value,
+        partial(
+            _wide,
+            "Dropdown",
+            label,
+            options=list(options.items() if isinstance(options, Mapping) else options),
+        ),
+        Must(lambda value: value in known, f"one of {', '.join(map(repr, known))}"),
+    )
 
 
 def several(label: str, values: Sequence[str], options: Sequence[str]) -> Control:
     """Any of several, at least one."""
-    return Control(tuple(values), partial(_wide, "SelectMultiple", label, options=list(options),
-                                          rows=min(6, len(options))), Must(
-        lambda values: values and set(values) <= set(options), f"some of {', '.join(options)}"))
+    return Control(
+        tuple(values),
+        partial(_wide, "SelectMultiple", label, options=list(options), rows=min(6, len(options))),
+        Must(
+            lambda values: values and set(values) <= set(options), f"some of {', '.join(options)}"
+        ),
+    )
 
 
 class View:
@@ -94,9 +127,10 @@ class View:
     rows : data → dictionaries, one a row of the CSV.
     command : values → (a line for a shell, Python) that give the same data.
     words : data → (caption, the picture in words).
-    below : what makes further widgets of the view, below the picture; it may call `set` and `refresh`.
-    ahead : does what may be asked for later, a step at a time, while nobody turns anything; it ends at a step that
-        takes longer than one would wait for.
+    below : what makes further widgets of the view, below the picture; it may call `set` and
+        `refresh`.
+    ahead : does what may be asked for later, a step at a time, while nobody turns anything; it ends
+        at a step that takes longer than one would wait for.
 
     Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
     """
@@ -104,13 +138,26 @@ class View:
     #: whether its controls are widgets; else the picture has its own
     controls_shown = True
 
-    def __init__(self, name: str, controls: Mapping[str, Control], compute: Callable[..., Any],
-                 draw: Callable[[Any], Figure | Iterable[Figure]], rows: Callable[[Any], list[Mapping[str, Any]]],
-                 command: Callable[..., tuple[str, str]], words: Callable[[Any], tuple[str, str]],
-                 below: Callable[[View], Sequence[Any]] = lambda view: (),
-                 ahead: Callable[[], Iterable[Any]] = tuple) -> None:
+    def __init__(
+        self,
+        name: str,
+        controls: Mapping[str, Control],
+        compute: Callable[..., Any],
+        draw: Callable[[Any], Figure | Iterable[Figure]],
+        rows: Callable[[Any], list[Mapping[str, Any]]],
+        command: Callable[..., tuple[str, str]],
+        words: Callable[[Any], tuple[str, str]],
+        below: Callable[[View], Sequence[Any]] = lambda view: (),
+        ahead: Callable[[], Iterable[Any]] = tuple,
+    ) -> None:
         self.name, self.controls, self._below, self._ahead = name, dict(controls), below, ahead
-        self._compute, self._draw, self._rows, self._command, self._words = compute, draw, rows, command, words
+        self._compute, self._draw, self._rows, self._command, self._words = (
+            compute,
+            draw,
+            rows,
+            command,
+            words,
+        )
         self.values = {name: control.value for name, control in controls.items()}
         self._dark, self._turn = False, threading.RLock()
         self._check(self.values)
@@ -122,18 +169,25 @@ class View:
     def _check(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if not (must := self.controls[name].must).test(value):
-                raise ValueError(f"the view {self.name} has {name}={value!r}; it must be {must.words}")
+                raise ValueError(
+                    f"the view {self.name} has {name}={value!r}; it must be {must.words}"
+                )
 
     def set(self, **values: Any) -> View:
-        """Turn controls; ValueError for one that there is not, or a value that it cannot have. What is displayed
-        changes in place."""
+        """Turn controls; ValueError for one that there is not, or a value that it cannot have. What
+        is displayed changes in place."""
         if unknown := values.keys() - self.controls.keys():
-            raise ValueError(f"the view {self.name} has no control {', '.join(sorted(unknown))}; it has "
-                             f"{', '.join(self.controls) or 'none'}")
+            raise ValueError(
+                f"the view {self.name} has no control {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(self.controls) or 'none'}"
+            )
         self._check(values)
         if "widget" in self.__dict__:
-            moved = [name for name, value in values.items()
-                     if name in self._built and self._built[name].value != value]
+            moved = [
+                name
+                for name, value in values.items()
+                if name in self._built and self._built[name].value != value
+            ]
             self._quiet = True
             try:
                 for name in moved:
@@ -145,7 +199,8 @@ class View:
         return self
 
     def refresh(self) -> None:
-        """Compute and draw again, with the same values; the browser draws a figure while the next one is made."""
+        """Compute and draw again, with the same values; the browser draws a figure while the next
+        one is made."""
         with self._turn:
             data, figures, live = self._compute(**self.values), [], "widget" in self.__dict__
             drawn = self._draw(data)
@@ -183,10 +238,15 @@ class View:
     def html(self) -> str:
         """The pictures as a page that works without a network."""
         import plotly.graph_objects as go
-        parts = [go.Figure(theme.to_json(figure)).to_html(include_plotlyjs=not i, full_html=False)
-                 for i, figure in enumerate(self.figures)]
-        return f'<!doctype html><meta charset="utf-8"><title>{escape(self.name)}</title>\n' + "\n".join(
-            [*parts, f"<p>{escape(self.words[0])}</p>"])
+
+        parts = [
+            go.Figure(theme.to_json(figure)).to_html(include_plotlyjs=not i, full_html=False)
+            for i, figure in enumerate(self.figures)
+        ]
+        return (
+            f'<!doctype html><meta charset="utf-8"><title>{escape(self.name)}</title>\n'
+            + "\n".join([*parts, f"<p>{escape(self.words[0])}</p>"])
+        )
 
     def _ipython_display_(self) -> None:
         if os.environ.get("MOELAB_HEADLESS"):
@@ -198,16 +258,19 @@ class View:
             live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}", self.pictures)
             threading.Thread(target=self._prepare, daemon=True).start()
 
-    # ---------------------------------------------------------------------------------------------- in Jupyter
+    # ----------------------------------------------------------------------------------------------
+    # in Jupyter
 
     @cached_property
     def widget(self) -> Any:
         """The view as one ipywidget, made when it is first asked for."""
         import ipywidgets
         from moelab.viz.views.widgets import toolbar
+
         self._quiet = True
-        self._built = {name: control.build() for name, control in self.controls.items()
-                       if self.controls_shown}
+        self._built = {
+            name: control.build() for name, control in self.controls.items() if self.controls_shown
+        }
         for name, built in self._built.items():
             built.value = self.values[name]
         self._quiet = False
@@ -217,17 +280,26 @@ class View:
         self.errors, self._caption = ipywidgets.Output(), ipywidgets.HTML()
         self._tools = toolbar(self)
         self._tools.observe(lambda change: self._recolour(change["new"]), "dark")
-        box = ipywidgets.VBox([*self._built.values(), *self.pictures, self._caption, self._tools, self.errors,
-                               *self._below(self)], layout={"width": "100%"})
+        box = ipywidgets.VBox(
+            [
+                *self._built.values(),
+                *self.pictures,
+                self._caption,
+                self._tools,
+                self.errors,
+                *self._below(self),
+            ],
+            layout={"width": "100%"},
+        )
         box.add_class("moelab-view")
         self._tell()
         return box
 
     def _prepare(self) -> None:
         steps, begun = iter(self._ahead()), time.thread_time()
-        with suppress(Exception):                       # it is told to whoever asks for it
+        with suppress(Exception):  # it is told to whoever asks for it
             while time.thread_time() - begun < 0.1:
-                time.sleep(0.005)                       # a control that was turned is first
+                time.sleep(0.005)  # a control that was turned is first
                 with self._turn:
                     begun = time.thread_time()
                     if next(steps, steps) is steps:
@@ -235,6 +307,7 @@ class View:
 
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.widgets import chart
+
         return [chart(self._json(figure)) for figure in self.figures]
 
     def _json(self, figure: Figure) -> dict[str, Any]:
@@ -247,15 +320,21 @@ class View:
         self.guarded(self.refresh)
 
     def guarded(self, function: Callable[[], Any]) -> None:
-        """Call a function; what it raises is shown below the picture, where the notebook runner finds it too. Works in
-        any thread, and what was shown before stays."""
+        """Call a function; what it raises is shown below the picture, where the notebook runner
+        finds it too. Works in any thread, and what was shown before stays."""
         with self._turn:
             try:
                 function()
                 told = ()
             except Exception as error:
-                told = ({"output_type": "error", "ename": type(error).__name__, "evalue": str(error),
-                         "traceback": traceback.format_exception(error)},)
+                told = (
+                    {
+                        "output_type": "error",
+                        "ename": type(error).__name__,
+                        "evalue": str(error),
+                        "traceback": traceback.format_exception(error),
+                    },
+                )
             if self.errors.outputs != told:
                 self.errors.outputs = told
 
@@ -264,6 +343,7 @@ class View:
             for i, figure in enumerate(self.figures):
                 self._show(i, figure)
             self._tell()
+
         self._dark = dark
         self.guarded(again)
 
@@ -272,6 +352,8 @@ class View:
 
     def _tell(self) -> None:
         caption, alt = self.words
-        self._caption.value = f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
+        self._caption.value = (
+            f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
+        )
         with self._tools.hold_sync():
             self._tools.shell, self._tools.python = self.commands

@@ -1,10 +1,10 @@
 """`moelab view NAME [MODEL]`: a view without Jupyter, as a page, a table or what it says.
 
-    moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
-    moelab view theatre --memory 25% -p way=hint --output theatre.csv
-    moelab view model_map qwen.folder --output map.html         # with --counts FILE also by popularity
-    moelab view arena mine:TakeTurns                            # a class of mine.py
-    moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
+moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
+moelab view theatre --memory 25% -p way=hint --output theatre.csv
+moelab view model_map qwen.folder --output map.html         # with --counts FILE also by popularity
+moelab view arena mine:TakeTurns                            # a class of mine.py
+moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ def _command(name: str, found: Recorded, **values: Any) -> tuple[str, str]:
     values = {key: value for key, value in values.items() if value is not None}
     words = [f"-p {key}={_word(value)}" for key, value in values.items()]
     arguments = ", ".join(_arguments(values))
-    if found.source is None:                            # a card, or a run of which nobody knows what it was of
+    if found.source is None:  # a card, or a run of which nobody knows what it was of
         what = repr(found.name) if found.name in registry.names("model") else "run"
-        return (" ".join(["moelab view", name, found.name, *words]),
-                f"from moelab.viz import views\nviews.{name}({what}).set({arguments})")
+        return (
+            " ".join(["moelab view", name, found.name, *words]),
+            f"from moelab.viz import views\nviews.{name}({what}).set({arguments})",
+        )
     opened = {} if found.memory is None else {"memory": found.memory} | found.options
     flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
-    return (" ".join(["moelab view", name, _word(found.source), *flags, *words]),
-            f"import moelab\nfrom moelab.viz import views\n"
-            f"with moelab.open_model({', '.join([repr(found.source), *_arguments(opened)])}) as lm:\n"
-            f"    view = views.{name}({', '.join(['lm', *_arguments(found.asked)])}).set({arguments})\nview")
+    return (
+        " ".join(["moelab view", name, _word(found.source), *flags, *words]),
+        f"import moelab\nfrom moelab.viz import views\n"
+        f"with moelab.open_model({', '.join([repr(found.source), *_arguments(opened)])}) as lm:\n"
+        f"    view = views.{name}({', '.join(['lm', *_arguments(found.asked)])}).set({arguments})\nview",
+    )
 
 
 def _arguments(values: dict[str, Any]) -> list[str]:
@@ -71,21 +75,55 @@ def read(value: Any, text: str) -> Any:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("view", choices=views.__all__)
-    parser.add_argument("what", nargs="*", help="a checkpoint folder, a store, a hub id or, for budget and model_map, "
-                        "a card's name (default: the small model); of arena MODULE:CLASS; of runs two folders or "
-                        "notebooks; of claims a source")
-    parser.add_argument("--memory", type=memory, default="50%",
-                        help="for experts, where the run is recorded (default: %(default)s)")
-    parser.add_argument("--cache", default=DEFAULT_POLICY, metavar="NAME", help="who is evicted (default: %(default)s)")
-    parser.add_argument("--prefetch", choices=[name for name in registry.names("predictor") if not lacking(name)],
-                        help="what predicts which experts to load ahead")
+    parser.add_argument(
+        "what",
+        nargs="*",
+        help="a checkpoint folder, a store, a hub id or, for budget and model_map, "
+        "a card's name (default: the small model); of arena MODULE:CLASS; of runs two folders or "
+        "notebooks; of claims a source",
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory,
+        default="50%",
+        help="for experts, where the run is recorded (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cache",
+        default=DEFAULT_POLICY,
+        metavar="NAME",
+        help="who is evicted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefetch",
+        choices=[name for name in registry.names("predictor") if not lacking(name)],
+        help="what predicts which experts to load ahead",
+    )
     parser.add_argument("--prompt", help="the text that is gone on from")
-    parser.add_argument("--tokens", type=whole(3), default=TOKENS, metavar="N", help="generated (default: %(default)s)")
-    parser.add_argument("--counts", type=Path, metavar="FILE",
-                        help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it")
-    parser.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE",
-                        help="turn a control; may be given several times")
-    parser.add_argument("--output", type=output, metavar="FILE", help="a .html page or a .csv table")
+    parser.add_argument(
+        "--tokens",
+        type=whole(3),
+        default=TOKENS,
+        metavar="N",
+        help="generated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--counts",
+        type=Path,
+        metavar="FILE",
+        help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it",
+    )
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="turn a control; may be given several times",
+    )
+    parser.add_argument(
+        "--output", type=output, metavar="FILE", help="a .html page or a .csv table"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -93,7 +131,9 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.output} must end in .html or .csv")
     make, most = getattr(views, args.view), 2 if args.view == "runs" else 1
     if len(args.what) > most:
-        raise ValueError(f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}")
+        raise ValueError(
+            f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
+        )
     if args.counts is not None and args.view != "model_map":
         raise ValueError(f"--counts is for the view model_map, not for {args.view}")
     model = args.what[0] if args.what else None
@@ -103,12 +143,14 @@ def main(args: argparse.Namespace) -> int:
         more = {"counts": args.counts} if args.counts is not None else {}
         return _write(turned(make(*what, **more), args.parameter), args.output)
     with open_model(model, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
-        return _write(turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter), args.output)
+        return _write(
+            turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter), args.output
+        )
 
 
 def _class(text: str | None) -> type:
-    """The class of "module:name", of a module in this folder, where no other is imported. ValueError: there is none, or
-    it is nothing that the arena ranks."""
+    """The class of "module:name", of a module in this folder, where no other is imported.
+    ValueError: there is none, or it is nothing that the arena ranks."""
     module, _, name = (text or "").partition(":")
     sys.path.insert(0, "")
     try:
@@ -121,9 +163,11 @@ def _class(text: str | None) -> type:
             raise ValueError(f"{name} is no class")
         contests.kind_of(found)
         return found
-    except Exception as error:                          # whatever the file itself raises, too
-        raise ValueError(f"the arena is of a class, as in `moelab view arena mine:TakeTurns` for TakeTurns of mine.py, "
-                         f"not of {text!r}: {error}") from error
+    except Exception as error:  # whatever the file itself raises, too
+        raise ValueError(
+            f"the arena is of a class, as in `moelab view arena mine:TakeTurns` for TakeTurns of mine.py, "
+            f"not of {text!r}: {error}"
+        ) from error
     finally:
         sys.path.remove("")
 
@@ -139,12 +183,16 @@ def turned(view: Any, assignments: list[str]) -> Any:
         try:
             values[name] = read(view.values[name], text)
         except ValueError:
-            raise ValueError(f"-p {assignment}: it must be like {name}={_word(view.values[name])}") from None
+            raise ValueError(
+                f"-p {assignment}: it must be like {name}={_word(view.values[name])}"
+            ) from None
     return view.set(**values) if values else view
 
 
 def _write(view: Any, output: Path | None) -> int:
     print(filled(view.words[0]))
     if output is not None:
-        print(f"written to {write_text(output, view.html() if output.suffix == '.html' else view.csv())}")
+        print(
+            f"written to {write_text(output, view.html() if output.suffix == '.html' else view.csv())}"
+        )
     return 0

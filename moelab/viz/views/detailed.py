@@ -1,8 +1,8 @@
-"""A view of many things of which one is looked at closely: chosen in a menu or by a click on the picture.
+"""A view of many things of which one is looked at closely: chosen in a menu or by a click on the
+picture.
 
-What is told of a thing is a plain function too, so `view.detail(name)` needs no widget. The traces of the picture carry
-the names in `customdata`.
-"""
+What is told of a thing is a plain function too, so `view.detail(name)` needs no widget. The traces
+of the picture carry the names in `customdata`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,15 @@ class Detailed(View):
     first : the one that is looked at to begin with; "" for none.
     """
 
-    def __init__(self, *args: Any, label: str, names: Callable[[Any], Sequence[str]],
-                 tell: Callable[[Any, str], Detail], first: str = "", **how: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        label: str,
+        names: Callable[[Any], Sequence[str]],
+        tell: Callable[[Any, str], Detail],
+        first: str = "",
+        **how: Any,
+    ) -> None:
         self._label, self._names, self._of, self._first = label, names, tell, first
         super().__init__(*args, **how, below=Detailed._build)
 
@@ -47,17 +54,27 @@ class Detailed(View):
         super()._ipython_display_()
         if self._first and os.environ.get("MOELAB_HEADLESS"):
             from IPython.display import HTML, display
+
             display(HTML(self.detail(self._first).html))
 
-    # ---------------------------------------------------------------------------------------------- in Jupyter
+    # ----------------------------------------------------------------------------------------------
+    # in Jupyter
 
     def _build(self) -> list[Any]:
         import ipywidgets
         from moelab.viz.views.widgets import chart
-        self._menu = ipywidgets.Combobox(description=self._label, ensure_option=True, continuous_update=False,
-                                         placeholder="type to find, or click in the picture",
-                                         style={"description_width": "16em"}, layout={"width": "auto"})
-        self._menu.observe(lambda change: self.guarded(partial(self._chosen, change["new"])), "value")
+
+        self._menu = ipywidgets.Combobox(
+            description=self._label,
+            ensure_option=True,
+            continuous_update=False,
+            placeholder="type to find, or click in the picture",
+            style={"description_width": "16em"},
+            layout={"width": "auto"},
+        )
+        self._menu.observe(
+            lambda change: self.guarded(partial(self._chosen, change["new"])), "value"
+        )
         self._text, self._close = ipywidgets.HTML(), chart({"data": [], "layout": {}})
         self._text.add_class("moelab-details")
         self._close.layout.display = "none"
@@ -75,7 +92,7 @@ class Detailed(View):
 
     def _clicked(self, clicked: Mapping[str, Any]) -> None:
         name = clicked["data"][0] if isinstance(clicked["data"], list) else clicked["data"]
-        if name in self._menu.options:                  # not all of a large checkpoint are
+        if name in self._menu.options:  # not all of a large checkpoint are
             self._menu.value = name
 
     def _tell(self) -> None:
@@ -90,8 +107,15 @@ class Detailed(View):
 
 def html_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], summary: str = "") -> str:
     """A table as HTML, folded under a summary if there is one."""
-    cells = "".join("<tr>" + "".join(f"<td style='text-align:left;vertical-align:top'>{escape(format_value(cell))}</td>"
-                                     for cell in row) + "</tr>" for row in rows)
+    cells = "".join(
+        "<tr>"
+        + "".join(
+            f"<td style='text-align:left;vertical-align:top'>{escape(format_value(cell))}</td>"
+            for cell in row
+        )
+        + "</tr>"
+        for row in rows
+    )
     heads = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in head)
     table = f"<table style='line-height:1.4'><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
     return f"<details><summary>{escape(summary)}</summary>{table}</details>" if summary else table

@@ -1,6 +1,6 @@
 """The ledger of claims: how far what was found here is from what each source says, by verdict.
 
-    views.claims("zipmoe")          views.claims(verdict="not reproduced")
+views.claims("zipmoe")          views.claims(verdict="not reproduced")
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ EDGES = (0.1, 10.0)
 
 def chosen(rows: Sequence[ledger.Row], source: str = "", verdict: str = "") -> list[ledger.Row]:
     """Those of a source, or of all, that have a verdict, or any."""
-    return [row for row in rows if source in ("", row.claim.source) and verdict in ("", row.verdict)]
+    return [
+        row for row in rows if source in ("", row.claim.source) and verdict in ("", row.verdict)
+    ]
 
 
 def figure_of(row: ledger.Row, results: str | Path | None = None) -> Path | None:
-    """The figure that the notebook's newest run kept of a claim's metrics: the one that shares most words with them."""
+    """The figure that the notebook's newest run kept of a claim's metrics: the one that shares most
+    words with them."""
     notebook, *metrics = row.claim.metric or ("",)
     asked = _words(" ".join(metrics))
     for run in reversed(saved_runs(notebook, results) if notebook else []):
         figures = read_json(run / "metrics.json", MetricsFile).get("figures", {})
-        shared = {name: (len(asked & _words(name)), len(asked & _words(of.get("caption", ""))))
-                  for name, of in figures.items()}
+        shared = {
+            name: (len(asked & _words(name)), len(asked & _words(of.get("caption", ""))))
+            for name, of in figures.items()
+        }
         if best := max(shared, key=shared.get, default=""):
             return run / figures[best]["file"]
     return None
@@ -46,44 +51,72 @@ def _words(text: str) -> set[str]:
 
 
 def name_of(row: ledger.Row) -> str:
-    """"source/id", by which the ledger knows a claim."""
+    """ "source/id", by which the ledger knows a claim."""
     return f"{row.claim.source}/{row.claim.id}"
 
 
 def draw(rows: Sequence[ledger.Row]) -> Figure:
-    """Ours over the source's, a row a claim that is a number, in colour and shape of its verdict."""
+    """Ours over the source's, a row a claim that is a number, in colour and shape of its
+    verdict."""
     there = [row for row in rows if row.distance]
     figure = Figure()
     for i, verdict in enumerate(ledger.VERDICTS):
         if own := [row for row in there if row.verdict == verdict]:
             figure.add_scatter(
-                x=[min(max(row.distance, EDGES[0]), EDGES[1]) for row in own], y=[name_of(row) for row in own],
-                mode="markers", name=verdict, marker=point_look(i), customdata=[name_of(row) for row in own],
-                text=[f"{row.claim.where}: {row.claim.text}<br>{row.claim.said}; ours {row.cells[3]} ({row.kind})"
-                      for row in own], hovertemplate="%{text}<extra>" + verdict + "</extra>")
+                x=[min(max(row.distance, EDGES[0]), EDGES[1]) for row in own],
+                y=[name_of(row) for row in own],
+                mode="markers",
+                name=verdict,
+                marker=point_look(i),
+                customdata=[name_of(row) for row in own],
+                text=[
+                    f"{row.claim.where}: {row.claim.text}<br>{row.claim.said}; ours {row.cells[3]} ({row.kind})"
+                    for row in own
+                ],
+                hovertemplate="%{text}<extra>" + verdict + "</extra>",
+            )
     figure.add_vline(x=1, line=EDGE)
-    figure.update_xaxes(type="log", range=[-1.05, 1.05], tickvals=[0.1, 0.2, 0.5, 1, 2, 5, 10],
-                        ticktext=["≤ 0.1", "0.2", "0.5", "1", "2", "5", "≥ 10"])
-    figure.update_yaxes(type="category", categoryorder="array", categoryarray=[name_of(row) for row in there][::-1],
-                        tickfont={"size": 11})
-    return finish(figure, "found here ÷ what the source says", legend="verdict", height=180 + 22 * max(len(there), 4))
+    figure.update_xaxes(
+        type="log",
+        range=[-1.05, 1.05],
+        tickvals=[0.1, 0.2, 0.5, 1, 2, 5, 10],
+        ticktext=["≤ 0.1", "0.2", "0.5", "1", "2", "5", "≥ 10"],
+    )
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=[name_of(row) for row in there][::-1],
+        tickfont={"size": 11},
+    )
+    return finish(
+        figure,
+        "found here ÷ what the source says",
+        legend="verdict",
+        height=180 + 22 * max(len(there), 4),
+    )
 
 
 def tell(row: ledger.Row, results: str | Path | None = None) -> Detail:
     """Everything about a claim, and the figure that shows it."""
     where = " ".join(row.claim.metric[:1]) or "nothing here"
-    rows = [*zip(ledger.HEAD, row.cells), ("answered by", f"{where}: {', '.join(row.claim.metric[1:])}")]
+    rows = [
+        *zip(ledger.HEAD, row.cells),
+        ("answered by", f"{where}: {', '.join(row.claim.metric[1:])}"),
+    ]
     rows += [(f"by another choice, {name}", value) for name, value in row.readings.items()]
     path = figure_of(row, results)
     if path is None:
         return Detail(html_rows([row.claim.title, ""], rows))
     kept = read_json(path, FigureFile)
-    return Detail(html_rows([row.claim.title, ""], rows) + f"<em>{escape(kept['caption'])}</em>",
-                  Figure(kept["figure"]["data"], kept["figure"]["layout"]))
+    return Detail(
+        html_rows([row.claim.title, ""], rows) + f"<em>{escape(kept['caption'])}</em>",
+        Figure(kept["figure"]["data"], kept["figure"]["layout"]),
+    )
 
 
 def claims(source: str = "", verdict: str = "", results: str | Path | None = None) -> Detailed:
-    """The ledger as a view; a claim that is chosen shows its verdict's reason and the figure of the newest run.
+    """The ledger as a view; a claim that is chosen shows its verdict's reason and the figure of the
+    newest run.
 
     source, verdict : which claims at first; all if "". results : where runs lie.
     """
@@ -91,21 +124,41 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
     titles = {"all five": ""} | {claim.title: claim.source for claim in ledger.ledger()}
 
     def rows(found: Sequence[ledger.Row]) -> list[Record]:
-        return [{"id": name_of(row)} | dict(zip(ledger.HEAD, row.cells)) | {"ours ÷ source": row.distance}
-                for row in found]
+        return [
+            {"id": name_of(row)}
+            | dict(zip(ledger.HEAD, row.cells))
+            | {"ours ÷ source": row.distance}
+            for row in found
+        ]
 
     def words(found: Sequence[ledger.Row]) -> tuple[str, str]:
         numbers = sum(bool(row.distance) for row in found)
-        return (f"{ledger.summary(list(found))} {numbers} are numbers and drawn; the others are in the menu below.",
-                "Points on a logarithmic axis, one a claim: at 1, what was found is what the source says.")
+        return (
+            f"{ledger.summary(list(found))} {numbers} are numbers and drawn; the others are in the menu below.",
+            "Points on a logarithmic axis, one a claim: at 1, what was found is what the source says.",
+        )
 
     def command(source: str, verdict: str) -> tuple[str, str]:
         told = f" -p verdict='{verdict}'" if verdict else ""
-        return (f"moelab view claims {source}".rstrip() + told,
-                f"from moelab.viz import views\nviews.claims({source!r}, {verdict!r})")
+        return (
+            f"moelab view claims {source}".rstrip() + told,
+            f"from moelab.viz import views\nviews.claims({source!r}, {verdict!r})",
+        )
+
     return Detailed(
-        "claims", {"source": menu("source", source, titles),
-                   "verdict": menu("verdict", verdict, {"any": ""} | {name: name for name in ledger.VERDICTS})},
-        lambda source, verdict: chosen(answered, source, verdict), draw, rows, command, words, label="claim",
+        "claims",
+        {
+            "source": menu("source", source, titles),
+            "verdict": menu(
+                "verdict", verdict, {"any": ""} | {name: name for name in ledger.VERDICTS}
+            ),
+        },
+        lambda source, verdict: chosen(answered, source, verdict),
+        draw,
+        rows,
+        command,
+        words,
+        label="claim",
         names=lambda found: [name_of(row) for row in found],
-        tell=lambda found, name: tell(next(row for row in found if name_of(row) == name), results))
+        tell=lambda found, name: tell(next(row for row in found if name_of(row) == name), results),
+    )

@@ -1,9 +1,9 @@
-"""*Run it for real*: the same prompt and tokens through an engine of its own, with progress and a stop.
+"""*Run it for real*: the same prompt and tokens through an engine of its own, with progress and a
+stop.
 
-A thread opens the model within the budget, generates and closes it. Stopping cancels the generation, which ends before
-the next expert is computed, and the engine lets go of threads, files and memory; only while a model is being opened
-must that first come to its end.
-"""
+A thread opens the model within the budget, generates and closes it. Stopping cancels the
+generation, which ends before the next expert is computed, and the engine lets go of threads, files
+and memory; only while a model is being opened must that first come to its end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,30 @@ from moelab.offloading.engine import Cancelled
 
 
 class RealRun:
-    """One run in a thread of its own; made, started, perhaps stopped, and over when `done` was called.
+    """One run in a thread of its own; made, started, perhaps stopped, and over when `done` was
+    called.
 
     explorer : whose recorded run is repeated.    policy, memory : with which cache, in so many bytes.
     tick : told how many tokens there are, from the thread.    done : told what `measure` returned, or what it raised;
         None after a stop.    options : further ones of `open_model`.
     """
 
-    def __init__(self, explorer: Any, policy: str, memory: int, tick: Callable[[int], None],
-                 done: Callable[[Any], None], options: Mapping[str, Any] | None = None) -> None:
-        self.explorer, self.policy, self.memory, self.tick, self.done = explorer, policy, memory, tick, done
+    def __init__(
+        self,
+        explorer: Any,
+        policy: str,
+        memory: int,
+        tick: Callable[[int], None],
+        done: Callable[[Any], None],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.explorer, self.policy, self.memory, self.tick, self.done = (
+            explorer,
+            policy,
+            memory,
+            tick,
+            done,
+        )
         self.options, self.stopped, self.lm = dict(options or {}), threading.Event(), None
         self.thread = threading.Thread(target=self._run, name="moelab real run", daemon=True)
 
@@ -46,31 +60,43 @@ class RealRun:
             found: Any = self.measure()
         except Cancelled:
             found = None
-        except Exception as error:                  # a thread's error would be lost
+        except Exception as error:  # a thread's error would be lost
             found = error
         self.done(found)
 
     def measure(self) -> tuple[float, float]:
-        """(mean seconds of the decode steps that the explorer times, share of their experts found in memory)."""
+        """(mean seconds of the decode steps that the explorer times, share of their experts found
+        in memory)."""
         import torch
+
         found, explorer = self.explorer.found, self.explorer
-        with open_model(found.source, memory=self.memory, cache=self.policy, **self.options) as self.lm:
+        with open_model(
+            found.source, memory=self.memory, cache=self.policy, **self.options
+        ) as self.lm:
             session, ids = self.lm.moelab, torch.tensor([found.ids])
 
             def after(_: Any, scores: torch.Tensor) -> torch.Tensor:
-                """Of every forward pass: let the stop through, and begin to count when the cache is warm."""
+                """Of every forward pass: let the stop through, and begin to count when the cache is
+                warm."""
                 if self.stopped.is_set():
                     raise Cancelled
                 self.tick(len(session.forwards))
                 if len(session.forwards) == explorer.warm:
                     session.residency.reset_counters()
                 return scores
+
             if self.stopped.is_set():
                 raise Cancelled
             n = len(found.new)
             with torch.inference_mode():
-                self.lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n,
-                                 logits_processor=[after], **greedy(self.lm))
+                self.lm.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=n,
+                    min_new_tokens=n,
+                    logits_processor=[after],
+                    **greedy(self.lm),
+                )
             took = [session.forwards[i].end - session.forwards[i].start for i in explorer.decode]
             hit_rate = session.run.counters.hit_rate()
         self.lm = None
@@ -78,10 +104,14 @@ class RealRun:
 
 
 def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | None) -> list[Any]:
-    """The buttons that run the budget explorer's setting for real, and stop it; a bar shows tokens."""
+    """The buttons that run the budget explorer's setting for real, and stop it; a bar shows
+    tokens."""
     import ipywidgets
-    start, stop = (ipywidgets.Button(description=text, layout={"width": "auto"})
-                   for text in ("run it for real", "stop"))
+
+    start, stop = (
+        ipywidgets.Button(description=text, layout={"width": "auto"})
+        for text in ("run it for real", "stop")
+    )
     bar, told = ipywidgets.IntProgress(layout={"width": "30%"}), ipywidgets.Label()
     stop.disabled, running = True, []
 
@@ -109,18 +139,22 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
                     at.add(policy, memory, *found)
                     told.value = f"{policy}: {1e3 * found[0]:.2f} ms a token, measured"
                     view.refresh()
+
             view.guarded(show)
 
         def tick(n: int) -> None:
             bar.value, told.value = n, f"{policy}, {n} of {bar.max} steps"
+
         running[:] = [RealRun(at, policy, memory, tick, done, options).start()]
 
     def end(_: Any) -> None:
-        def stopping() -> None:                     # unless it ended in the meantime
+        def stopping() -> None:  # unless it ended in the meantime
             if not stop.disabled:
                 told.value = "stopping …"
                 running[0].stop()
+
         view.guarded(stopping)
+
     start.on_click(begin)
     stop.on_click(end)
     view.real = running

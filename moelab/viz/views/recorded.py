@@ -1,4 +1,5 @@
-"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, or an assumed one."""
+"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, or
+an assumed one."""
 
 from __future__ import annotations
 
@@ -30,8 +31,10 @@ class Recorded:
 
     before : the residency as it was when the run began.
     ids, new : token ids of the prompt and generated ones, [] where they are not known.
-    source, memory : what opens the model again, and its bytes for experts; None if that is not known, or all are there.
-    options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by default.
+    source, memory : what opens the model again, and its bytes for experts; None if that is not
+        known, or all are there.
+    options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by
+        default.
     how : words for whose routing this is.
     """
 
@@ -48,18 +51,42 @@ class Recorded:
     how: str = "of this text"
 
     @classmethod
-    def of(cls, lm: Any, run: EngineRun, before: Residency, ids: list[int], new: list[int],
-           prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
+    def of(
+        cls,
+        lm: Any,
+        run: EngineRun,
+        before: Residency,
+        ids: list[int],
+        new: list[int],
+        prompt: str | Sequence[int] | None,
+        tokens: int,
+    ) -> Recorded:
         """A generation of an opened model."""
         session, settings, options = lm.moelab, run.settings, {}
         if isinstance(settings.policy, str) and settings.policy != DEFAULT_POLICY:
             options["cache"] = settings.policy
         if session.speculation is not None:
             used = type(session.speculation.predictor)
-            options |= {"prefetch": name for name in names("predictor") if find("predictor", name) is used}
-        asked = {key: value for key, value, usual in (("prompt", prompt, None), ("tokens", tokens, TOKENS))
-                 if value != usual}
-        return cls(settings.spec.name, run, before, ids, new, lm.name_or_path, session.budget, options, asked, lm)
+            options |= {
+                "prefetch": name for name in names("predictor") if find("predictor", name) is used
+            }
+        asked = {
+            key: value
+            for key, value, usual in (("prompt", prompt, None), ("tokens", tokens, TOKENS))
+            if value != usual
+        }
+        return cls(
+            settings.spec.name,
+            run,
+            before,
+            ids,
+            new,
+            lm.name_or_path,
+            session.budget,
+            options,
+            asked,
+            lm,
+        )
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text, one by one; their numbers without a tokenizer."""
@@ -67,39 +94,51 @@ class Recorded:
         return [str(i) if tokenizer is None else tokenizer.decode([i]) for i in ids]
 
 
-def recorded(source: Any, prompt: str | Sequence[int] | None = None, tokens: int = TOKENS) -> Recorded:
+def recorded(
+    source: Any, prompt: str | Sequence[int] | None = None, tokens: int = TOKENS
+) -> Recorded:
     """What is looked at.
 
-    source : a model that `moelab.open_model` has opened, which then generates greedily, and prefetches in every token
-        if it was opened to prefetch; an `EngineRun`, such as `lm.moelab.run`; or the name of a model card, whose
-        routing is then assumed: all experts as often.
+    source : a model that `moelab.open_model` has opened, which then generates greedily, and
+        prefetches in every token if it was opened to prefetch; an `EngineRun`, such as
+        `lm.moelab.run`; or the name of a model card, whose routing is then assumed: all experts as
+        often.
     prompt : a text or token ids; by default a few words of a library.    tokens : that are generated.
 
-    Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything else.
-    """
+    Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything
+    else."""
     if isinstance(source, Recorded):
         return source
     if isinstance(source, str) and source in names("model"):
         return _assumed(source)
     if isinstance(source, EngineRun):
-        return _whole(Recorded(source.settings.spec.name, run := source.copy(), _as_opened(run.settings)))
+        return _whole(
+            Recorded(source.settings.spec.name, run := source.copy(), _as_opened(run.settings))
+        )
     if not hasattr(source, "moelab"):
-        raise TypeError(f"this is a {type(source).__name__}; a view is of a model that moelab.open_model has opened, "
-                        f"of its run (lm.moelab.run), or of a card: {', '.join(names('model'))}")
+        raise TypeError(
+            f"this is a {type(source).__name__}; a view is of a model that moelab.open_model has opened, "
+            f"of its run (lm.moelab.run), or of a card: {', '.join(names('model'))}"
+        )
     return _whole(_generate(source, prompt, tokens))
 
 
 def _whole(found: Recorded) -> Recorded:
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
-        raise ValueError("this run has fewer than two decode steps, so nothing can be said about TPOT: generate at "
-                         "least three tokens")
+        raise ValueError(
+            "this run has fewer than two decode steps, so nothing can be said about TPOT: generate at "
+            "least three tokens"
+        )
     return found
 
 
 def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
-    """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no tokenizer."""
+    """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no
+    tokenizer."""
     if prompt is None:
-        prompt = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer is not None else [1, 2, 3, 4]
+        prompt = (
+            prompts("prose", 1, tokens=64)[0].text if lm.tokenizer is not None else [1, 2, 3, 4]
+        )
     if isinstance(prompt, str) and lm.tokenizer is None:
         raise ValueError("the prompt is a text and the model has no tokenizer: give token ids")
     return lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
@@ -107,19 +146,31 @@ def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
     import torch
+
     session, ids = lm.moelab, torch.tensor([prompt_ids(lm, prompt)])
     before, first = deepcopy(session.residency), len(session.forwards)
     with torch.inference_mode(), ungated(session.engine) if session.engine else nullcontext():
-        out = lm.generate(ids.to(lm.device), attention_mask=torch.ones_like(ids).to(lm.device), **greedy(lm),
-                          max_new_tokens=tokens, min_new_tokens=tokens)
+        out = lm.generate(
+            ids.to(lm.device),
+            attention_mask=torch.ones_like(ids).to(lm.device),
+            **greedy(lm),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+        )
     run = session.run.since(first)
-    new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1]:].tolist()
+    new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1] :].tolist()
     return Recorded.of(lm, run, before, ids[0].tolist(), new, prompt, tokens)
 
 
 def _as_opened(settings: EngineSettings) -> Residency:
-    residency = Residency(settings.spec.L, settings.spec.E, settings.pools, deepcopy(settings.policy), settings.scope,
-                          settings.margin)
+    residency = Residency(
+        settings.spec.L,
+        settings.spec.E,
+        settings.pools,
+        deepcopy(settings.policy),
+        settings.scope,
+        settings.margin,
+    )
     residency.fill()
     return residency
 
@@ -127,6 +178,7 @@ def _as_opened(settings: EngineSettings) -> Residency:
 def _assumed(name: str) -> Recorded:
     import numpy as np
     from moelab.offloading.planner import drawn
+
     spec = load_model(name)
     pools = Pools(F=spec.L * spec.E)
     settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, 0)

@@ -1,8 +1,8 @@
-"""The token scrubber: a text with a player, and what every expert of every layer is doing at each of its tokens.
+"""The token scrubber: a text with a player, and what every expert of every layer is doing at each
+of its tokens.
 
-All states are found once, from the steps, the residency's decisions and the timeline of a run; the player moves through
-them in the browser, so it needs no kernel, and a saved page plays as well.
-"""
+All states are found once, from the steps, the residency's decisions and the timeline of a run; the
+player moves through them in the browser, so it needs no kernel, and a saved page plays as well."""
 
 from __future__ import annotations
 
@@ -26,18 +26,22 @@ from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import TOKENS, Recorded, recorded
 
-#: what an expert does in a forward pass: state → (what it is, colour, symbol); a number in `Scrub.states` is its place.
-#: The player knows the symbols by plotly's names.
-STATES = {"absent": ("on disk", "#dddddd", ""), "resident": ("in memory, not routed", "#b0b0b0", "square"),
-          "hit": ("routed, in memory", theme.GREEN, "circle"),
-          "ahead": ("routed, prefetched in time", theme.BLUE, "diamond"),
-          "unused": ("prefetched, unused", theme.ORANGE, "triangle-up-open"),
-          "missed": ("routed, missed", theme.VERMILLION, "x")}
+#: what an expert does in a forward pass: state → (what it is, colour, symbol); a number in
+#: `Scrub.states` is its place. The player knows the symbols by plotly's names.
+STATES = {
+    "absent": ("on disk", "#dddddd", ""),
+    "resident": ("in memory, not routed", "#b0b0b0", "square"),
+    "hit": ("routed, in memory", theme.GREEN, "circle"),
+    "ahead": ("routed, prefetched in time", theme.BLUE, "diamond"),
+    "unused": ("prefetched, unused", theme.ORANGE, "triangle-up-open"),
+    "missed": ("routed, missed", theme.VERMILLION, "x"),
+}
 ABSENT, RESIDENT, HIT, AHEAD, UNUSED, MISSED = range(6)
 
 
 class Scrub(NamedTuple):
-    """states : uint8 [F, L, E], places in `STATES`, of F forward passes. words : the text of each pass, its prompt or
+    """states : uint8 [F, L, E], places in `STATES`, of F forward passes. words : the text of each
+        pass, its prompt or
     one token.    seconds : [F].    kind : of the seconds."""
 
     name: str
@@ -52,12 +56,13 @@ class Scrub(NamedTuple):
 
 
 def scrub(found: Recorded) -> Scrub:
-    """The states of a recorded run: resident and missed by the residency's decisions, read ahead by the timeline."""
+    """The states of a recorded run: resident and missed by the residency's decisions, read ahead by
+    the timeline."""
     run, residency = found.run, deepcopy(found.before)
     spec, events = run.settings.spec, list(run.timeline)
     states = np.zeros((len(run.forwards), spec.L, spec.E), np.uint8)
     ahead = read_ahead(events, run.forwards)
-    if run.settings.delays is None:                             # a model in memory: everything is there
+    if run.settings.delays is None:  # a model in memory: everything is there
         for layer in range(spec.L):
             residency.begin(layer, dict.fromkeys(range(spec.E), 1))
     for forward, steps in enumerate(run.steps):
@@ -69,21 +74,31 @@ def scrub(found: Recorded) -> Scrub:
             here[layer, expert] = UNUSED
         for layer, tokens in steps:
             for request in residency.begin(layer, tokens).requests:
-                here[request.key] = HIT if request.state is State.FULL else AHEAD if request.key in at else MISSED
+                here[request.key] = (
+                    HIT if request.state is State.FULL else AHEAD if request.key in at else MISSED
+                )
     text = found.words(found.new)
     words = ["".join(found.words(found.ids))] if found.ids else []
-    words += (text if found.ids else [f"pass {i}" for i in range(len(run.forwards))])
-    return Scrub(found.name, states, words[:len(run.forwards)], [end - start for start, end, *_ in run.forwards])
+    words += text if found.ids else [f"pass {i}" for i in range(len(run.forwards))]
+    return Scrub(
+        found.name,
+        states,
+        words[: len(run.forwards)],
+        [end - start for start, end, *_ in run.forwards],
+    )
 
 
-def read_ahead(events: Sequence[Event], forwards: Sequence[Forward]) -> dict[int, set[tuple[int, int]]]:
-    """Forward pass → (layer, expert) of the reads for it that began before that layer had been routed in it.
+def read_ahead(
+    events: Sequence[Event], forwards: Sequence[Forward]
+) -> dict[int, set[tuple[int, int]]]:
+    """Forward pass → (layer, expert) of the reads for it that began before that layer had been
+    routed in it.
 
-    A layer is routed when its "other" ends. What is read after its experts have run is for the next pass.
-    """
+    A layer is routed when its "other" ends. What is read after its experts have run is for the next
+    pass."""
     begins = np.array([forward.start for forward in forwards])
-    routed: dict[int, tuple[list[float], list[int]]] = {}       # layer → when, in which pass
-    computed: dict[tuple[int, int], float] = {}                 # pass, layer → when its experts had run
+    routed: dict[int, tuple[list[float], list[int]]] = {}  # layer → when, in which pass
+    computed: dict[tuple[int, int], float] = {}  # pass, layer → when its experts had run
     for event in sorted(events, key=lambda event: event.start):
         forward = int(np.searchsorted(begins, event.start, "right")) - 1
         if event.kind == "other" and event.layer >= 0 and forward >= 0:
@@ -110,36 +125,70 @@ def draw(found: Scrub, token: int) -> list[Figure]:
     for place, (what, colour, symbol) in enumerate(STATES.values()):
         layers, experts = np.nonzero(states == place)
         if symbol:
-            grid.add_scatter(x=experts, y=layers, mode="markers", name=what, hovertemplate=hover(
-                "layer %{y}, expert %{x}", what), marker={"symbol": symbol, "size": 8 if place > RESIDENT else 5,
-                                                          "color": colour, "line": EDGE | {"width": 0.5}})
+            grid.add_scatter(
+                x=experts,
+                y=layers,
+                mode="markers",
+                name=what,
+                hovertemplate=hover("layer %{y}, expert %{x}", what),
+                marker={
+                    "symbol": symbol,
+                    "size": 8 if place > RESIDENT else 5,
+                    "color": colour,
+                    "line": EDGE | {"width": 0.5},
+                },
+            )
     grid.update_yaxes(autorange="reversed", dtick=whole_steps(len(states)))
     counts = found.counts()
     bars, (at,) = panels([""], 1)
     for place, (what, colour, _) in list(enumerate(STATES.values()))[HIT:]:
-        bars.add_bar(x=n, y=counts[:, place], name=what, marker={"color": colour, "pattern": pattern(
-            ("", "/", "x", "\\")[place - HIT], size=6)}, customdata=found.words,
-            hovertemplate=hover("%{x}: %{customdata}: %{y}", what), **at)
+        bars.add_bar(
+            x=n,
+            y=counts[:, place],
+            name=what,
+            marker={"color": colour, "pattern": pattern(("", "/", "x", "\\")[place - HIT], size=6)},
+            customdata=found.words,
+            hovertemplate=hover("%{x}: %{customdata}: %{y}", what),
+            **at,
+        )
     bars.add_vline(x=token, line=EDGE)
-    return [finish(grid, "expert", "MoE layer", legend=f"step {token}", height=120 + 26 * len(states)),
-            finish(bars, "forward pass (0: the prompt)", "experts", legend="exact", barmode="stack", height=260)]
+    return [
+        finish(grid, "expert", "MoE layer", legend=f"step {token}", height=120 + 26 * len(states)),
+        finish(
+            bars,
+            "forward pass (0: the prompt)",
+            "experts",
+            legend="exact",
+            barmode="stack",
+            height=260,
+        ),
+    ]
 
 
 def rows(found: Scrub) -> Rows:
     """A row a forward pass: the experts in each state."""
-    return [{"pass": i, "text": found.words[i], "seconds": found.seconds[i],
-             **dict(zip(STATES, map(int, counts)))} for i, counts in enumerate(found.counts())]
+    return [
+        {
+            "pass": i,
+            "text": found.words[i],
+            "seconds": found.seconds[i],
+            **dict(zip(STATES, map(int, counts))),
+        }
+        for i, counts in enumerate(found.counts())
+    ]
 
 
 def words(found: Scrub) -> tuple[str, str]:
     total = found.counts()[1:].sum(0)
     routed = max(1, int(total[[HIT, AHEAD, MISSED]].sum()))
-    return (f"{found.name}, {len(found.words)} forward passes: of the experts routed after the prompt, "
-            f"{total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} prefetched in time and "
-            f"{total[MISSED] / routed:.0%} missed; {total[UNUSED]} prefetches were not used (exact; times measured)."
-            " Space plays, the arrow keys step.",
-            "A grid, a row a layer and a column an expert: grey squares are in memory, green circles routed and there, "
-            "blue diamonds prefetched in time, orange triangles prefetched and not used, red crosses missed.")
+    return (
+        f"{found.name}, {len(found.words)} forward passes: of the experts routed after the prompt, "
+        f"{total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} prefetched in time and "
+        f"{total[MISSED] / routed:.0%} missed; {total[UNUSED]} prefetches were not used (exact; times measured)."
+        " Space plays, the arrow keys step.",
+        "A grid, a row a layer and a column an expert: grey squares are in memory, green circles routed and there, "
+        "blue diamonds prefetched in time, orange triangles prefetched and not used, red crosses missed.",
+    )
 
 
 class Scrubber(View):
@@ -149,7 +198,14 @@ class Scrubber(View):
 
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.widgets import player
-        return [player(content(self.data[0]), self.values["token"], lambda token: self.values.update(token=token))]
+
+        return [
+            player(
+                content(self.data[0]),
+                self.values["token"],
+                lambda token: self.values.update(token=token),
+            )
+        ]
 
     def _show(self, i: int, figure: Figure) -> None:
         self.pictures[0].token = self.values["token"]
@@ -170,9 +226,14 @@ widget.render({{el: document.getElementById("view"), model: {{
 
 def content(found: Scrub) -> dict[str, Any]:
     """What the player is given: plain JSON."""
-    return {"shape": list(found.states.shape), "states": b64encode(found.states.tobytes()).decode(),
-            "words": found.words, "ms": [1e3 * seconds for seconds in found.seconds], "kind": found.kind,
-            "looks": [[what, colour, symbol] for what, colour, symbol in STATES.values()]}
+    return {
+        "shape": list(found.states.shape),
+        "states": b64encode(found.states.tobytes()).decode(),
+        "words": found.words,
+        "ms": [1e3 * seconds for seconds in found.seconds],
+        "kind": found.kind,
+        "looks": [[what, colour, symbol] for what, colour, symbol in STATES.values()],
+    }
 
 
 def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = TOKENS) -> Scrubber:
@@ -182,7 +243,8 @@ def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = T
             view = views.scrubber(lm)
         view                                            # needs the model no longer
 
-    source : an opened model, which generates `tokens` after `prompt`; or a run, `lm.moelab.run`, which must have begun
+    source : an opened model, which generates `tokens` after `prompt`; or a run, `lm.moelab.run`,
+        which must have begun
         with the cache as it is opened.    token : the forward pass that is shown at first; 0 is the prompt.
 
     Raises ValueError: a run of fewer than two decode steps.
@@ -191,5 +253,12 @@ def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = T
     scrubbed = scrub(found)
     last = len(scrubbed.words) - 1
     controls = {"token": slider("forward pass", min(token, last), 0, last, 1)}
-    return Scrubber("scrubber", controls, lambda token: (scrubbed, token), lambda data: draw(*data),
-                    lambda data: rows(data[0]), command("scrubber", found), lambda data: words(data[0]))
+    return Scrubber(
+        "scrubber",
+        controls,
+        lambda token: (scrubbed, token),
+        lambda data: draw(*data),
+        lambda data: rows(data[0]),
+        command("scrubber", found),
+        lambda data: words(data[0]),
+    )

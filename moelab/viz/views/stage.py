@@ -1,11 +1,12 @@
-"""The prefetch theatre: a token's timeline without prefetching and with it, stalls by token, and what it costs.
+"""The prefetch theatre: a token's timeline without prefetching and with it, stalls by token, and
+what it costs.
 
-Source: Speculating Experts §5.1 (Fig. 2) and §8 (several layers ahead). One generation is recorded with its hidden
-states; each predictor says from them what a later layer will choose, and the simulator plays every way on these steps
-with the engine's own cache, queue and prefetch gate. *Hint* runs the true experts, so its loss is the baseline's;
-*speculative* executes what was predicted, and its loss is measured by running the model so, on other text. Left out:
-what executing a prediction does to the routing of later layers, which is in the loss, but not in the timeline.
-"""
+Source: Speculating Experts §5.1 (Fig. 2) and §8 (several layers ahead). One generation is recorded
+with its hidden states; each predictor says from them what a later layer will choose, and the
+simulator plays every way on these steps with the engine's own cache, queue and prefetch gate.
+*Hint* runs the true experts, so its loss is the baseline's; *speculative* executes what was
+predicted, and its loss is measured by running the model so, on other text. Left out: what executing
+a prediction does to the routing of later layers, which is in the loss, but not in the timeline."""
 
 from __future__ import annotations
 
@@ -41,10 +42,11 @@ class Stage:
     """One recorded generation and its predictions: plays every way of prefetching, once.
 
     ahead : experts that may be read ahead; with as much memory beside the cache.
-    predictions : (predictor, distance) → for each forward pass, layer → experts, the likeliest first.
+    predictions : (predictor, distance) → for each forward pass, layer → experts, the likeliest
+        first.
     seconds : (predictor, distance) → what one prediction takes here.
-    losses : (predictor, distance) → nats a token when it is executed, and None → as the model is; {} without a
-        tokenizer.
+    losses : (predictor, distance) → nats a token when it is executed, and None → as the model is;
+        {} without a tokenizer.
     """
 
     found: Recorded
@@ -61,8 +63,11 @@ class Stage:
         self.warm = next(n for n, forward in enumerate(self.forwards) if forward[1] == "decode")
         self.played: dict[tuple[Any, ...], Simulation] = {}
 
-    def play(self, way: str, predictor: str, distance: int, bandwidth: float, begin: bool = True) -> Simulation | None:
-        """The simulation of a setting, bandwidth in bytes/s, once; None if it was not seen and shall not `begin`."""
+    def play(
+        self, way: str, predictor: str, distance: int, bandwidth: float, begin: bool = True
+    ) -> Simulation | None:
+        """The simulation of a setting, bandwidth in bytes/s, once; None if it was not seen and
+        shall not `begin`."""
         setting = (way, bandwidth) if way == "none" else (way, predictor, distance, bandwidth)
         if begin and setting not in self.played:
             self.played[setting] = self._play(way, predictor, distance, bandwidth)
@@ -73,35 +78,67 @@ class Stage:
         """Bytes/s at which the disk was measured to deliver experts, or a card says it does."""
         return (self.delays.e_bytes + self.delays.sm_bytes) / max(self.delays.miss_read, 1e-12)
 
-    def steps(self, way: str, predictor: str, distance: int) -> list[list[tuple[int, dict[int, int]]]]:
-        """What is executed: the true experts or, speculating, those predicted where there is a prediction."""
+    def steps(
+        self, way: str, predictor: str, distance: int
+    ) -> list[list[tuple[int, dict[int, int]]]]:
+        """What is executed: the true experts or, speculating, those predicted where there is a
+        prediction."""
         if way != "speculative":
             return self.found.run.steps
-        return [[(layer, dict.fromkeys(predicted[layer], 1) if layer in predicted else experts)
-                 for layer, experts in step]
-                for step, predicted in zip(self.found.run.steps, self.predictions[predictor, distance])]
+        return [
+            [
+                (layer, dict.fromkeys(predicted[layer], 1) if layer in predicted else experts)
+                for layer, experts in step
+            ]
+            for step, predicted in zip(self.found.run.steps, self.predictions[predictor, distance])
+        ]
 
     def recall(self, predictor: str, distance: int) -> float:
-        """Share of the experts that are truly needed which had been predicted, where there is a prediction."""
-        pairs = [(set(experts), set(predicted[layer]))
-                 for step, predicted in zip(self.found.run.steps, self.predictions[predictor, distance])
-                 for layer, experts in step if layer in predicted]
-        return sum(len(true & guessed) for true, guessed in pairs) / max(1, sum(len(true) for true, _ in pairs))
+        """Share of the experts that are truly needed which had been predicted, where there is a
+        prediction."""
+        pairs = [
+            (set(experts), set(predicted[layer]))
+            for step, predicted in zip(self.found.run.steps, self.predictions[predictor, distance])
+            for layer, experts in step
+            if layer in predicted
+        ]
+        return sum(len(true & guessed) for true, guessed in pairs) / max(
+            1, sum(len(true) for true, _ in pairs)
+        )
 
     def _play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
-        """The decode steps in simulated time; the prompt only fills the cache. Bandwidth in bytes/s."""
+        """The decode steps in simulated time; the prompt only fills the cache. Bandwidth in
+        bytes/s."""
         d = self.delays
         e, sm, both = (n / bandwidth for n in (d.e_bytes, d.sm_bytes, d.e_bytes + d.sm_bytes))
         delays = replace(d, e_read=e, sm_read=sm, read_both=None if d.read_both is None else both)
-        more: dict[str, Any] = {} if way == "none" else {
-            "predictions": [list(of.items()) for of in self.predictions[predictor, distance][self.warm:]],
-            "ahead": self.ahead, "distance": distance, "predict": self.seconds[predictor, distance]}
+        more: dict[str, Any] = (
+            {}
+            if way == "none"
+            else {
+                "predictions": [
+                    list(of.items()) for of in self.predictions[predictor, distance][self.warm :]
+                ],
+                "ahead": self.ahead,
+                "distance": distance,
+                "predict": self.seconds[predictor, distance],
+            }
+        )
         steps, residency = self.steps(way, predictor, distance), deepcopy(self.found.before)
-        for step in flat(steps[:self.warm]):
+        for step in flat(steps[: self.warm]):
             residency.begin(*step)
-        return simulate(steps[self.warm:], self.forwards[self.warm:], residency, delays, workers=self.settings.workers,
-                        staging=self.settings.staging + more.get("ahead", 0), other=self.other, head=self.head,
-                        quiet=True, **more)
+        return simulate(
+            steps[self.warm :],
+            self.forwards[self.warm :],
+            residency,
+            delays,
+            workers=self.settings.workers,
+            staging=self.settings.staging + more.get("ahead", 0),
+            other=self.other,
+            head=self.head,
+            quiet=True,
+            **more,
+        )
 
     def loss(self, way: str, predictor: str, distance: int) -> float | None:
         """Nats a token; None if nobody knows."""
@@ -113,8 +150,8 @@ class Scene:
     """What is seen: one way of prefetching, and one decode step of it.
 
     runs : {title: events of this step}, without prefetching and so.    stalls, took : [n], seconds of each decode step.
-    beside : {way: (mean seconds of a decode step, change of the loss in per cent or None)}, of the ways that were seen.
-    """
+    beside : {way: (mean seconds of a decode step, change of the loss in per cent or None)}, of the
+    ways that were seen."""
 
     way: str
     title: str
@@ -130,24 +167,51 @@ class Scene:
     simulation: Simulation = field(repr=False)
 
 
-def scene(stage: Stage, way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
+def scene(
+    stage: Stage, way: str, predictor: str, distance: int, bandwidth: float, token: int
+) -> Scene:
     """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
-    titles = {name: name if name == "none" else f"{name}: {predictor}, {distance} ahead" for name in WAYS}
-    played = {name: run for name in WAYS
-              if (run := stage.play(name, predictor, distance, bandwidth, begin=name in ("none", way))) is not None}
+    titles = {
+        name: name if name == "none" else f"{name}: {predictor}, {distance} ahead" for name in WAYS
+    }
+    played = {
+        name: run
+        for name in WAYS
+        if (run := stage.play(name, predictor, distance, bandwidth, begin=name in ("none", way)))
+        is not None
+    }
     base, beside = stage.loss("none", predictor, distance), {}
     for name, run in played.items():
         loss = stage.loss(name, predictor, distance)
-        beside[name] = fmean(map(_length, decode_steps(run))), loss and base and 100 * (loss / base - 1)
+        beside[name] = (
+            fmean(map(_length, decode_steps(run))),
+            loss and base and 100 * (loss / base - 1),
+        )
     forwards = decode_steps(played[way])
     token = min(token, len(forwards) - 1)
-    shown = {titles[name]: step_events(played[name].events, decode_steps(played[name])[token])
-             for name in dict.fromkeys(["none", way])}
+    shown = {
+        titles[name]: step_events(played[name].events, decode_steps(played[name])[token])
+        for name in dict.fromkeys(["none", way])
+    }
     waits = [event for event in played[way].events if event.kind == "wait"]
-    stalls = [sum(event.end - event.start for event in waits if of.start <= event.start < of.end) for of in forwards]
-    return Scene(way, titles[way], token, bandwidth, shown, stalls, list(map(_length, forwards)), beside,
-                 stage.recall(predictor, distance), stage.loss(way, predictor, distance),
-                 stage.found.words(stage.found.new), played[way])
+    stalls = [
+        sum(event.end - event.start for event in waits if of.start <= event.start < of.end)
+        for of in forwards
+    ]
+    return Scene(
+        way,
+        titles[way],
+        token,
+        bandwidth,
+        shown,
+        stalls,
+        list(map(_length, forwards)),
+        beside,
+        stage.recall(predictor, distance),
+        stage.loss(way, predictor, distance),
+        stage.found.words(stage.found.new),
+        played[way],
+    )
 
 
 def decode_steps(run: Simulation) -> list[Forward]:
@@ -159,10 +223,17 @@ def _length(forward: Forward) -> float:
 
 
 def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
-    """What happens within a forward pass; a read that began before is cut, one that is read ahead is a "prefetch"."""
+    """What happens within a forward pass; a read that began before is cut, one that is read ahead
+    is a "prefetch"."""
     inside = [event for event in events if event.start < forward.end and event.end > forward.start]
-    return [event._replace(start=max(event.start, forward.start), end=min(event.end, forward.end),
-                           kind=kind_of(event, inside)) for event in inside]
+    return [
+        event._replace(
+            start=max(event.start, forward.start),
+            end=min(event.end, forward.end),
+            kind=kind_of(event, inside),
+        )
+        for event in inside
+    ]
 
 
 def draw(found: Scene) -> Iterator[Figure]:
@@ -172,21 +243,39 @@ def draw(found: Scene) -> Iterator[Figure]:
 
 
 def strip(found: Scene) -> Figure:
-    """Every token's time, its stall and the rest; and each way's change of the loss beside its TPOT."""
+    """Every token's time, its stall and the rest; and each way's change of the loss beside its
+    TPOT."""
     figure, (left, right) = panels(["", ""], column_widths=[0.62, 0.38], horizontal_spacing=0.2)
     n = list(range(len(found.took)))
     labels = [f"{i}: {word!r}" for i, word in zip(n, found.words)]
-    for name, values, colour, shape in (("works", [a - b for a, b in zip(found.took, found.stalls)], theme.SKY, ""),
-                                        ("waits", found.stalls, theme.VERMILLION, "x")):
-        figure.add_bar(x=n, y=[1e3 * value for value in values], name=name, text=None, customdata=labels,
-                       marker={"color": colour, "pattern": pattern(shape, size=6), "line": {
-                           "color": theme.BLACK, "width": [3.0 if i == found.token else 0.5 for i in n]}},
-                       hovertemplate=hover("%{customdata}: %{y:.2f} ms", name), **left)
+    for name, values, colour, shape in (
+        ("works", [a - b for a, b in zip(found.took, found.stalls)], theme.SKY, ""),
+        ("waits", found.stalls, theme.VERMILLION, "x"),
+    ):
+        figure.add_bar(
+            x=n,
+            y=[1e3 * value for value in values],
+            name=name,
+            text=None,
+            customdata=labels,
+            marker={
+                "color": colour,
+                "pattern": pattern(shape, size=6),
+                "line": {
+                    "color": theme.BLACK,
+                    "width": [3.0 if i == found.token else 0.5 for i in n],
+                },
+            },
+            hovertemplate=hover("%{customdata}: %{y:.2f} ms", name),
+            **left,
+        )
     for i, name in enumerate(WAYS):
         seconds, loss = found.beside.get(name, (0.0, None))
         points = [] if loss is None else [(1e3 * seconds, loss)]
         add_points(figure, points, name, i, "%{x:.2f} ms, %{y:+.2f} %", **right)
-    figure.update_xaxes(title="decode step (click one)", **left).update_yaxes(title="time (ms)", **left)
+    figure.update_xaxes(title="decode step (click one)", **left).update_yaxes(
+        title="time (ms)", **left
+    )
     figure.update_xaxes(title="TPOT (ms), simulated", rangemode="tozero", **right)
     figure.update_yaxes(title="loss (%), measured", rangemode="normal", **right)
     figure.add_hline(y=0, line=EDGE, **right)
@@ -195,27 +284,51 @@ def strip(found: Scene) -> Figure:
 
 def rows(found: Scene) -> Rows:
     """Every decode step of the way that is seen."""
-    return [{"way": found.title, "bandwidth_bytes_per_s": found.bandwidth, "step": i, "seconds": took, "stall_s": stall,
-             "kind": "simulated"} for i, (took, stall) in enumerate(zip(found.took, found.stalls))]
+    return [
+        {
+            "way": found.title,
+            "bandwidth_bytes_per_s": found.bandwidth,
+            "step": i,
+            "seconds": took,
+            "stall_s": stall,
+            "kind": "simulated",
+        }
+        for i, (took, stall) in enumerate(zip(found.took, found.stalls))
+    ]
 
 
 def words(found: Scene) -> tuple[str, str]:
     none, here = found.beside["none"][0], found.beside[found.way]
-    change = "" if here[1] is None else f"; the loss changes by {here[1]:+.2f} % (measured)" \
-        if found.way == "speculative" else "; no bit of the output changes"
+    change = (
+        ""
+        if here[1] is None
+        else f"; the loss changes by {here[1]:+.2f} % (measured)"
+        if found.way == "speculative"
+        else "; no bit of the output changes"
+    )
     recall = "" if found.way == "none" else f", recall {found.recall:.0%}"
-    return (f"{found.title}{recall}, the disk at {found.bandwidth / 1e6:.4g} MB/s: {ms(here[0])} ms a token, of which "
-            f"{ms(fmean(found.stalls))} ms waiting; {ms(none)} ms without prefetching (simulated){change}. Step "
-            f"{found.token} above; numbers in bars are experts.",
-            "Two timelines, one below the other: disk, workers and compute as rows; with prefetching, reads of the "
-            "next layer lie under the computing of this one and the waiting shrinks. Below, a bar a token, its waiting "
-            "hatched; beside it, the change of the loss against the time.")
+    return (
+        f"{found.title}{recall}, the disk at {found.bandwidth / 1e6:.4g} MB/s: {ms(here[0])} ms a token, of which "
+        f"{ms(fmean(found.stalls))} ms waiting; {ms(none)} ms without prefetching (simulated){change}. Step "
+        f"{found.token} above; numbers in bars are experts.",
+        "Two timelines, one below the other: disk, workers and compute as rows; with prefetching, reads of the "
+        "next layer lie under the computing of this one and the waiting shrinks. Below, a bar a token, its waiting "
+        "hatched; beside it, the change of the loss against the time.",
+    )
 
 
-def theatre(lm: Any, *, prompt: Any = None, tokens: int = 16, way: str = "hint",
-            predictors: Sequence[str] = ("router", "previous"), distances: Sequence[int] = (1, 2),
-            ingredients: Mapping[str, Any] | None = None, device: str | None = None, bandwidth: float | None = None
-            ) -> View:
+def theatre(
+    lm: Any,
+    *,
+    prompt: Any = None,
+    tokens: int = 16,
+    way: str = "hint",
+    predictors: Sequence[str] = ("router", "previous"),
+    distances: Sequence[int] = (1, 2),
+    ingredients: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    bandwidth: float | None = None,
+) -> View:
     """The prefetch theatre.
 
         with moelab.open_model(memory="25%") as lm:
@@ -223,58 +336,93 @@ def theatre(lm: Any, *, prompt: Any = None, tokens: int = 16, way: str = "hint",
         view                                            # needs the model no longer
         view.data.simulation.to_perfetto("hint.json")
 
-    lm : a model that `moelab.open_model` has opened; where all its experts are in memory, give a device.
+    lm : a model that `moelab.open_model` has opened; where all its experts are in memory, give a
+        device.
     prompt, tokens : what it generates.    way : "none", "hint" or "speculative", at first.
-    predictors, distances : names of `moelab.names("predictor")`, and how many layers ahead they look.
+    predictors, distances : names of `moelab.names("predictor")`, and how many layers ahead they
+        look.
     ingredients : what predictors need beside the model, such as vectors= or estimator=.
     device : a card on which it is played.    bandwidth : of the disk at first, bytes/s; as measured if not given.
 
     Raises ValueError: a model without delays and no device; a predictor that lacks something.
     """
-    return _view(stage(lm, prompt, tokens, predictors, distances, ingredients, device), way, predictors, distances,
-                 bandwidth)
+    return _view(
+        stage(lm, prompt, tokens, predictors, distances, ingredients, device),
+        way,
+        predictors,
+        distances,
+        bandwidth,
+    )
 
 
-def _view(staged: Stage, way: str, predictors: Sequence[str], distances: Sequence[int], bandwidth: float | None
-          ) -> View:
+def _view(
+    staged: Stage,
+    way: str,
+    predictors: Sequence[str],
+    distances: Sequence[int],
+    bandwidth: float | None,
+) -> View:
     rate = bandwidth or staged.bandwidth
 
     def compute(way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
         return scene(staged, way, predictor, distance, 1e6 * bandwidth, token)
+
     steps = sum(forward[1] == "decode" for forward in staged.forwards)
     controls = {
-        "way": menu("prefetching", way, WAYS), "predictor": menu("predictor", predictors[0], list(predictors)),
+        "way": menu("prefetching", way, WAYS),
+        "predictor": menu("predictor", predictors[0], list(predictors)),
         "distance": menu("distance (layers)", distances[0], list(distances)),
-        "bandwidth": slider("disk (MB/s)", rate / 1e6, min(rate, staged.bandwidth) / 2e7,
-                            max(rate, staged.bandwidth) / 1e5, log=True, beyond=1e9),
-        "token": slider("decode step", min(1, steps - 1), 0, steps - 1, 1)}
-    return View("theatre", controls, compute, draw, rows, command("theatre", staged.found), words, _clicks)
+        "bandwidth": slider(
+            "disk (MB/s)",
+            rate / 1e6,
+            min(rate, staged.bandwidth) / 2e7,
+            max(rate, staged.bandwidth) / 1e5,
+            log=True,
+            beyond=1e9,
+        ),
+        "token": slider("decode step", min(1, steps - 1), 0, steps - 1, 1),
+    }
+    return View(
+        "theatre", controls, compute, draw, rows, command("theatre", staged.found), words, _clicks
+    )
 
 
 def _clicks(view: View) -> list[Any]:
     """A click on a bar of the strip selects its token."""
+
     def clicked(what: Mapping[str, Any]) -> None:
         if what["curve"] < 2:
             view.guarded(lambda: view.set(token=what["point"]))
+
     view.pictures[1].on_click(clicked)
     return []
 
 
-def stage(lm: Any, prompt: Any, tokens: int, predictors: Sequence[str], distances: Sequence[int],
-          ingredients: Mapping[str, Any] | None = None, device: str | None = None) -> Stage:
+def stage(
+    lm: Any,
+    prompt: Any,
+    tokens: int,
+    predictors: Sequence[str],
+    distances: Sequence[int],
+    ingredients: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> Stage:
     """Record a generation, predict from it, and measure the loss of executing each prediction."""
     import torch
     from moelab.evaluation.scores import language_loss, text_windows
     from moelab.opening import make_predictor
     from moelab.recording import record
     from moelab.speculate import Speculation
+
     session = lm.moelab
     ids, before, first = prompt_ids(lm, prompt), deepcopy(session.residency), len(session.forwards)
     trace = record(lm, [ids], tokens, hidden=True, batch_size=1, min_new_tokens=tokens)
     run = session.run.since(first)
-    found = Recorded.of(lm, run, before, ids, trace.tokens[len(ids):].tolist(), prompt, tokens)
+    found = Recorded.of(lm, run, before, ids, trace.tokens[len(ids) :].tolist(), prompt, tokens)
     predictions, seconds, losses = {}, {}, {}
-    windows = text_windows(lm.tokenizer, "test", WINDOWS, WINDOW) if lm.tokenizer is not None else None
+    windows = (
+        text_windows(lm.tokenizer, "test", WINDOWS, WINDOW) if lm.tokenizer is not None else None
+    )
     with torch.inference_mode():
         if windows is not None:
             losses[None] = float(language_loss(lm, windows).mean())
@@ -285,14 +433,17 @@ def stage(lm: Any, prompt: Any, tokens: int, predictors: Sequence[str], distance
                 if windows is not None:
                     with Speculation(lm, made, "speculative", prefill=True):
                         losses[name, distance] = float(language_loss(lm, windows).mean())
-    return Stage(found, device, run.settings.ahead or run.settings.spec.K, predictions, seconds, losses)
+    return Stage(
+        found, device, run.settings.ahead or run.settings.spec.K, predictions, seconds, losses
+    )
 
 
 def predict(trace: Any, predictor: Any) -> tuple[list[dict[int, list[int]]], float]:
-    """What a predictor says in each forward pass of a recorded prompt, and the median seconds of a prediction for one
-    token: [{layer: experts}], nothing in prefill."""
+    """What a predictor says in each forward pass of a recorded prompt, and the median seconds of a
+    prediction for one token: [{layer: experts}], nothing in prefill."""
     from moelab.speculate.scoring import walk
     from moelab.trace import PREFILL
+
     found, took = [], []
     for _, passes in walk(trace, token_by_token=True):
         predictor.begin()
@@ -307,6 +458,8 @@ def predict(trace: Any, predictor: Any) -> tuple[list[dict[int, list[int]]], flo
                     took.append(time.perf_counter() - start)
                     if prediction is not None:
                         experts = dict.fromkeys(prediction[0].T.reshape(-1).tolist())
-                        told[predictor.targets[layer].index] = [e for e in experts if e < predictor.spec.E]
+                        told[predictor.targets[layer].index] = [
+                            e for e in experts if e < predictor.spec.E
+                        ]
             found.append(told)
     return found, median(took) if took else 0.0

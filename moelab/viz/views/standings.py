@@ -1,6 +1,6 @@
 """The arena: what one has written oneself, ranked against everything of its kind on three traces.
 
-    moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedule (`moelab.bench.arena`)
+moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedule (`moelab.bench.arena`)
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from moelab.viz.views.detailed import Detail, Detailed, html_rows
 TRACEBACK = "traceback"
 #: of what was chosen wrongly, how much is listed
 LISTED = 20
-#: experts that fit in memory, per cent, at which policies are ranked beside the share that is asked for
+#: experts that fit in memory, per cent, at which policies are ranked beside the share that is asked
+#: for
 SHARES = (25, 50, 75)
 
 
@@ -33,16 +34,31 @@ def draw(contest: Contest) -> Figure:
     for i, trace in enumerate(contest.ceiling):
         reached = [100 * contest.share(of, trace) for of in order]
         scores = [f"{of.scores[trace]:.3g}" if trace in of.scores else "–" for of in order]
-        figure.add_bar(y=names, x=reached, orientation="h", name=trace, marker=bar_look(i),
-                       customdata=[trace] * len(order), text=scores,
-                       textposition="outside", textfont={"size": 10}, cliponaxis=False,
-                       hovertemplate=hover("%{y}: %{x:.1f} % of the ceiling, %{text} " + contest.unit, trace))
+        figure.add_bar(
+            y=names,
+            x=reached,
+            orientation="h",
+            name=trace,
+            marker=bar_look(i),
+            customdata=[trace] * len(order),
+            text=scores,
+            textposition="outside",
+            textfont={"size": 10},
+            cliponaxis=False,
+            hovertemplate=hover("%{y}: %{x:.1f} % of the ceiling, %{text} " + contest.unit, trace),
+        )
     figure.add_vline(x=100, line=EDGE)
     figure.update_xaxes(range=[0, 112])
     figure.update_yaxes(type="category", tickfont={"size": 12})
     figure.update_layout(legend_traceorder="normal")
-    return finish(figure, "reached of the ceiling (%)", legend=f"numbers:<br>{contest.unit}", barmode="group",
-                  bargap=0.25, height=140 + 22 * len(contest.ceiling) * len(order) // 2)
+    return finish(
+        figure,
+        "reached of the ceiling (%)",
+        legend=f"numbers:<br>{contest.unit}",
+        barmode="group",
+        bargap=0.25,
+        height=140 + 22 * len(contest.ceiling) * len(order) // 2,
+    )
 
 
 def words(contest: Contest) -> tuple[str, str]:
@@ -52,58 +68,101 @@ def words(contest: Contest) -> tuple[str, str]:
         said = f"{own.name} raised {own.error.strip().splitlines()[-1]}; the traceback is below."
     else:
         far = max(100 * (1 - contest.share(own, trace)) for trace in contest.ceiling)
-        said = (f"{own.name} is number {contest.place} of {len(contest.standings)}, "
-                f"at most {far:.1f} % below the ceiling.")
+        said = (
+            f"{own.name} is number {contest.place} of {len(contest.standings)}, "
+            f"at most {far:.1f} % below the ceiling."
+        )
         said += "" if contest.place == 1 else f" First is {best.name}."
-    return (f"{said} Scores: {contest.unit}, {kind}; the ceiling is 100 %.",
-            f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share of the ceiling.")
+    return (
+        f"{said} Scores: {contest.unit}, {kind}; the ceiling is 100 %.",
+        f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share of the ceiling.",
+    )
 
 
 def tell(contest: Contest, name: str) -> Detail:
-    """Where the own one chose wrongly on a trace, and the distribution of what that cost; or its traceback."""
+    """Where the own one chose wrongly on a trace, and the distribution of what that cost; or its
+    traceback."""
     if name == TRACEBACK:
         return Detail(f"<pre style='color:{theme.VERMILLION}'>{escape(contest.own.error)}</pre>")
     wrong = contest.wrong.get(name, [])
     if not wrong:
-        return Detail(f"On {escape(name)} nothing of its kind would have chosen better."
-                      if name in contest.wrong else f"{escape(contest.own.name)} did not get to {escape(name)}.")
+        return Detail(
+            f"On {escape(name)} nothing of its kind would have chosen better."
+            if name in contest.wrong
+            else f"{escape(contest.own.name)} did not get to {escape(name)}."
+        )
     head = ["where", "chose", "better", "cost"]
     table = html_rows([*head], wrong[:LISTED])
-    return Detail(f"<p>{len(wrong)} choices that another beats, the costliest {min(len(wrong), LISTED)}:</p>{table}")
+    return Detail(
+        f"<p>{len(wrong)} choices that another beats, the costliest {min(len(wrong), LISTED)}:</p>{table}"
+    )
 
 
-def arena(mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2) -> Detailed:
-    """Rank a class or an object of one's own; see `moelab.bench.arena.arena`, whose arguments these are.
+def arena(
+    mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
+) -> Detailed:
+    """Rank a class or an object of one's own; see `moelab.bench.arena.arena`, whose arguments these
+    are.
 
-    What it raises is shown with its traceback, and breaks nothing. Policies have a control: how many experts fit.
-    """
+    What it raises is shown with its traceback, and breaks nothing. Policies have a control: how
+    many experts fit."""
     first, percent = contests.arena(mine, model, share, tokens, each), round(100 * share)
     every, name = {percent: first}, first.own.name
-    if first.kind == "cache policy":        # a contest takes seconds: all are held before the picture is there
+    if (
+        first.kind == "cache policy"
+    ):  # a contest takes seconds: all are held before the picture is there
         others = [other for other in SHARES if other != percent]
-        every |= {other: contests.arena(mine, model, other / 100, tokens, each)
-                  for other in progress(others, "ranking with another memory", unit="contest")}
-    controls = {"share": menu("experts in memory (%)", percent, sorted(every))} if len(every) > 1 else {}
+        every |= {
+            other: contests.arena(mine, model, other / 100, tokens, each)
+            for other in progress(others, "ranking with another memory", unit="contest")
+        }
+    controls = (
+        {"share": menu("experts in memory (%)", percent, sorted(every))} if len(every) > 1 else {}
+    )
 
     def compute(share: int = percent) -> Contest:
         return every[share]
 
     def rows(contest: Contest) -> Rows:
-        return [{"place": place, "name": of.name} | {f"{trace}, {contest.unit}": of.scores.get(trace)
-                                                     for trace in contest.ceiling}
-                for place, of in enumerate(contest.standings, 1)] + [
-                    {"place": "ceiling", **{f"{trace}, {contest.unit}": top for trace, top in contest.ceiling.items()}}]
+        return [
+            {"place": place, "name": of.name}
+            | {f"{trace}, {contest.unit}": of.scores.get(trace) for trace in contest.ceiling}
+            for place, of in enumerate(contest.standings, 1)
+        ] + [
+            {
+                "place": "ceiling",
+                **{f"{trace}, {contest.unit}": top for trace, top in contest.ceiling.items()},
+            }
+        ]
 
     def command(share: float = 0.0) -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
         given = [repr(str(model))] if isinstance(model, (str, Path)) else []
-        given += [f"{key}={value:g}" for key, value, usual in (("share", share / 100, 0.0), ("tokens", tokens, 256),
-                                                               ("each", each, 2)) if value != usual]
+        given += [
+            f"{key}={value:g}"
+            for key, value, usual in (
+                ("share", share / 100, 0.0),
+                ("tokens", tokens, 256),
+                ("each", each, 2),
+            )
+            if value != usual
+        ]
         call = f"moelab.lab.arena({', '.join([name, *given])})"
         lines = [f"from {home} import {name}", "import moelab.lab", call]
         printed = lines[:2] + [f"print({call}.csv())"]
         return f'python -c "{"; ".join(printed)}"', "\n".join(lines)
-    return Detailed("arena", controls, compute, draw, rows, command, words, label="where it chose wrongly",
-                    names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling), tell=tell,
-                    first=TRACEBACK if first.own.error else "")
+
+    return Detailed(
+        "arena",
+        controls,
+        compute,
+        draw,
+        rows,
+        command,
+        words,
+        label="where it chose wrongly",
+        names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling),
+        tell=tell,
+        first=TRACEBACK if first.own.error else "",
+    )

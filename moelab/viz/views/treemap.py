@@ -1,11 +1,11 @@
-"""The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation would do, or by use.
+"""The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation
+would do, or by use.
 
     views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert popularity")
     views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
-Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The checkpoint is read as it
-is, a sample of a tensor at a time (`moelab.store.survey`).
-"""
+Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
+checkpoint is read as it is, a sample of a tensor at a time (`moelab.store.survey`)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ BOUND, POPULARITY, ERROR = "entropy bound", "expert popularity", "error of "
 SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
 #: rectangles beyond which an expert's tensors are one
 MOST = 8000
-#: bytes of a survey up to which all colours are there from the beginning, so that changing them does not wait
+#: bytes of a survey up to which all colours are there from the beginning, so that changing them
+#: does not wait
 SOON = 64 << 20
 
 
 class Node(NamedTuple):
-    """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey; part : of a tensor."""
+    """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey; part :
+    of a tensor."""
 
     name: str
     parent: str
@@ -55,22 +57,31 @@ class Node(NamedTuple):
     part: survey.Part | None = None
 
 
-Shown = tuple[list[Node], str]              # rectangles, and what colours them
+Shown = tuple[list[Node], str]  # rectangles, and what colours them
 
 
 def parts_of(card: Model) -> list[survey.Part]:
-    """All other weights of a card, and its experts, as bytes that no file holds, so that they have no colour."""
-    others, expert = (Stored(Path(), "U8", (nbytes,), 0) for nbytes in (card.others, card.spec.expert_bytes))
+    """All other weights of a card, and its experts, as bytes that no file holds, so that they have
+    no colour."""
+    others, expert = (
+        Stored(Path(), "U8", (nbytes,), 0) for nbytes in (card.others, card.spec.expert_bytes)
+    )
     return [survey.Part("other weights", "", None, others)] + [
         survey.Part(f"layers.{layer}.experts.{e}.weights", f"layers.{layer}", e, expert)
-        for layer in card.spec.moe_layers for e in range(card.spec.E)]
+        for layer in card.spec.moe_layers
+        for e in range(card.spec.E)
+    ]
 
 
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
     """The tree of all tensors; those above have the mean of their parts' values by bytes."""
     whole = len(parts) <= MOST
-    found: dict[str, tuple[str, str, survey.Part | None]] = {root: ("", root, None)}    # parent, label, of a leaf its
-    sums: dict[str, list[float]] = {root: [0, 0, 0.0]}      # part; bytes, those that have a value, bytes · value
+    found: dict[str, tuple[str, str, survey.Part | None]] = {
+        root: ("", root, None)
+    }  # parent, label, of a leaf its
+    sums: dict[str, list[float]] = {
+        root: [0, 0, 0.0]
+    }  # part; bytes, those that have a value, bytes · value
     for part, value in zip(parts, values):
         up = [(root, "", root)]
         if part.layer:
@@ -85,13 +96,22 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
             if value is not None:
                 sums[name][1] += part.stored.nbytes
                 sums[name][2] += part.stored.nbytes * value
-    return [Node(name, parent, label, sums[name][0], sums[name][2] / sums[name][1] if sums[name][1] else None, part)
-            for name, (parent, label, part) in found.items()]
+    return [
+        Node(
+            name,
+            parent,
+            label,
+            sums[name][0],
+            sums[name][2] / sums[name][1] if sums[name][1] else None,
+            part,
+        )
+        for name, (parent, label, part) in found.items()
+    ]
 
 
 def _middle(values: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """The range of sorted (value, bytes) without the outermost per cent of the bytes: a few tiny tensors would else
-    take all colours."""
+    """The range of sorted (value, bytes) without the outermost per cent of the bytes: a few tiny
+    tensors would else take all colours."""
     total, before, low, high = sum(nbytes for _, nbytes in values), 0, None, values[-1][0]
     for value, nbytes in values:
         before += nbytes
@@ -105,25 +125,58 @@ def _middle(values: Sequence[tuple[float, int]]) -> tuple[float, float]:
 
 def draw(tree: Sequence[Node], colour: str) -> Figure:
     """Rectangles as large as their bytes; two levels at a time, a click goes deeper."""
-    there = sorted((node.value, node.bytes) for node in tree if node.value is not None and node.part is not None)
+    there = sorted(
+        (node.value, node.bytes)
+        for node in tree
+        if node.value is not None and node.part is not None
+    )
     low, high = _middle(there) if there else (0.0, 1.0)
     figure = Figure().add_treemap(
-        ids=[node.name for node in tree], parents=[node.parent for node in tree], labels=[node.label for node in tree],
-        values=[node.bytes for node in tree], branchvalues="total", maxdepth=3, customdata=[node.name for node in tree],
-        text=[f"{node.bytes / 1e6:,.2f} MB" + ("" if node.value is None else f", {node.value:.4g}") for node in tree],
-        marker={"colors": [float("nan") if node.value is None else node.value for node in tree],
-                "colorscale": SCALE, "cmin": low, "cmax": high, "showscale": bool(there),
-                "line": {"width": 1},
-                "colorbar": {"thickness": 20, "tickfont": {"size": 11}, "title": {
-                    "text": SCALES.get(colour, "relative error"), "side": "right", "font": {"size": 13}}}},
-        hovertemplate="%{id}<br>%{text}<extra></extra>", tiling={"pad": 1}, root={"color": "#bbbbbb"},
-        textinfo="label")
+        ids=[node.name for node in tree],
+        parents=[node.parent for node in tree],
+        labels=[node.label for node in tree],
+        values=[node.bytes for node in tree],
+        branchvalues="total",
+        maxdepth=3,
+        customdata=[node.name for node in tree],
+        text=[
+            f"{node.bytes / 1e6:,.2f} MB" + ("" if node.value is None else f", {node.value:.4g}")
+            for node in tree
+        ],
+        marker={
+            "colors": [float("nan") if node.value is None else node.value for node in tree],
+            "colorscale": SCALE,
+            "cmin": low,
+            "cmax": high,
+            "showscale": bool(there),
+            "line": {"width": 1},
+            "colorbar": {
+                "thickness": 20,
+                "tickfont": {"size": 11},
+                "title": {
+                    "text": SCALES.get(colour, "relative error"),
+                    "side": "right",
+                    "font": {"size": 13},
+                },
+            },
+        },
+        hovertemplate="%{id}<br>%{text}<extra></extra>",
+        tiling={"pad": 1},
+        root={"color": "#bbbbbb"},
+        textinfo="label",
+    )
     # a margin that no tick widens, or every rectangle would be drawn anew with another colour
-    return finish(figure, height=560, showlegend=False, margin={"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False})
+    return finish(
+        figure,
+        height=560,
+        showlegend=False,
+        margin={"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False},
+    )
 
 
 def counted(counts: Any) -> np.ndarray | None:
-    """Expert counts [L, E] of a trace, a calibration, the file of one, an .npy file or an array; None of None.
+    """Expert counts [L, E] of a trace, a calibration, the file of one, an .npy file or an array;
+    None of None.
 
     Raises FileNotFoundError, ValueError: no such file, or nothing that has counts in it.
     """
@@ -136,14 +189,22 @@ def counted(counts: Any) -> np.ndarray | None:
 
 
 def _counts(found: np.ndarray) -> np.ndarray:
-    if found.ndim != 2 or found.dtype.kind not in "iuf" or not (found >= 0).all() or not 0 < found.sum() < np.inf:
-        raise ValueError(f"counts of experts are numbers of 0 or more, [layers, experts], not all 0; these are "
-                         f"{found.dtype} {list(found.shape)}")
+    if (
+        found.ndim != 2
+        or found.dtype.kind not in "iuf"
+        or not (found >= 0).all()
+        or not 0 < found.sum() < np.inf
+    ):
+        raise ValueError(
+            f"counts of experts are numbers of 0 or more, [layers, experts], not all 0; these are "
+            f"{found.dtype} {list(found.shape)}"
+        )
     return found
 
 
 def file_of(counts: Any) -> Path:
-    """A file from which `counted` reads the same: the one that was given, else one of the cache, by its content."""
+    """A file from which `counted` reads the same: the one that was given, else one of the cache, by
+    its content."""
     if isinstance(counts, (str, Path)):
         return absolute(counts)
     seen = counted(counts)
@@ -157,21 +218,23 @@ def file_of(counts: Any) -> Path:
 def model_map(model: str | Path | None = None, counts: Any = None, colour: str = BOUND) -> Detailed:
     """The checkpoint of a model as a map.
 
-    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model; or a card's name, of
-        whose parts only the bytes are known, and with counts the popularity.
-    counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or the file that
-        `moelab calibrate` wrote: for "expert popularity".
+    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model;
+        or a card's name, of whose parts only the bytes are known, and with counts the popularity.
+    counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or
+        the file that `moelab calibrate` wrote: for "expert popularity".
     colour : at first: "entropy bound", "expert popularity" or "error of FORMAT".
 
-    Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another geometry.
-    """
+    Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another
+    geometry."""
     card = find_model(model) if like("model", model) and not Path(model).exists() else None
     path = Path(card.spec.name) if card else find(model)
     parts = parts_of(card) if card else survey.parts(path)
     most = survey.sample_size(parts)
     seen = counted(counts)
     measures = {BOUND: lambda part: survey.bound(part, most)} | {
-        f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most) for name in names("format")}
+        f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most)
+        for name in names("format")
+    }
     colours = [*measures, *([POPULARITY] if seen is not None else [])]
     require("colour" + " without counts=" * (seen is None), colour, colours)
 
@@ -191,36 +254,69 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
     def words(data: Shown) -> tuple[str, str]:
         tree, colour = data
         root, sampled = tree[0], sum(part.stored.nbytes > most for part in parts)
-        kind = f"by its card: experts' bytes are exact, others the {card.how}" if card else \
-               "exact" if not sampled or colour == POPULARITY else f"exact, but {sampled:,} tensors by samples of " \
-               f"{most / 1e6:.2g} MB"
+        kind = (
+            f"by its card: experts' bytes are exact, others the {card.how}"
+            if card
+            else "exact"
+            if not sampled or colour == POPULARITY
+            else f"exact, but {sampled:,} tensors by samples of {most / 1e6:.2g} MB"
+        )
         said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
-        return (f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: {said} on average "
-                f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
-                f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.")
+        return (
+            f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: {said} on average "
+            f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
+            f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
+        )
 
     def rows(data: Shown) -> Rows:
-        return [{"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
-                for node in data[0]]
+        return [
+            {"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
+            for node in data[0]
+        ]
 
     def command(colour: str) -> tuple[str, str]:
         file = file_of(counts) if colour == POPULARITY else None
-        words = ["moelab view model_map", *([str(model)] if model else []),
-                 *([f"--counts {file}"] if file else []), f"-p colour='{colour}'"]
+        words = [
+            "moelab view model_map",
+            *([str(model)] if model else []),
+            *([f"--counts {file}"] if file else []),
+            f"-p colour='{colour}'",
+        ]
         given = f"counts={str(file)!r}, " if file else ""
-        return " ".join(words), \
-            f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, {given}colour={colour!r})"
+        return (
+            " ".join(words),
+            f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, {given}colour={colour!r})",
+        )
 
     def tell(data: Shown, name: str) -> Detail:
         node = next(node for node in data[0] if node.name == name)
         part = node.part
         if part is None or survey.bound(part) is None:
-            return Detail(html_rows(["", node.name], [("MB", node.bytes / 1e6), (data[1], node.value)]))
+            return Detail(
+                html_rows(["", node.name], [("MB", node.bytes / 1e6), (data[1], node.value)])
+            )
         shape = " × ".join(map(str, part.stored.shape))
-        about = [("tensor", part.name), ("shape", shape), ("type", part.stored.dtype), ("MB", part.stored.nbytes / 1e6),
-                 (data[1], node.value), ("read", min(part.stored.nbytes, survey.SAMPLE) / 1e6)]
-        return Detail(html_rows(["", node.name], about),
-                      microscope(survey.histogram(part), part.stored.dtype))
-    return Detailed("model_map", {"colour": menu("colour", colour, colours)}, compute, lambda data: draw(*data), rows,
-                    command, words, label="tensor", tell=tell,
-                    names=lambda data: [node.name for node in data[0]][:MOST])
+        about = [
+            ("tensor", part.name),
+            ("shape", shape),
+            ("type", part.stored.dtype),
+            ("MB", part.stored.nbytes / 1e6),
+            (data[1], node.value),
+            ("read", min(part.stored.nbytes, survey.SAMPLE) / 1e6),
+        ]
+        return Detail(
+            html_rows(["", node.name], about), microscope(survey.histogram(part), part.stored.dtype)
+        )
+
+    return Detailed(
+        "model_map",
+        {"colour": menu("colour", colour, colours)},
+        compute,
+        lambda data: draw(*data),
+        rows,
+        command,
+        words,
+        label="tensor",
+        tell=tell,
+        names=lambda data: [node.name for node in data[0]][:MOST],
+    )

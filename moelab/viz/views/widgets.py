@@ -1,9 +1,8 @@
-"""What views show in a browser: charts, whose figure is one value, so that the last change always wins; their
-buttons; and the token scrubber's player.
+"""What views show in a browser: charts, whose figure is one value, so that the last change always
+wins; their buttons; and the token scrubber's player.
 
-plotly's own `FigureWidget` is not used: each one brings plotly.js (5 MB) to the page again, and changes come as a
-sequence of events that checks every property.
-"""
+plotly's own `FigureWidget` is not used: each one brings plotly.js (5 MB) to the page again, and
+changes come as a sequence of events that checks every property."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ class Chart(anywidget.AnyWidget):
     library = traitlets.Instance(Library).tag(sync=True, **ipywidgets.widget_serialization)
 
     def on_click(self, function: Callable[[Mapping[str, Any]], None]) -> None:
-        """Call a function with what was clicked: {"curve": its trace, "point": its place there, "data": customdata}."""
+        """Call a function with what was clicked: {"curve": its trace, "point": its place there,
+        "data": customdata}."""
         self.on_msg(lambda _, message, __: function(message) if "curve" in message else None)
 
 
@@ -41,13 +41,14 @@ _library: list[Library] = []
 
 def chart(figure: Mapping[str, Any]) -> Chart:
     """A chart that shows a figure."""
-    if not _library or _library[0].comm is None:            # none yet, or somebody closed all widgets
+    if not _library or _library[0].comm is None:  # none yet, or somebody closed all widgets
         _library[:] = [Library(code=plotly_js())]
     return Chart(figure=figure, library=_library[0])
 
 
 class Toolbar(anywidget.AnyWidget):
-    """A row of buttons; files are made here when they are asked for, pictures and copies in the browser."""
+    """A row of buttons; files are made here when they are asked for, pictures and copies in the
+    browser."""
 
     _esm = Path(__file__).with_name("toolbar.js")
     name = traitlets.Unicode().tag(sync=True)
@@ -64,8 +65,13 @@ def toolbar(view: Any) -> Toolbar:
     def asked(_: Any, message: Mapping[str, str], __: Any) -> None:
         def answer() -> None:
             content, kind = contents[message["file"]]
-            made.send({"name": f"{view.name}.{message['file']}", "type": kind}, buffers=[content().encode()])
+            made.send(
+                {"name": f"{view.name}.{message['file']}", "type": kind},
+                buffers=[content().encode()],
+            )
+
         view.guarded(answer)
+
     made.on_msg(asked)
     return made
 
@@ -79,7 +85,8 @@ class Player(anywidget.AnyWidget):
 
 
 def player(content: dict[str, Any], token: int, moved: Callable[[int], None]) -> Player:
-    """The player of what `moelab.viz.views.scrub.content` returned; `moved` is told where it stopped."""
+    """The player of what `moelab.viz.views.scrub.content` returned; `moved` is told where it
+    stopped."""
     made = Player(data=content, token=token)
     made.observe(lambda change: moved(change["new"]), "token")
     return made

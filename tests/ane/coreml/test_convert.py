@@ -1,4 +1,5 @@
-"""Whole models converted: what the folder holds, what its graphs compute, and what an interruption leaves."""
+"""Whole models converted: what the folder holds, what its graphs compute, and what an interruption
+leaves."""
 
 import json
 import os
@@ -32,15 +33,22 @@ SETTINGS = ConversionSettings(context=64)
 
 def make_plan(spec, chunk=16):
     """Two groups on the ANE and one on the CPU in each layer of eight experts."""
-    groups = (PlannedGroup((2, 0, 5), 32, "ane", 1), PlannedGroup((7,), 16, "ane", 1),
-              PlannedGroup((1, 3, 4, 6), 16, "cpu", 1))
+    groups = (
+        PlannedGroup((2, 0, 5), 32, "ane", 1),
+        PlannedGroup((7,), 16, "ane", 1),
+        PlannedGroup((1, 3, 4, 6), 16, "cpu", 1),
+    )
     capacity = tuple(32 if e in (2, 0, 5) else 16 for e in range(8))
-    return ANEPlan(spec, chunk, "npumoe", (LayerPlan(Tiers((32, 16), capacity), groups, "ane"),) * spec.L)
+    return ANEPlan(
+        spec, chunk, "npumoe", (LayerPlan(Tiers((32, 16), capacity), groups, "ane"),) * spec.L
+    )
 
 
 @pytest.fixture(scope="module")
 def converted(checkpoint, model, tmp_path_factory):
-    return convert_model(checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec), SETTINGS)
+    return convert_model(
+        checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec), SETTINGS
+    )
 
 
 def test_the_manifest_says_what_runs_where(converted, checkpoint):
@@ -49,11 +57,18 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
     assert [layer["attention"]["unit"] for layer in layers] == ["ane"] * 2
     assert [[g["unit"] for g in layer["groups"]] for layer in layers] == [[], ["ane", "ane", "cpu"]]
     assert "file" not in layers[1]["groups"][2] and converted.problems == []
-    assert {p.relative_to(converted.folder).as_posix() for p in converted.folder.rglob("*.mlpackage")} == {
-        entry["file"] for entry in converted.packages}
-    assert len(converted.packages) == 4 and {p.name for p in converted.folder.iterdir()} == {"layers", "manifest.json"}
+    assert {
+        p.relative_to(converted.folder).as_posix() for p in converted.folder.rglob("*.mlpackage")
+    } == {entry["file"] for entry in converted.packages}
+    assert len(converted.packages) == 4 and {p.name for p in converted.folder.iterdir()} == {
+        "layers",
+        "manifest.json",
+    }
     for group in layers[1]["groups"][:2]:
-        assert group["difference"] == 0.0 and group["weight_bytes"] >= 2 * 3 * len(group["experts"]) * 32 * 24
+        assert (
+            group["difference"] == 0.0
+            and group["weight_bytes"] >= 2 * 3 * len(group["experts"]) * 32 * 24
+        )
     assert converted.plan == make_plan(converted.plan.spec)
     assert converted.checkpoint() == checkpoint.resolve()
 
@@ -62,10 +77,16 @@ def test_group_graphs_compute_the_models_experts(converted, model):
     experts = plug(model)[0].experts
     for index in (0, 1):
         graph = converted.group(1, index)
-        slots = torch.randn(len(graph.experts) * graph.capacity, 32, generator=torch.Generator().manual_seed(0))
+        slots = torch.randn(
+            len(graph.experts) * graph.capacity, 32, generator=torch.Generator().manual_seed(0)
+        )
         with torch.no_grad():
-            expected = torch.cat([experts.ffn(rows, experts.weights(e))
-                                  for e, rows in zip(graph.experts, slots.split(graph.capacity))])
+            expected = torch.cat(
+                [
+                    experts.ffn(rows, experts.weights(e))
+                    for e, rows in zip(graph.experts, slots.split(graph.capacity))
+                ]
+            )
         y = graph(slots)
         assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
         assert graph.run.alarms == []
@@ -81,7 +102,11 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
     def keep(module, args, kwargs, output):
         cos, sin = kwargs["position_embeddings"]
         seen[module.layer_idx] = kwargs["hidden_states"][0], cos[0], sin[0], output[0][0]
-    hooks = [layer.self_attn.register_forward_hook(keep, with_kwargs=True) for layer in model.model.layers]
+
+    hooks = [
+        layer.self_attn.register_forward_hook(keep, with_kwargs=True)
+        for layer in model.model.layers
+    ]
     with torch.no_grad():
         model(torch.randint(3, 90, (1, 50), generator=torch.Generator().manual_seed(0)))
     for hook in hooks:
@@ -90,7 +115,9 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
         x, cos, sin, expected = seen[layer]
         graph = converted.attention(layer, mode="double")
         y = in_chunks(graph.run, graph.shape, x, cos, sin)
-        torch.testing.assert_close(y.float(), expected, atol=2e-3, rtol=2e-3)       # weights rounded to fp16
+        torch.testing.assert_close(
+            y.float(), expected, atol=2e-3, rtol=2e-3
+        )  # weights rounded to fp16
 
 
 def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, model, tmp_path):
@@ -140,12 +167,15 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
             def call(path, *args):
                 made.append(path.name)
                 if len(made) > n:
-                    save(path, *args)           # the package is there, the journal does not know it
+                    save(path, *args)  # the package is there, the journal does not know it
                     raise KeyboardInterrupt
                 return save(path, *args)
+
             return call
+
         monkeypatch.setattr(convert_module, "save_attention", count(attention))
         monkeypatch.setattr(convert_module, "save_ffn", count(groups))
+
     killed_at(2)
     with pytest.raises(KeyboardInterrupt):
         convert_model(checkpoint, destination, plan, SETTINGS)
@@ -154,7 +184,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     with pytest.raises(FileExistsError, match="settings"):
         convert_model(checkpoint, destination, plan, ConversionSettings(context=96))
     with open(part / "journal.jsonl", "a") as journal:
-        journal.write('{"file": "layers/001/gro')                               # killed while it wrote
+        journal.write('{"file": "layers/001/gro')  # killed while it wrote
     damaged = next((part / "layers/001/attention.mlpackage").rglob("weight.bin"))
     damaged.write_bytes(damaged.read_bytes()[:-8])
     made.clear()
@@ -162,7 +192,9 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     result = convert_model(checkpoint, destination, plan, SETTINGS)
     assert made == ["attention.mlpackage", "group00.mlpackage", "group01.mlpackage"]
     verify(result.folder)
-    assert not part.exists() and [e["file"] for e in result.packages] == [e["file"] for e in converted.packages]
+    assert not part.exists() and [e["file"] for e in result.packages] == [
+        e["file"] for e in converted.packages
+    ]
     slots = torch.randn(96, 32)
     assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
 
@@ -173,30 +205,39 @@ def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatc
     save = convert_module.save_ffn
 
     def interrupted_by_another(*args):
-        with pytest.raises(FileExistsError, match="another process is writing .*ane.part") as raised:
+        with pytest.raises(
+            FileExistsError, match="another process is writing .*ane.part"
+        ) as raised:
             convert_model(checkpoint, destination, plan, SETTINGS)
         told.append(str(raised.value))
         return save(*args)
+
     monkeypatch.setattr(convert_module, "save_ffn", interrupted_by_another)
     result = convert_model(checkpoint, destination, plan, SETTINGS)
     assert len(told) == 2
     verify(result.folder)
     monkeypatch.setattr(convert_module, "save_ffn", lambda *args: 1 / 0)
-    for _ in range(2):                          # one that fails does not keep the folder for itself
+    for _ in range(2):  # one that fails does not keep the folder for itself
         with pytest.raises(ZeroDivisionError):
             convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, ConversionSettings(context=64, every_tier=True, weights="int8")])
+@pytest.mark.parametrize(
+    "settings", [SETTINGS, ConversionSettings(context=64, every_tier=True, weights="int8")]
+)
 def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkeypatch):
-    """coremltools keeps a copy of each package until the process ends; here it has gone when the package is whole."""
+    """coremltools keeps a copy of each package until the process ends; here it has gone when the
+    package is whole."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     seen, add = [], convert_module.Work.add
 
     def watched(work, *args):
         add(work, *args)
-        seen.append([path for path in work.building.rglob("*")] + list((tmp_path / "temporary").iterdir()))
+        seen.append(
+            [path for path in work.building.rglob("*")] + list((tmp_path / "temporary").iterdir())
+        )
+
     monkeypatch.setattr(convert_module.Work, "add", watched)
     result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
     assert seen == [[]] * len(result.packages) and tempfile.tempdir == str(tmp_path / "temporary")
@@ -214,8 +255,11 @@ convert_model(sys.argv[1], sys.argv[2])
 
 def test_a_kill_leaves_nothing_that_the_next_conversion_does_not_remove(checkpoint, tmp_path):
     (tmp_path / "temporary").mkdir()
-    killed = subprocess.run([sys.executable, "-c", KILLED, checkpoint, tmp_path / "ane"], capture_output=True,
-                            env=os.environ | {"TMPDIR": str(tmp_path / "temporary")})
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, checkpoint, tmp_path / "ane"],
+        capture_output=True,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+    )
     assert killed.returncode == -9, killed.stderr
     assert not list((tmp_path / "temporary").iterdir())
     assert list((tmp_path / "ane.part/building").rglob("weight.bin"))
@@ -226,7 +270,8 @@ def test_a_kill_leaves_nothing_that_the_next_conversion_does_not_remove(checkpoi
 
 @pytest.mark.stress
 def test_no_change_of_a_manifest_goes_unseen(converted, tmp_path):
-    """Bytes of the manifest changed, deleted or repeated: a ValueError that names the file, or nothing that counts."""
+    """Bytes of the manifest changed, deleted or repeated: a ValueError that names the file, or
+    nothing that counts."""
     folder, rng = tmp_path / "copy", random.Random(0)
     folder.mkdir()
     (folder / "layers").symlink_to(converted.folder / "layers")
@@ -234,9 +279,15 @@ def test_no_change_of_a_manifest_goes_unseen(converted, tmp_path):
     deep = b'{"format": ' + b"[" * 100_000
     for n in range(depth(20, 500)):
         at, kind = rng.randrange(len(text)), rng.randrange(3)
-        changed = (text[:at] + bytes([rng.randrange(256)]) + text[at + 1:],
-                   text[:at] + text[at + rng.randrange(1, 40):],
-                   text[:at] + text[at - rng.randrange(1, min(40, at + 1) + 1):])[kind] if n else deep
+        changed = (
+            (
+                text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :],
+                text[:at] + text[at + rng.randrange(1, 40) :],
+                text[:at] + text[at - rng.randrange(1, min(40, at + 1) + 1) :],
+            )[kind]
+            if n
+            else deep
+        )
         (folder / "manifest.json").write_bytes(changed)
         try:
             assert ConvertedModel(folder).manifest == converted.manifest
@@ -247,8 +298,11 @@ def test_no_change_of_a_manifest_goes_unseen(converted, tmp_path):
 def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
     folder = shutil.copytree(converted.folder, tmp_path / "copy")
     manifest = json.loads((folder / "manifest.json").read_text())
-    for name in ("../ane/layers/001/group00.mlpackage", str(converted.folder / "layers/001/group00.mlpackage"),
-                 "layers/001/group01.mlpackage"):
+    for name in (
+        "../ane/layers/001/group00.mlpackage",
+        str(converted.folder / "layers/001/group00.mlpackage"),
+        "layers/001/group01.mlpackage",
+    ):
         manifest["layers"][1]["groups"][0]["file"] = name
         (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
         with pytest.raises(ValueError, match="names packages otherwise"):
@@ -263,8 +317,10 @@ def test_every_tier(checkpoint, model, tmp_path):
     assert torch.equal(small(slots[:16]), large(slots)[:16])
 
 
-@pytest.mark.parametrize("kind, says", [("llama4_text", "scale the experts' input"),
-                                        ("switch_transformers", "encoder-decoders")])
+@pytest.mark.parametrize(
+    "kind, says",
+    [("llama4_text", "scale the experts' input"), ("switch_transformers", "encoder-decoders")],
+)
 def test_experts_without_graphs_are_refused_before_anything_is_written(kind, says, tmp_path):
     source = tiny.save(kind, tmp_path / "model")
     for plan in (None, plan_of_all(moelab.open_model(source).spec)):
@@ -276,7 +332,9 @@ def test_experts_without_graphs_are_refused_before_anything_is_written(kind, say
 def plan_of_all(spec, chunk=16):
     """All experts of a layer in one graph."""
     group = PlannedGroup(tuple(range(spec.E)), 16, "ane", 1)
-    return ANEPlan(spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L)
+    return ANEPlan(
+        spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L
+    )
 
 
 def test_chunks_that_no_graph_takes_are_refused(checkpoint, model, tmp_path):
@@ -287,11 +345,16 @@ def test_chunks_that_no_graph_takes_are_refused(checkpoint, model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_graph_of_other_experts_than_the_models_is_not_kept(checkpoint, model, tmp_path, monkeypatch):
-    """Gate and up swapped: the graph still computes what it was built from, but not what the model does."""
+def test_a_graph_of_other_experts_than_the_models_is_not_kept(
+    checkpoint, model, tmp_path, monkeypatch
+):
+    """Gate and up swapped: the graph still computes what it was built from, but not what the model
+    does."""
+
     def swapped(module, tensors):
         right = expert_of(module, tensors)
         return replace(right, gate=right.up, up=right.gate)
+
     monkeypatch.setattr(convert_module, "expert_of", swapped)
     with pytest.raises(ValueError, match="does not compute what torch does"):
         convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), SETTINGS)
@@ -300,22 +363,41 @@ def test_a_graph_of_other_experts_than_the_models_is_not_kept(checkpoint, model,
 def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     source = tiny.save("gpt_oss", tmp_path / "gpt", num_hidden_layers=1)
     spec = moelab.open_model(source).spec
-    plan = ANEPlan(spec, 16, "npumoe", (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),),
-                                               "ane"),))
+    plan = ANEPlan(
+        spec,
+        16,
+        "npumoe",
+        (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),), "ane"),),
+    )
     result = convert_model(source, tmp_path / "ane", plan, SETTINGS)
     assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.problems[0]
-    assert result.plan.layers[0].attention == "cpu" and list(result.plan.problems) == result.problems
+    assert (
+        result.plan.layers[0].attention == "cpu" and list(result.plan.problems) == result.problems
+    )
     assert [entry["difference"] for entry in result.packages] == [0.0]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)
 
 
-@pytest.mark.parametrize("line", ['[1]', '{}', '"x"', 'null', '[' * 100_000, '{"file": 7}',
-                                  '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        "{}",
+        '"x"',
+        "null",
+        "[" * 100_000,
+        '{"file": 7}',
+        '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}',
+    ],
+)
 def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
     with closing(Work(tmp_path / "a.part", {})) as work:
         with open(work.journal.path, "a") as journal:
             journal.write(line + "\n")
     (tmp_path / "model").mkdir()
-    with pytest.warns(UserWarning, match="1 records in"), closing(Work(tmp_path / "a.part", {})) as work:
+    with (
+        pytest.warns(UserWarning, match="1 records in"),
+        closing(Work(tmp_path / "a.part", {})) as work,
+    ):
         assert work.done == {}

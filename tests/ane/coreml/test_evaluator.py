@@ -1,4 +1,5 @@
-"""The evaluator's operations against coremltools' own inference of constants, torch and numpy's fp16."""
+"""The evaluator's operations against coremltools' own inference of constants, torch and numpy's
+fp16."""
 
 import math
 from dataclasses import replace
@@ -24,30 +25,60 @@ POSITIVE = np.abs(X) + 0.5
 
 #: (operation, its parameters): whatever coremltools can infer of constants
 CASES = [
-    ("add", dict(x=X, y=Y)), ("sub", dict(x=X, y=Y)), ("mul", dict(x=X, y=Y)), ("minimum", dict(x=X, y=Y)),
-    ("add", dict(x=X, y=np.float32(2))), ("sub", dict(x=np.float32(1), y=X)), ("sigmoid", dict(x=X)),
-    ("relu", dict(x=X)), ("gelu", dict(x=X, mode="EXACT")), ("gelu", dict(x=X, mode="TANH_APPROXIMATION")),
-    ("gelu", dict(x=X, mode="SIGMOID_APPROXIMATION")), ("gelu", dict(x=X)),
-    ("rsqrt", dict(x=POSITIVE)), ("reduce_mean", dict(x=X)), ("reduce_max", dict(x=X)),
-    ("reduce_mean", dict(x=X, axes=[1])), ("concat", dict(values=(X, Y), axis=-1, interleave=False)),
+    ("add", dict(x=X, y=Y)),
+    ("sub", dict(x=X, y=Y)),
+    ("mul", dict(x=X, y=Y)),
+    ("minimum", dict(x=X, y=Y)),
+    ("add", dict(x=X, y=np.float32(2))),
+    ("sub", dict(x=np.float32(1), y=X)),
+    ("sigmoid", dict(x=X)),
+    ("relu", dict(x=X)),
+    ("gelu", dict(x=X, mode="EXACT")),
+    ("gelu", dict(x=X, mode="TANH_APPROXIMATION")),
+    ("gelu", dict(x=X, mode="SIGMOID_APPROXIMATION")),
+    ("gelu", dict(x=X)),
+    ("rsqrt", dict(x=POSITIVE)),
+    ("reduce_mean", dict(x=X)),
+    ("reduce_max", dict(x=X)),
+    ("reduce_mean", dict(x=X, axes=[1])),
+    ("concat", dict(values=(X, Y), axis=-1, interleave=False)),
     ("matmul", dict(x=X, y=Y, transpose_x=True, transpose_y=False)),
     ("rsqrt", dict(x=POSITIVE, epsilon=np.float32(1e-3))),
     ("clip", dict(x=X, alpha=np.float32(-0.5), beta=np.float32(1))),
-    ("softmax", dict(x=X, axis=1)), ("softmax", dict(x=X)), ("matmul", dict(x=X, y=Y, transpose_x=True)),
-    ("matmul", dict(x=X, y=Y, transpose_y=True)), ("reshape", dict(x=X, shape=[-1, 3])),
-    ("reshape", dict(x=X, shape=[4, 2, 6])), ("concat", dict(values=(X, Y), axis=1)),
-    *[(f"reduce_{name}", dict(x=X, axes=[0, -1], keep_dims=keep)) for keep in (True, False)
-      for name in ("mean", "max")]]
+    ("softmax", dict(x=X, axis=1)),
+    ("softmax", dict(x=X)),
+    ("matmul", dict(x=X, y=Y, transpose_x=True)),
+    ("matmul", dict(x=X, y=Y, transpose_y=True)),
+    ("reshape", dict(x=X, shape=[-1, 3])),
+    ("reshape", dict(x=X, shape=[4, 2, 6])),
+    ("concat", dict(values=(X, Y), axis=1)),
+    *[
+        (f"reduce_{name}", dict(x=X, axes=[0, -1], keep_dims=keep))
+        for keep in (True, False)
+        for name in ("mean", "max")
+    ],
+]
 
 
 def run_op(kind, parameters):
     """An operation of the evaluator on the same values, float tensors in double precision."""
+
     def given(value):
         array = np.asarray(value)
-        return torch.tensor(array, dtype=torch.float64) if array.dtype.kind == "f" else value if array.ndim == 0 \
+        return (
+            torch.tensor(array, dtype=torch.float64)
+            if array.dtype.kind == "f"
+            else value
+            if array.ndim == 0
             else array
-    return OPS[kind](**{name: list(map(given, value)) if isinstance(value, tuple) else given(value)
-                        for name, value in parameters.items()})
+        )
+
+    return OPS[kind](
+        **{
+            name: list(map(given, value)) if isinstance(value, tuple) else given(value)
+            for name, value in parameters.items()
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +92,13 @@ def inferred():
         for kind, parameters in CASES:
             values.append(getattr(mb, kind)(**parameters).val)
         return mb.identity(x=x)
+
     return values
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{kind} {i}" for i, (kind, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "case", range(len(CASES)), ids=[f"{kind} {i}" for i, (kind, _) in enumerate(CASES)]
+)
 def test_operation(case, inferred):
     kind, parameters = CASES[case]
     result = run_op(kind, parameters)
@@ -75,21 +109,34 @@ def test_operation(case, inferred):
 @pytest.mark.parametrize("shape", [(2, 6, 5, 7), (2, 6, 5)])
 def test_convolution(shape):
     rng = torch.Generator().manual_seed(0)
-    x, w, b = (torch.randn(s, generator=rng, dtype=torch.float64)
-               for s in (shape, (4, 6, *[1] * len(shape[2:])), (4,)))
+    x, w, b = (
+        torch.randn(s, generator=rng, dtype=torch.float64)
+        for s in (shape, (4, 6, *[1] * len(shape[2:])), (4,))
+    )
     direct = F.conv1d if x.dim() == 3 else F.conv2d
-    torch.testing.assert_close(OPS["conv"](x=x, weight=w, bias=b), direct(x, w, b), atol=1e-12, rtol=0)
-    for options in ({"weight": w.expand(-1, -1, *[3] * len(shape[2:]))}, {"strides": np.array([2])}, {"groups": 2},
-                    {"pad_type": "custom", "pad": np.array([1, 0])}, {"pad_type": "full"}):
+    torch.testing.assert_close(
+        OPS["conv"](x=x, weight=w, bias=b), direct(x, w, b), atol=1e-12, rtol=0
+    )
+    for options in (
+        {"weight": w.expand(-1, -1, *[3] * len(shape[2:]))},
+        {"strides": np.array([2])},
+        {"groups": 2},
+        {"pad_type": "custom", "pad": np.array([1, 0])},
+        {"pad_type": "full"},
+    ):
         with pytest.raises(ValueError, match="1×1"):
             OPS["conv"](**{"x": x, "weight": w} | options)
 
 
 def test_what_coremltools_does_not_infer():
     x = torch.arange(24.0).view(2, 3, 4)
-    assert [t.tolist() for t in OPS["split"](x=x, num_splits=3, axis=1)] == [x[:, i:i + 1].tolist() for i in range(3)]
+    assert [t.tolist() for t in OPS["split"](x=x, num_splits=3, axis=1)] == [
+        x[:, i : i + 1].tolist() for i in range(3)
+    ]
     assert [t.tolist() for t in OPS["split"](x=x, split_sizes=np.array([1, 2]), axis=1)] == [
-        x[:, :1].tolist(), x[:, 1:].tolist()]
+        x[:, :1].tolist(),
+        x[:, 1:].tolist(),
+    ]
     torch.testing.assert_close(OPS["silu"](x=x), x / (1 + (-x).exp()))
 
 
@@ -102,16 +149,28 @@ def strided(x):
 
 
 def padded(x):
-    return mb.conv(x=x, weight=np.ones((4, 4, 1, 1), np.float16), pad_type="custom", pad=[1, 1, 0, 0], name="y")
+    return mb.conv(
+        x=x, weight=np.ones((4, 4, 1, 1), np.float16), pad_type="custom", pad=[1, 1, 0, 0], name="y"
+    )
 
 
-@pytest.mark.parametrize("body, told", [(interleaved, "concat y .*interleave"), (strided, "conv y .*strides"),
-                                        (padded, "conv y .*custom padding")])
+@pytest.mark.parametrize(
+    "body, told",
+    [
+        (interleaved, "concat y .*interleave"),
+        (strided, "conv y .*strides"),
+        (padded, "conv y .*custom padding"),
+    ],
+)
 def test_an_option_that_is_not_computed_is_refused_by_its_name(body, told, tmp_path):
     evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 4, 6, 6), body))
     with pytest.raises(ValueError, match=told):
         evaluate({"x": torch.zeros(1, 4, 6, 6)})
-    for name, options in (("gelu", {"mode": "ELSE"}), ("relu", {"alpha": 1.0}), ("softmax", {"beta": 2.0})):
+    for name, options in (
+        ("gelu", {"mode": "ELSE"}),
+        ("relu", {"alpha": 1.0}),
+        ("softmax", {"beta": 2.0}),
+    ):
         with pytest.raises((ValueError, TypeError), match=next(iter(options))):
             OPS[name](x=torch.zeros(2), **options)
 
@@ -121,28 +180,42 @@ def test_every_kind_of_gelu_in_a_program(mode, tmp_path):
     x = np.linspace(-4, 4, 64, dtype=np.float16)[None]
     path = save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.gelu(x=x, mode=mode, name="y"))
     found, of = Evaluator(path)({"x": x})["y"].numpy(), x.astype(float)
-    phi = {"EXACT": lambda v: 0.5 * (1 + np.vectorize(math.erf)(v / math.sqrt(2))),
-           "TANH_APPROXIMATION": lambda v: 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v ** 3))),
-           "SIGMOID_APPROXIMATION": lambda v: 1 / (1 + np.exp(-1.702 * v))}[mode]
+    phi = {
+        "EXACT": lambda v: 0.5 * (1 + np.vectorize(math.erf)(v / math.sqrt(2))),
+        "TANH_APPROXIMATION": lambda v: (
+            0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+        ),
+        "SIGMOID_APPROXIMATION": lambda v: 1 / (1 + np.exp(-1.702 * v)),
+    }[mode]
     np.testing.assert_allclose(found, of * phi(of), rtol=1e-9, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- whole programs
+# ----------------------------------------------------------------------------------------------------
+# whole programs
+
 
 def save(path, shape, body, dtype=types.fp16):
     """A package whose one input x goes through `body`."""
     spec = mb.TensorSpec(shape=shape, dtype=dtype)
-    return save_program(path, mb.program(input_specs=[spec], opset_version=coremltools().target.iOS18)(body))
+    return save_program(
+        path, mb.program(input_specs=[spec], opset_version=coremltools().target.iOS18)(body)
+    )
 
 
 def test_fp16_mode_rounds_every_result(tmp_path):
-    path = save(tmp_path / "p.mlpackage", (1, 8), lambda x: mb.mul(x=mb.add(x=x, y=np.float16(0.1)), y=np.float16(3.3)))
+    path = save(
+        tmp_path / "p.mlpackage",
+        (1, 8),
+        lambda x: mb.mul(x=mb.add(x=x, y=np.float16(0.1)), y=np.float16(3.3)),
+    )
     x = RNG.standard_normal((1, 8)).astype(np.float16)
     out = Evaluator(path, mode="fp16")({"x": x})
-    expected = (x + np.float16(0.1)) * np.float16(3.3)                      # numpy rounds each step to fp16
+    expected = (x + np.float16(0.1)) * np.float16(3.3)  # numpy rounds each step to fp16
     assert np.array_equal(next(iter(out.values())).numpy(), expected.astype(np.float32))
     exact = next(iter(Evaluator(path)({"x": x}).values())).numpy()
-    assert np.array_equal(exact, (x.astype(float) + float(np.float16(0.1))) * float(np.float16(3.3)))
+    assert np.array_equal(
+        exact, (x.astype(float) + float(np.float16(0.1))) * float(np.float16(3.3))
+    )
 
 
 def test_alarms(tmp_path):
@@ -152,10 +225,11 @@ def test_alarms(tmp_path):
         a, b = mb.split(x=mb.conv(x=x, weight=weight, name="c"), num_splits=2, axis=3, name="s")
         square = mb.mul(x=a, y=a, name="m")
         return mb.sub(x=square, y=square, name="d"), b
+
     evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 16, 1, 32), body), mode="fp16")
     evaluate({"x": torch.full((1, 16, 1, 32), 0.5)})
     assert evaluate.alarms == []
-    evaluate({"x": torch.full((1, 16, 1, 32), 40.0)})       # 5120 of a slice, whose square no fp16 holds
+    evaluate({"x": torch.full((1, 16, 1, 32), 40.0)})  # 5120 of a slice, whose square no fp16 holds
     kinds = {alarm.op: alarm.kind for alarm in evaluate.alarms}
     assert kinds == {"s": "saturation", "m": "overflow", "d": "nan"}
     evaluate({"x": torch.full((1, 16, 1, 32), 300.0)})
@@ -168,9 +242,11 @@ def test_alarms(tmp_path):
 
 def test_alarms_of_inputs_and_of_sums_inside(tmp_path):
     """Results that fp16 holds, of inputs and sums that it does not."""
+
     def body(x):
         mean = mb.reduce_mean(x=x, axes=[1], keep_dims=True, name="mean")
         return mean, mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[1], keep_dims=False, name="square")
+
     evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 1000), body), mode="fp16")
     signs = torch.ones(1, 1000)
     signs[:, ::2] = -1
@@ -181,12 +257,18 @@ def test_alarms_of_inputs_and_of_sums_inside(tmp_path):
     found = {alarm.op: (alarm.kind, alarm.value) for alarm in evaluate.alarms}
     assert found == {"mean": ("sum", 1e5), "square": ("sum", 1e7)}
     evaluate({"x": 65520 * signs})
-    assert ("x", "input", "overflow", np.inf) in [(a.op, a.type, a.kind, a.value) for a in evaluate.alarms]
+    assert ("x", "input", "overflow", np.inf) in [
+        (a.op, a.type, a.kind, a.value) for a in evaluate.alarms
+    ]
 
 
-@pytest.mark.parametrize("declared", [dict(shape=(1, 32)), dict(shape=(64,)), dict(dtype="int32"), dict(dtype="bool")])
+@pytest.mark.parametrize(
+    "declared", [dict(shape=(1, 32)), dict(shape=(64,)), dict(dtype="int32"), dict(dtype="bool")]
+)
 def test_a_result_that_is_not_as_declared_is_refused(declared, tmp_path):
-    package = read_package(save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.relu(x=x, name="y")))
+    package = read_package(
+        save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.relu(x=x, name="y"))
+    )
     function = package.function()
     op = function.ops[-1]
     other = replace(op, outputs=(replace(op.outputs[0], **declared),))

@@ -17,11 +17,26 @@ from coremltools.converters.mil.mil import types
 import moelab
 from moelab.ane.coreml import attention_graph, ffn_graph
 from moelab.ane.coreml.attention_graph import (
-    attention_inputs, attention_shape, mask_of, powers, save_attention, shifted, with_ones)
+    attention_inputs,
+    attention_shape,
+    mask_of,
+    powers,
+    save_attention,
+    shifted,
+    with_ones,
+)
 from moelab.ane.coreml.converted import AttentionGraph
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
-    Expert, activation_of, expert_of, half, pack, save_ffn, save_program, unpack)
+    Expert,
+    activation_of,
+    expert_of,
+    half,
+    pack,
+    save_ffn,
+    save_program,
+    unpack,
+)
 from moelab.ane.coreml.package import coremltools, read_package
 from moelab.datasets import prompts
 from moelab.models import compat
@@ -36,8 +51,18 @@ def make_experts(G, gated=True, biased=False, seed=0):
 
     def random(*shape):
         return half(torch.randn(*shape, generator=rng) * 0.3)
-    return [Expert(random(I, H), random(H, I), random(I, H) if gated else None, random(I) if biased else None,
-                   random(H) if biased else None, random(I) if biased and gated else None) for _ in range(G)]
+
+    return [
+        Expert(
+            random(I, H),
+            random(H, I),
+            random(I, H) if gated else None,
+            random(I) if biased else None,
+            random(H) if biased else None,
+            random(I) if biased and gated else None,
+        )
+        for _ in range(G)
+    ]
 
 
 def make_slots(n, seed=1):
@@ -47,9 +72,18 @@ def make_slots(n, seed=1):
 
 def oracle(expert, x, activation):
     def linear(x, weight, bias):
-        return F.linear(x, torch.tensor(weight, dtype=torch.float64),
-                        None if bias is None else torch.tensor(bias, dtype=torch.float64))
-    act = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
+        return F.linear(
+            x,
+            torch.tensor(weight, dtype=torch.float64),
+            None if bias is None else torch.tensor(bias, dtype=torch.float64),
+        )
+
+    act = {
+        "silu": F.silu,
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+    }
     up = linear(x, expert.up, expert.up_bias)
     if expert.gate is None:
         return linear(act[activation](up), expert.down, expert.down_bias)
@@ -57,7 +91,9 @@ def oracle(expert, x, activation):
     if activation == "clamped":
         slope = float(np.float16(1.702))
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-        return linear((up + 1) * (gate * torch.sigmoid(gate * slope)), expert.down, expert.down_bias)
+        return linear(
+            (up + 1) * (gate * torch.sigmoid(gate * slope)), expert.down, expert.down_bias
+        )
     return linear(act[activation](gate) * up, expert.down, expert.down_bias)
 
 
@@ -65,11 +101,20 @@ def relative_rms(y, expected):
     return float(((y - expected).square().mean() / expected.square().mean()).sqrt())
 
 
-@pytest.mark.parametrize("G, C, layout, activation, gated, biased", [
-    (4, 16, "bc1s", "silu", True, False), (4, 16, "paper", "silu", True, False), (1, 32, "bc1s", "gelu", False, True),
-    (1, 16, "paper", "relu", False, False), (2, 16, "bc1s", "clamped", True, True),
-    (3, 16, "bc1s", "gelu_tanh", True, True)])
-def test_group_equals_torch_in_double_precision_and_nearly_in_fp16(G, C, layout, activation, gated, biased, tmp_path):
+@pytest.mark.parametrize(
+    "G, C, layout, activation, gated, biased",
+    [
+        (4, 16, "bc1s", "silu", True, False),
+        (4, 16, "paper", "silu", True, False),
+        (1, 32, "bc1s", "gelu", False, True),
+        (1, 16, "paper", "relu", False, False),
+        (2, 16, "bc1s", "clamped", True, True),
+        (3, 16, "bc1s", "gelu_tanh", True, True),
+    ],
+)
+def test_group_equals_torch_in_double_precision_and_nearly_in_fp16(
+    G, C, layout, activation, gated, biased, tmp_path
+):
     experts, x = make_experts(G, gated, biased), make_slots(G * C)
     package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, C, activation, layout))
     expected = torch.cat([oracle(e, rows, activation) for e, rows in zip(experts, x.split(C))])
@@ -95,19 +140,28 @@ def test_experts_do_not_mix(tmp_path):
 def test_compressed_weights(weights, levels, tmp_path):
     experts, x = make_experts(2), make_slots(32)
     package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, 16, weights=weights))
-    stored = {op.inputs["weight"]: package.function().constant(op, "weight")
-              for op in package.function().ops if op.type == "conv"}
+    stored = {
+        op.inputs["weight"]: package.function().constant(op, "weight")
+        for op in package.function().ops
+        if op.type == "conv"
+    }
     kept = [a[:, :, 0, 0] for a in stored.values()]
-    made = [Expert(*matrices) for matrices in ((kept[0], kept[2], kept[1]), (kept[3], kept[5], kept[4]))]
+    made = [
+        Expert(*matrices) for matrices in ((kept[0], kept[2], kept[1]), (kept[3], kept[5], kept[4]))
+    ]
     for expert, original in zip(made, experts):
         for name in ("up", "gate", "down"):
             was, now = getattr(original, name).astype(float), getattr(expert, name).astype(float)
-            if weights == "int8":       # one scale an output channel, and no value further off than half a step
+            if (
+                weights == "int8"
+            ):  # one scale an output channel, and no value further off than half a step
                 step = np.abs(was).max(1, keepdims=True) / 127
                 assert (np.abs(now - was) <= 0.51 * step + 1e-3 * np.abs(was).max()).all()
             assert len(np.unique(now)) <= levels * (len(now) if weights == "int8" else 1)
     y = unpack(Evaluator(package)({"x": pack(x)})["y"])
-    assert torch.equal(y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(made, x.split(16))]))
+    assert torch.equal(
+        y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(made, x.split(16))])
+    )
     assert package.weight_bytes < 0.7 * 2 * 6 * H * I
 
 
@@ -120,7 +174,9 @@ def test_several_capacities_share_one_package(tmp_path):
     for C in (16, 32):
         x = make_slots(2 * C)
         y = unpack(Evaluator(package, f"c{C}")({"x": pack(x)})["y"])
-        assert torch.equal(y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(experts, x.split(C))]))
+        assert torch.equal(
+            y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(experts, x.split(C))])
+        )
 
 
 def test_what_has_no_graph_is_refused(tmp_path):
@@ -145,9 +201,15 @@ def test_experts_of_every_layout_become_plain_matrices(layout):
     for e in range(3):
         rounded = {name: t.half().double() for name, t in experts.weights(e).items()}
         y = oracle(expert_of(experts, experts.weights(e)), x, activation)
-        torch.testing.assert_close(y, experts.ffn(x, rounded), atol=2e-3 if activation == "clamped" else 1e-12, rtol=0)
-        torch.testing.assert_close(ffn_graph.reference(expert_of(experts, experts.weights(e)), x, activation), y,
-                                   atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            y, experts.ffn(x, rounded), atol=2e-3 if activation == "clamped" else 1e-12, rtol=0
+        )
+        torch.testing.assert_close(
+            ffn_graph.reference(expert_of(experts, experts.weights(e)), x, activation),
+            y,
+            atol=1e-12,
+            rtol=0,
+        )
 
 
 def test_an_unknown_activation_is_refused():
@@ -166,10 +228,13 @@ def test_unpack_undoes_pack(n, width, layout):
     assert packed.shape == ((1, width, 1, n) if layout == "bc1s" else (n, width, 1, 1))
 
 
-# ------------------------------------------------------------------------------------------------------------ attention
+# ------------------------------------------------------------------------------------------------------------
+# attention
+
 
 def attention_case(name, seed=0, **changes):
-    """(config, attention module, its model) of a random model with weights that are fp16 numbers."""
+    """(config, attention module, its model) of a random model with weights that are fp16
+    numbers."""
     torch.manual_seed(seed)
     config = tiny.config(name, num_hidden_layers=1, **changes)
     config._attn_implementation = "eager"
@@ -177,7 +242,9 @@ def attention_case(name, seed=0, **changes):
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         for parameter in attention.parameters():
-            value = torch.randn_like(parameter) * 0.2 * (32 / config.hidden_size) ** 0.5 + (parameter.dim() == 1)
+            value = torch.randn_like(parameter) * 0.2 * (32 / config.hidden_size) ** 0.5 + (
+                parameter.dim() == 1
+            )
             parameter.copy_(value.half())
     return config, attention, model
 
@@ -188,20 +255,27 @@ def plain_attention(weights, x, cos, sin, shape):
 
     def project(name):
         bias = weights.get(f"{name}.bias")
-        return F.linear(x, weights[f"{name}.weight"].double(), None if bias is None else bias.double())
+        return F.linear(
+            x, weights[f"{name}.weight"].double(), None if bias is None else bias.double()
+        )
 
     def rms(t, name):
-        return t / (t.square().mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"].double()
+        return (
+            t
+            / (t.square().mean(-1, keepdim=True) + eps).sqrt()
+            * weights[f"{name}.weight"].double()
+        )
 
     def rotated(t):
-        return t * cos + torch.cat([-t[:, D // 2:], t[:, :D // 2]], 1) * sin
+        return t * cos + torch.cat([-t[:, D // 2 :], t[:, : D // 2]], 1) * sin
+
     q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
     if shape.norm == "full":
         q, k = rms(q, "q_norm"), rms(k, "k_norm")
     outs = []
     for head in range(shape.heads):
         group = head // (shape.heads // shape.kv_heads)
-        qh, kh, vh = (t[:, i * D:(i + 1) * D] for t, i in ((q, head), (k, group), (v, group)))
+        qh, kh, vh = (t[:, i * D : (i + 1) * D] for t, i in ((q, head), (k, group), (v, group)))
         if shape.norm == "head":
             qh, kh = rms(qh, "q_norm"), rms(kh, "k_norm")
         scores = rotated(qh) @ rotated(kh).T / math.sqrt(D)
@@ -214,20 +288,33 @@ def plain_attention(weights, x, cos, sin, shape):
 
 def in_chunks(evaluate, shape, x, cos, sin):
     """A sequence [T, H] chunk by chunk, with the keys and values of the chunks before."""
-    graph, (keys, values), outs = AttentionGraph(shape, evaluate), torch.zeros(2, *shape.cache, dtype=x.dtype), []
+    graph, (keys, values), outs = (
+        AttentionGraph(shape, evaluate),
+        torch.zeros(2, *shape.cache, dtype=x.dtype),
+        [],
+    )
     for start in range(0, len(x), shape.chunk):
         part = slice(start, min(start + shape.chunk, len(x)))
-        y, keys[..., part], values[..., part] = graph(x[part], cos[part], sin[part], keys, values, start)
+        y, keys[..., part], values[..., part] = graph(
+            x[part], cos[part], sin[part], keys, values, start
+        )
         outs.append(y.double())
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("name, changes", [
-    ("qwen3_moe", {}), ("olmoe", {}), ("qwen2_moe", {}), ("mixtral", {"num_key_value_heads": 4}),
-    ("phimoe", {"attention_bias": True})])
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("qwen3_moe", {}),
+        ("olmoe", {}),
+        ("qwen2_moe", {}),
+        ("mixtral", {"num_key_value_heads": 4}),
+        ("phimoe", {"attention_bias": True}),
+    ],
+)
 def test_attention_over_four_chunks(name, changes, tmp_path):
     config, attention, model = attention_case(name, **changes)
-    shape, T = attention_shape(config, 16, 64), 60                         # the last chunk is short
+    shape, T = attention_shape(config, 16, 64), 60  # the last chunk is short
     weights = dict(attention.named_parameters())
     package = read_package(save_attention(tmp_path / "a.mlpackage", shape, weights))
     x = torch.randn(T, shape.hidden, generator=torch.Generator().manual_seed(1)).half().double()
@@ -235,9 +322,14 @@ def test_attention_over_four_chunks(name, changes, tmp_path):
         cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
         expected = plain_attention(weights, x, cos, sin, shape)
         hidden = torch.full((T, T), -math.inf).triu(1)[None, None]
-        theirs = attention(x[None].float(), position_embeddings=(cos[None].float(), sin[None].float()),
-                           attention_mask=hidden)[0][0]
-    torch.testing.assert_close(expected, theirs.double(), atol=1e-4, rtol=1e-4)        # the oracle is theirs, in fp64
+        theirs = attention(
+            x[None].float(),
+            position_embeddings=(cos[None].float(), sin[None].float()),
+            attention_mask=hidden,
+        )[0][0]
+    torch.testing.assert_close(
+        expected, theirs.double(), atol=1e-4, rtol=1e-4
+    )  # the oracle is theirs, in fp64
     y = in_chunks(Evaluator(package), shape, x, cos, sin)
     assert float((y - expected).abs().max()) < 1e-12
     fp16 = Evaluator(package, mode="fp16")
@@ -245,20 +337,32 @@ def test_attention_over_four_chunks(name, changes, tmp_path):
 
 
 def saved_and_expected(name, folder, seed, chunk=16, T=60, scale=1.0, **changes):
-    """(package, shape, (x, cos, sin), expected [T, H]) of a random model's attention of T random tokens."""
+    """(package, shape, (x, cos, sin), expected [T, H]) of a random model's attention of T random
+    tokens."""
     config, attention, model = attention_case(name, seed, **changes)
     shape, weights = attention_shape(config, chunk, 64), dict(attention.named_parameters())
     x = (scale * torch.randn(T, shape.hidden)).half().double()
     with torch.no_grad():
         cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
         expected = plain_attention(weights, x, cos, sin, shape)
-    return read_package(save_attention(folder / "a.mlpackage", shape, weights)), shape, (x, cos, sin), expected
+    return (
+        read_package(save_attention(folder / "a.mlpackage", shape, weights)),
+        shape,
+        (x, cos, sin),
+        expected,
+    )
 
 
-@pytest.mark.parametrize("name, seed, chunk, changes", [
-    ("qwen3_moe", 1, 16, {"head_dim": 64, "hidden_size": 128}), ("qwen3_moe", 2, 32, {"head_dim": 24}),
-    ("olmoe", 3, 8, {"hidden_size": 128}), ("qwen2_moe", 4, 16, {"num_key_value_heads": 1}),
-    ("mixtral", 5, 32, {"hidden_size": 256, "num_attention_heads": 8})])
+@pytest.mark.parametrize(
+    "name, seed, chunk, changes",
+    [
+        ("qwen3_moe", 1, 16, {"head_dim": 64, "hidden_size": 128}),
+        ("qwen3_moe", 2, 32, {"head_dim": 24}),
+        ("olmoe", 3, 8, {"hidden_size": 128}),
+        ("qwen2_moe", 4, 16, {"num_key_value_heads": 1}),
+        ("mixtral", 5, 32, {"hidden_size": 256, "num_attention_heads": 8}),
+    ],
+)
 def test_attention_in_fp16_is_near_whatever_the_weights(name, seed, chunk, changes, tmp_path):
     package, shape, tokens, expected = saved_and_expected(name, tmp_path, seed, chunk, **changes)
     assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 8e-4
@@ -267,7 +371,8 @@ def test_attention_in_fp16_is_near_whatever_the_weights(name, seed, chunk, chang
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("scale", [30.0, 1e-3])
 def test_the_norms_epsilon_and_far_sizes(name, scale, tmp_path):
-    """At the smaller size a key's mean square is below eps, and so small that fp16 holds five bits of it."""
+    """At the smaller size a key's mean square is below eps, and so small that fp16 holds five bits
+    of it."""
     package, shape, tokens, expected = saved_and_expected(name, tmp_path, 3, scale=scale)
     y = in_chunks(Evaluator(package), shape, *tokens)
     assert float((y - expected).abs().max()) < 1e-12 * float(expected.abs().max())
@@ -275,14 +380,18 @@ def test_the_norms_epsilon_and_far_sizes(name, scale, tmp_path):
 
 
 def test_shares_of_large_scores(tmp_path):
-    """q and k are fp16 numbers, so rounding the scores, at their own size or near 0, is all that differs."""
+    """q and k are fp16 numbers, so rounding the scores, at their own size or near 0, is all that
+    differs."""
     rng = torch.Generator().manual_seed(0)
     q, k = (2 * torch.randn(1, 2, 24, 32, generator=rng).half().double() for _ in range(2))
 
-    @mb.program(input_specs=[mb.TensorSpec(shape=q.shape, dtype=types.fp16) for _ in (q, k)],
-                opset_version=coremltools().target.iOS18)
+    @mb.program(
+        input_specs=[mb.TensorSpec(shape=q.shape, dtype=types.fp16) for _ in (q, k)],
+        opset_version=coremltools().target.iOS18,
+    )
     def program(q, k):
         return mb.softmax(x=shifted(mb, q, with_ones(mb, k), k), axis=-1, name="shares")
+
     evaluate = Evaluator(save_program(tmp_path / "s.mlpackage", program), mode="fp16")
     scores = q.mT @ k
     expected = scores.softmax(-1)
@@ -296,17 +405,30 @@ def test_attention_of_the_shipped_model_in_fp16(tmp_path):
     model, seen = moelab.open_model(None, dtype=torch.float32), {}
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.register_forward_pre_hook(
-            lambda module, args, given, number=number: seen.update({number: given}), with_kwargs=True)
+            lambda module, args, given, number=number: seen.update({number: given}),
+            with_kwargs=True,
+        )
     with torch.no_grad():
-        model(torch.tensor([model.tokenizer(prompts("needle", 1, tokens=250)[0].text)["input_ids"]]))
+        model(
+            torch.tensor([model.tokenizer(prompts("needle", 1, tokens=250)[0].text)["input_ids"]])
+        )
     for number, given in seen.items():
         attention = model.model.layers[number].self_attn
         shape = attention_shape(model.config, 64, 256)
-        package = read_package(save_attention(tmp_path / f"{number}.mlpackage", shape,
-                                              dict(attention.named_parameters())))
-        tokens = given["hidden_states"][0].half().double(), *(t[0].double() for t in given["position_embeddings"])
+        package = read_package(
+            save_attention(
+                tmp_path / f"{number}.mlpackage", shape, dict(attention.named_parameters())
+            )
+        )
+        tokens = (
+            given["hidden_states"][0].half().double(),
+            *(t[0].double() for t in given["position_embeddings"]),
+        )
         expected = in_chunks(Evaluator(package), shape, *tokens)
-        assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 1e-3
+        assert (
+            relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected)
+            < 1e-3
+        )
 
 
 @given(st.floats(-1e4, 1e4, width=16))
@@ -332,17 +454,24 @@ def test_mask_lets_a_query_see_what_it_may(S, chunks, window, data):
 
 
 def test_attention_that_has_no_graph_is_refused():
-    for name, changes in (("gpt_oss", {}), ("deepseek_v2", {}), ("llama4_text", {}), ("olmoe", {"clip_qkv": 1.0})):
+    for name, changes in (
+        ("gpt_oss", {}),
+        ("deepseek_v2", {}),
+        ("llama4_text", {}),
+        ("olmoe", {"clip_qkv": 1.0}),
+    ):
         with pytest.raises(ValueError, match="graph"):
             attention_shape(tiny.config(name, **changes), 16, 64)
     attention_shape(tiny.config("qwen3_moe", rms_norm_eps=6e-8), 16, 64)
-    attention_shape(tiny.config("mixtral", rms_norm_eps=1e-8), 16, 64)                          # no norm of q and k
+    attention_shape(tiny.config("mixtral", rms_norm_eps=1e-8), 16, 64)  # no norm of q and k
     with pytest.raises(ValueError, match="epsilon 1e-08 .* is 0 in fp16"):
         attention_shape(tiny.config("qwen3_moe", rms_norm_eps=1e-8), 16, 64)
     config, attention, _ = attention_case("mixtral")
     shape = attention_shape(config, 16, 64)
     with pytest.raises(ValueError, match="sinks"):
-        attention_graph.attention_program(shape, dict(attention.named_parameters()) | {"sinks": torch.zeros(4)})
+        attention_graph.attention_program(
+            shape, dict(attention.named_parameters()) | {"sinks": torch.zeros(4)}
+        )
     x, cos = torch.zeros(20, 32), torch.zeros(20, 8)
     for n, start in ((0, 0), (17, 0), (10, 60)):
         with pytest.raises(ValueError, match="context"):

@@ -1,4 +1,5 @@
-"""Comparisons with the paper: figures are the ledger's, ranges those of all runs, a reading changes one choice."""
+"""Comparisons with the paper: figures are the ledger's, ranges those of all runs, a reading changes
+one choice."""
 
 from itertools import combinations
 
@@ -7,8 +8,20 @@ import pytest
 from moelab import claims
 from moelab.ane.device import comparison, published
 from moelab.ane.device.comparison import (
-    METRICS, READINGS, RIVALS, RUNS, Setting, baselines, claimed, fastest, figures, least_and_most, ratio, settings,
-    study)
+    METRICS,
+    READINGS,
+    RIVALS,
+    RUNS,
+    Setting,
+    baselines,
+    claimed,
+    fastest,
+    figures,
+    least_and_most,
+    ratio,
+    settings,
+    study,
+)
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import REFERENCE_BYTES, SAID, TABLE_4
 from moelab.ane.plan import MAX_GRAPH_BYTES
@@ -18,40 +31,60 @@ from moelab.cards import load_model
 
 @pytest.fixture(scope="module")
 def found():
-    return comparison.study("Phi-tiny-MoE", runs=[(256, 256), (512, 256)], systems=(*RIVALS, "npumoe"))
+    return comparison.study(
+        "Phi-tiny-MoE", runs=[(256, 256), (512, 256)], systems=(*RIVALS, "npumoe")
+    )
 
 
 def test_claims_are_those_published():
-    assert claimed((1024, 256), "ttft") == {"cpu": (2.07, 2.07), "naive": (5.55, 5.55), "anemll": (1.95, 1.95)}
+    assert claimed((1024, 256), "ttft") == {
+        "cpu": (2.07, 2.07),
+        "naive": (5.55, 5.55),
+        "anemll": (1.95, 1.95),
+    }
     assert claimed((1, 1), "ttft") == {}
     assert claimed((4096, 256), "cpu cycles")["naive"] == (2.09, 3.70)
 
 
 #: pairs whose published order the model reverses; each is a row of the ledger
-REVERSED = {((1024, 512), "ttft", "cpu", "anemll"), ((1024, 256), "cpu cycles", "cpu", "naive"),
-            *(((P, B), "energy", "cpu", "anemll") for P, B in RUNS if B > 256)}
+REVERSED = {
+    ((1024, 512), "ttft", "cpu", "anemll"),
+    ((1024, 256), "cpu cycles", "cpu", "naive"),
+    *(((P, B), "energy", "cpu", "anemll") for P, B in RUNS if B > 256),
+}
 
 
 def test_the_order_of_two_systems_is_the_papers_or_is_known_not_to_be():
     found, reversed_, same = study(systems=(*RIVALS, "npumoe")), set(), 0
     for run, of in found.items():
         for metric in METRICS:
-            said = {system: ends[0] for system, ends in claimed(run, metric).items() if ends[0] == ends[1]}
+            said = {
+                system: ends[0]
+                for system, ends in claimed(run, metric).items()
+                if ends[0] == ends[1]
+            }
             for a, b in combinations(said, 2):
                 if (said[a] < said[b]) != (ratio(of, metric, a) < ratio(of, metric, b)):
                     reversed_.add((run, metric, a, b))
                 else:
                     same += 1
     assert reversed_ == REVERSED and same > 20
-    told = {of.metric[1] for of in claims.ledger() if of.source == "npumoe" and (of.above or of.below) and of.reason}
-    assert all(any(f"phi_{P}_{B}_{metric.replace(' ', '_')}_{s}" in told for s in pair)
-               for (P, B), metric, *pair in REVERSED)
+    told = {
+        of.metric[1]
+        for of in claims.ledger()
+        if of.source == "npumoe" and (of.above or of.below) and of.reason
+    }
+    assert all(
+        any(f"phi_{P}_{B}_{metric.replace(' ', '_')}_{s}" in told for s in pair)
+        for (P, B), metric, *pair in REVERSED
+    )
 
 
 def test_no_energy_counts_as_reproduced_since_powers_are_fitted():
     for of in claims.ledger():
-        if of.source == "npumoe" and any(part in name for name in of.metric[1:]
-                                         for part in ("energy", "_mj", "mj_", "watts")):
+        if of.source == "npumoe" and any(
+            part in name for name in of.metric[1:] for part in ("energy", "_mj", "mj_", "watts")
+        ):
             order = of.above is not None or of.below is not None
             assert order or of.follows or of.fitted or of.contradicted, of.id
 
@@ -59,11 +92,18 @@ def test_no_energy_counts_as_reproduced_since_powers_are_fitted():
 @pytest.fixture(scope="module")
 def small():
     """One run of each model."""
-    return lambda **how: {model: study(model, DeviceModel.of(device, **{k: v for k, v in how.items() if k != "skew"}),
-                                       runs=[(1024, 256)], skew=how.get("skew", "typical"),
-                                       systems=tuple(comparison.SYSTEMS) if device == "m2-ultra" and "Phi" in model
-                                       else comparison.TABLE_2)
-                          for model, device in comparison.MACHINES.items()}
+    return lambda **how: {
+        model: study(
+            model,
+            DeviceModel.of(device, **{k: v for k, v in how.items() if k != "skew"}),
+            runs=[(1024, 256)],
+            skew=how.get("skew", "typical"),
+            systems=tuple(comparison.SYSTEMS)
+            if device == "m2-ultra" and "Phi" in model
+            else comparison.TABLE_2,
+        )
+        for model, device in comparison.MACHINES.items()
+    }
 
 
 def test_each_reading_changes_one_choice(small, monkeypatch):
@@ -71,25 +111,37 @@ def test_each_reading_changes_one_choice(small, monkeypatch):
     found, device = small(), DeviceModel.of()
     ours = figures(found, device)
     told = comparison.modelled(found)
-    assert told.keys() == ours.keys() and all(told[name][:3] == (*ours[name], "modelled") for name in ours)
+    assert told.keys() == ours.keys() and all(
+        told[name][:3] == (*ours[name], "modelled") for name in ours
+    )
     flipped, apart, even, launch = READINGS
     by = {reading: {name: of[3][reading] for name, of in told.items()} for reading in READINGS}
-    ms = DeviceModel.of(attention=1 / 1.276).attention(load_model("Phi-3.5-MoE"), 256, 1024, "cpu").ms
-    assert ms == pytest.approx(device.attention(load_model("Phi-3.5-MoE"), 256, 1024, "ane").ms / 1.276)
+    ms = (
+        DeviceModel.of(attention=1 / 1.276)
+        .attention(load_model("Phi-3.5-MoE"), 256, 1024, "cpu")
+        .ms
+    )
+    assert ms == pytest.approx(
+        device.attention(load_model("Phi-3.5-MoE"), 256, 1024, "ane").ms / 1.276
+    )
     anemll, cpu = (f"phi_1024_256_ttft_{system}" for system in ("anemll", "cpu"))
     assert ours[anemll][0] < ours[cpu][0] and by[flipped][anemll] > by[flipped][cpu]
     assert ours["ablation_base+TG"][0] > 1 > by[apart]["ablation_base+TG"]
     assert by[even]["padding_time_most"] < ours["padding_time_least"][0]
     assert DeviceModel.of(**READINGS[launch]).rates.launch == pytest.approx(3.54, abs=0.01)
-    assert by[launch]["slot_1x32"] > ours["slot_1x32"][0]           # a dearer launch
-    assert all(of["expert_ffn_cpu_ms"] == pytest.approx(969.53) for of in by.values())      # fitted by each
+    assert by[launch]["slot_1x32"] > ours["slot_1x32"][0]  # a dearer launch
+    assert all(
+        of["expert_ffn_cpu_ms"] == pytest.approx(969.53) for of in by.values()
+    )  # fitted by each
 
 
 def test_ranges_are_over_all_runs_and_systems(found):
     ratios = [run[s].ttft_s / run["npumoe"].ttft_s for run in found.values() for s in RIVALS]
     assert baselines(found, "ttft") == (min(ratios), max(ratios))
     of_cpu = [ratio(run, "ttft", "cpu") for run in found.values()]
-    assert least_and_most(found, lambda run: ratio(run, "ttft", "cpu")) == baselines(found, "ttft", ("cpu",))
+    assert least_and_most(found, lambda run: ratio(run, "ttft", "cpu")) == baselines(
+        found, "ttft", ("cpu",)
+    )
     assert baselines(found, "ttft", ("cpu",)) == (min(of_cpu), max(of_cpu))
 
 
@@ -97,7 +149,9 @@ def test_the_cheapest_slot_is_of_a_graph_that_fits():
     device = DeviceModel.of()
     grid = comparison.slot_grid(device)
     assert grid[8, 32] == pytest.approx(device.rates.graph_ms(8, 32) / 256)
-    allowed = {at: value for at, value in grid.items() if at[0] * REFERENCE_BYTES <= MAX_GRAPH_BYTES}
+    allowed = {
+        at: value for at, value in grid.items() if at[0] * REFERENCE_BYTES <= MAX_GRAPH_BYTES
+    }
     at = comparison.cheapest_slot(grid)
     assert grid[at] == min(allowed.values()) and at[0] <= 8 and max(G for G, _ in grid) == 16
 
@@ -113,21 +167,33 @@ def test_inconsistencies_by_hand():
     where = [one.where for one in published.inconsistencies()]
     assert len(set(where)) == len(where) == 9
     for metric, end_to_end in (("ttft", "end-to-end"), ("energy", "energy-end-to-end")):
-        gains = [SAID[f"{end_to_end}-{system}"] for system in RIVALS]       # §5.2's ranges of Qwen3 are their ends
-        assert (SAID[f"qwen-{metric}-least"], SAID[f"qwen-{metric}-most"]) == (min(gains), max(gains))
-    qwen = next(one for one in published.inconsistencies() if one.where == "§5.2, gains of Qwen3-MoE")
+        gains = [
+            SAID[f"{end_to_end}-{system}"] for system in RIVALS
+        ]  # §5.2's ranges of Qwen3 are their ends
+        assert (SAID[f"qwen-{metric}-least"], SAID[f"qwen-{metric}-most"]) == (
+            min(gains),
+            max(gains),
+        )
+    qwen = next(
+        one for one in published.inconsistencies() if one.where == "§5.2, gains of Qwen3-MoE"
+    )
     assert "1.26" in qwen.but and f"{1.139 / 0.572:.2f}" in qwen.but
 
 
 # ------------------------------------------------------------------------------- settings of a plan
 
+
 @pytest.fixture(scope="module")
 def swept():
-    return settings("Phi-tiny-MoE", levels=(1, 3), slacks=(0.75, 1.0), groups=(1, 8), chunks=(256,), seed=1)
+    return settings(
+        "Phi-tiny-MoE", levels=(1, 3), slacks=(0.75, 1.0), groups=(1, 8), chunks=(256,), seed=1
+    )
 
 
 def test_drops_and_padding_are_those_of_loops_over_unseen_chunks(swept):
-    assert set(swept) == {Setting(t, s, G, 256) for t in (1, 3) for s in (0.75, 1.0) for G in (1, 8)}
+    assert set(swept) == {
+        Setting(t, s, G, 256) for t in (1, 3) for s in (0.75, 1.0) for G in (1, 8)
+    }
     loads = assumed_loads(load_model("Phi-tiny-MoE"), 256, 80, seed=1)[64:]
     for setting, of in swept.items():
         routed = executed = rows = 0
@@ -138,22 +204,32 @@ def test_drops_and_padding_are_those_of_loops_over_unseen_chunks(swept):
                     tokens = [came[e] for e in group.experts]
                     static = group.unit == "ane" and any(tokens)
                     done = sum(min(n, group.capacity) for n in tokens) if static else sum(tokens)
-                    executed, rows = executed + done, rows + (group.capacity * len(tokens) if static else done)
-        assert (of.dropped, of.padded) == (pytest.approx(1 - executed / routed), pytest.approx(1 - executed / rows))
+                    executed, rows = (
+                        executed + done,
+                        rows + (group.capacity * len(tokens) if static else done),
+                    )
+        assert (of.dropped, of.padded) == (
+            pytest.approx(1 - executed / routed),
+            pytest.approx(1 - executed / rows),
+        )
         assert of.plan.chunk == setting.chunk and all(
             len(group.experts) <= setting.group_size and len(layer.tiers.levels) <= setting.levels
-            for layer in of.plan.layers for group in layer.groups)
+            for layer in of.plan.layers
+            for group in layer.groups
+        )
 
 
 def test_each_knob_does_what_is_said_of_it(swept):
     for other in swept:
         t, s, G = other.levels, other.slack, other.group_size
         if t == 3:
-            assert swept[other].padded < swept[Setting(1, s, G)].padded         # more tiers waste fewer rows
-        if s == 1.0:                                                            # more slack drops less, computes more
+            assert (
+                swept[other].padded < swept[Setting(1, s, G)].padded
+            )  # more tiers waste fewer rows
+        if s == 1.0:  # more slack drops less, computes more
             less = swept[Setting(t, 0.75, G)]
             assert swept[other].dropped < less.dropped and swept[other].plan.slots > less.plan.slots
-        if G == 8:                                                              # larger groups share launches
+        if G == 8:  # larger groups share launches
             assert swept[other].plan.launches < swept[Setting(t, s, 1)].plan.launches
 
 
@@ -161,10 +237,18 @@ def test_the_fastest_is_the_fastest_allowed(swept):
     limit = sorted(of.dropped for of in swept.values())[2]
     best = fastest(swept, limit)
     assert swept[best[256]].ttft_s == min(of.ttft_s for of in swept.values() if of.dropped <= limit)
-    assert swept[best[256]].ttft_s > min(of.ttft_s for of in swept.values()) and fastest(swept, -1.0) == {}
+    assert (
+        swept[best[256]].ttft_s > min(of.ttft_s for of in swept.values())
+        and fastest(swept, -1.0) == {}
+    )
 
 
-@pytest.mark.parametrize("setting, text", [(Setting(), "3 tiers, slack 1, G = 8"),
-                                           (Setting(1, 0.75, 2, 512), "1 tier, slack 0.75, G = 2")])
+@pytest.mark.parametrize(
+    "setting, text",
+    [
+        (Setting(), "3 tiers, slack 1, G = 8"),
+        (Setting(1, 0.75, 2, 512), "1 tier, slack 0.75, G = 2"),
+    ],
+)
 def test_a_setting_says_what_it_is(setting, text):
     assert str(setting) == text

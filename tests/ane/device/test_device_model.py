@@ -28,19 +28,30 @@ def runs():
     return study()
 
 
-# ----------------------------------------------------------------------------------------------------------- the fit
+# -----------------------------------------------------------------------------------------------------------
+# the fit
+
 
 def by_hand(rates, G, C, mode):
     if mode == "parallel" and G * C <= 1024:
         p, q, w = rates.overlap
         return p / C + q + w * math.log2(G)
-    return rates.launch / (G * C) + rates.expert / C + rates.row + rates.spill * max(0, 1 - 1024 / (G * C))
+    return (
+        rates.launch / (G * C)
+        + rates.expert / C
+        + rates.row
+        + rates.spill * max(0, 1 - 1024 / (G * C))
+    )
 
 
 @pytest.mark.parametrize("mode", ["serial", "parallel"])
 def test_table_5s_latencies_within_4_percent_rms_and_8_percent_at_worst(mode):
     errors = [by_hand(ULTRA.rates, s.G, s.C, mode) / s.ms - 1 for s in TABLE_5 if s.mode == mode]
-    assert len(errors) == 11 and np.sqrt(np.mean(np.square(errors))) <= 0.04 and np.abs(errors).max() <= 0.08
+    assert (
+        len(errors) == 11
+        and np.sqrt(np.mean(np.square(errors))) <= 0.04
+        and np.abs(errors).max() <= 0.08
+    )
     told = ULTRA.fit_table()[f"latency, {mode}"]
     assert told["RMS"] == pytest.approx(np.sqrt(np.mean(np.square(errors))))
     assert told["worst"] == pytest.approx(np.abs(errors).max()) and told["n"] == 11
@@ -49,7 +60,8 @@ def test_table_5s_latencies_within_4_percent_rms_and_8_percent_at_worst(mode):
 
 def test_the_fit_is_the_least_one():
     def loss(rates):
-        return sum(r.error ** 2 for r in residuals(rates, mode="serial"))
+        return sum(r.error**2 for r in residuals(rates, mode="serial"))
+
     best, fields = loss(ULTRA.rates), vars(ULTRA.rates)
     for name in ("launch", "expert", "row", "spill"):
         for factor in (0.99, 1.01):
@@ -58,13 +70,23 @@ def test_the_fit_is_the_least_one():
 
 def test_a_fit_finds_the_parameters_that_made_the_samples():
     true = Rates(0.2, 3.0, 0.05, 0.02, (1.5, 0.03, 0.004), (3.0, 5.0), (0.4, 0.2))
-    made = [Sample(s.G, s.C, s.mode, ms := by_hand(true, s.G, s.C, s.mode),
-                   dict(serial=3.0 * ms + 0.4, parallel=5.0 * ms + 0.2)[s.mode]) for s in TABLE_5]
+    made = [
+        Sample(
+            s.G,
+            s.C,
+            s.mode,
+            ms := by_hand(true, s.G, s.C, s.mode),
+            dict(serial=3.0 * ms + 0.4, parallel=5.0 * ms + 0.2)[s.mode],
+        )
+        for s in TABLE_5
+    ]
     found = ULTRA.refit(made, "a Mac")
     for name, value in vars(true).items():
         np.testing.assert_allclose(getattr(found.rates, name), value, rtol=1e-6)
     assert found.device == "a Mac" and found.cpu == ULTRA.cpu and found.error("latency") < 1e-9
-    serial = ULTRA.refit([s._replace(mj=None) for s in made if s.mode == "serial"], "a Mac without energy")
+    serial = ULTRA.refit(
+        [s._replace(mj=None) for s in made if s.mode == "serial"], "a Mac without energy"
+    )
     assert serial.rates.power == ULTRA.rates.power and serial.rates.work == ULTRA.rates.work
     assert serial.rates.expert == pytest.approx(3.0)
     with pytest.raises(ValueError, match="3 serial samples"):
@@ -73,8 +95,8 @@ def test_a_fit_finds_the_parameters_that_made_the_samples():
 
 def test_leaving_one_out_does_not_see_it():
     wrong = [s._replace(ms=9.0) if (s.G, s.C, s.mode) == (4, 64, "serial") else s for s in TABLE_5]
-    left, = [r for r in leave_one_out(wrong, mode="serial") if r.sample.ms == 9.0]
-    right, = [r for r in leave_one_out(mode="serial") if (r.sample.G, r.sample.C) == (4, 64)]
+    (left,) = [r for r in leave_one_out(wrong, mode="serial") if r.sample.ms == 9.0]
+    (right,) = [r for r in leave_one_out(mode="serial") if (r.sample.G, r.sample.C) == (4, 64)]
     assert left.fitted == pytest.approx(right.fitted)
     assert summary([left])["worst"] == pytest.approx(abs(left.fitted / 9 - 1))
 
@@ -85,29 +107,41 @@ def test_parameters_say_that_they_are_fitted_and_to_what():
     assert all(figure.kind == "fitted" and "NPUMoE" in figure.source for figure in figures.values())
 
 
-# -------------------------------------------------------------------------------------- single parts, by hand
+# -------------------------------------------------------------------------------------- single
+# parts, by hand
+
 
 def test_a_token_of_table_5_is_an_expert_slot():
-    """Table 4's expert FFN: 4 chunks of 2 graphs 8x32. Read as a prompt token of top-2, it would be half."""
+    """Table 4's expert FFN: 4 chunks of 2 graphs 8x32. Read as a prompt token of top-2, it would be
+    half."""
     assert 4 * 2 * ULTRA.graph(PHI, 8, 32).ms == pytest.approx(TABLE_4["expert FFN"][3], rel=0.02)
     assert published.expert_ffn()[1] == pytest.approx(TABLE_4["expert FFN"][3] / 2, rel=0.02)
 
 
 def test_the_cpu_takes_what_table_4_says():
     four_chunks = ULTRA.cpu_experts(PHI, np.full(16, 32.0), np.ones(16)) * 4
-    assert four_chunks.ms == pytest.approx(TABLE_4["expert FFN"][0]) and four_chunks.cpu_ms == four_chunks.ms
-    assert ULTRA.cpu_experts(PHI, np.zeros(4)).ms == 0                          # nothing comes, nothing is paid
+    assert (
+        four_chunks.ms == pytest.approx(TABLE_4["expert FFN"][0])
+        and four_chunks.cpu_ms == four_chunks.ms
+    )
+    assert ULTRA.cpu_experts(PHI, np.zeros(4)).ms == 0  # nothing comes, nothing is paid
 
 
 def test_attention_follows_the_rates_of_experts():
-    """Table 8, in the shape of a chunk of 512 in a prompt of 1024, which was chosen with Table 8 in view."""
+    """Table 8, in the shape of a chunk of 512 in a prompt of 1024, which was chosen with Table 8 in
+    view."""
     cost = ULTRA.attention(PHI, 512, 1024, "ane")
     weights, flops = 2 * 4096 * 4096 + 2 * 4096 * 1024, 2 * 4096 * 1024
     rates = ULTRA.rates
     expert = 3 * 4096 * 6400
-    assert cost.ms == pytest.approx(rates.launch + rates.expert * weights / expert
-                                    + 512 * rates.row * (weights + flops) / expert)
-    assert (cost.ms, cost.mj) == pytest.approx((SAID["attention-ms"], SAID["attention-mj"]), rel=0.05)
+    assert cost.ms == pytest.approx(
+        rates.launch
+        + rates.expert * weights / expert
+        + 512 * rates.row * (weights + flops) / expert
+    )
+    assert (cost.ms, cost.mj) == pytest.approx(
+        (SAID["attention-ms"], SAID["attention-mj"]), rel=0.05
+    )
     assert ULTRA.attention(PHI, 512, 1024, "cpu").ms == pytest.approx(1.276 * cost.ms)
 
 
@@ -127,14 +161,24 @@ def test_a_prefill_is_its_chunks_and_layers():
     counts, tokens = assumed_counts(PHI)
     plan = make_plan(PHI, counts, tokens, system="base+TG")
     whole, one = ULTRA.prefill(plan, 1000), ULTRA.prefill(plan, 256)
-    assert whole.experts.ms == pytest.approx(4 * one.experts.ms)                # the last chunk is padded
-    assert one.experts.ms == pytest.approx(sum(
-        ULTRA.rates.graph_ms(len(g.experts), g.capacity) for layer in plan.layers for g in layer.groups))
+    assert whole.experts.ms == pytest.approx(4 * one.experts.ms)  # the last chunk is padded
+    assert one.experts.ms == pytest.approx(
+        sum(
+            ULTRA.rates.graph_ms(len(g.experts), g.capacity)
+            for layer in plan.layers
+            for g in layer.groups
+        )
+    )
     assert whole.attention.ms == pytest.approx(4 * 32 * ULTRA.attention(PHI, 256, 1000, "ane").ms)
     assert whole.slots_per_token == pytest.approx(plan.slots / 32 / 256)
-    assert whole.ttft_s == pytest.approx((whole.attention.ms + whole.experts.ms + whole.host.ms) / 1e3)
+    assert whole.ttft_s == pytest.approx(
+        (whole.attention.ms + whole.experts.ms + whole.host.ms) / 1e3
+    )
     assert whole.mj_per_token == pytest.approx(whole.total.mj / 1000)
-    left = [summary(leave_one_out(quantity=quantity, mode="serial"))["RMS"] for quantity in ("latency", "energy")]
+    left = [
+        summary(leave_one_out(quantity=quantity, mode="serial"))["RMS"]
+        for quantity in ("latency", "energy")
+    ]
     assert whole.kind == "modelled" and list(whole.error.values()) == left and 0.05 < left[0] < 0.07
     assert 0 < whole.dispatch_ms < whole.experts.ms
 
@@ -142,18 +186,26 @@ def test_a_prefill_is_its_chunks_and_layers():
 @given(seed=st.integers(0, 99), system=st.sampled_from(("base", "npumoe")), overlap=st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_padding_is_what_rows_without_a_token_take(seed, system, overlap):
-    """By a loop over graphs, chunks and experts; beside experts on the CPU it takes at most that."""
+    """By a loop over graphs, chunks and experts; beside experts on the CPU it takes at most
+    that."""
     spec, device = load_model("Phi-tiny-MoE"), DeviceModel.of(overlap=overlap)
     loads = assumed_loads(spec, 256, 4, seed=seed)
     plan = make_plan(spec, loads.sum(0), 4 * 256, system=system)
     empty = 0.0
     for layer, came in zip(plan.layers, loads.transpose(1, 0, 2).tolist()):
         for group in layer.on("ane"):
-            executed = sum(min(chunk[e], group.capacity) for chunk in came for e in group.experts) / len(came)
+            executed = sum(
+                min(chunk[e], group.capacity) for chunk in came for e in group.experts
+            ) / len(came)
             empty += group.slots - executed
             assert group.slots <= 1024
-    cost, slope = device.prefill(plan, 512, loads), device.rates.row * spec.expert_params / (3 * 4096 * 6400)
-    assert 0 < cost.padding.ms <= 2 * empty * slope * (1 + 1e-9) and cost.padding.ms < cost.experts.ms
+    cost, slope = (
+        device.prefill(plan, 512, loads),
+        device.rates.row * spec.expert_params / (3 * 4096 * 6400),
+    )
+    assert (
+        0 < cost.padding.ms <= 2 * empty * slope * (1 + 1e-9) and cost.padding.ms < cost.experts.ms
+    )
     if not overlap or system == "base":
         assert cost.padding.ms == pytest.approx(2 * empty * slope)
     assert cost.padding.cpu_ms < cost.padding.ms and cost.padding.mj > 0
@@ -171,7 +223,8 @@ def test_loads_matter_only_on_the_cpu():
 
 @pytest.mark.parametrize("system", ["npumoe", "naive", "base", "cpu"])
 def test_shared_experts_and_dense_layers_cost_the_cpu_too(system):
-    """Where a conversion leaves them, whatever the system; shared experts while the ANE runs graphs."""
+    """Where a conversion leaves them, whatever the system; shared experts while the ANE runs
+    graphs."""
     small = dict(E=8, K=2, H=1024, I=512, heads=8, kv_heads=8, head_dim=128)
     plain = MoESpec("plain", "mixtral", 2, (0, 1), **small)
     shared = MoESpec("shared", "mixtral", 2, (0, 1), shared_I=512, **small)
@@ -179,37 +232,79 @@ def test_shared_experts_and_dense_layers_cost_the_cpu_too(system):
     for overlap in (False, True):
         device, costs = DeviceModel.of(overlap=overlap), {}
         for spec in (plain, shared, dense):
-            costs[spec.name] = device.prefill(make_plan(spec, np.full((2, 8), 64), 256, system=system), 256)
-        one = 3 * 512 * 1024 / published.REFERENCE_PARAMS * (device.cpu.expert + 256 * device.cpu.row)
+            costs[spec.name] = device.prefill(
+                make_plan(spec, np.full((2, 8), 64), 256, system=system), 256
+            )
+        one = (
+            3 * 512 * 1024 / published.REFERENCE_PARAMS * (device.cpu.expert + 256 * device.cpu.row)
+        )
         more = costs["shared"].experts.ms - costs["plain"].experts.ms
-        assert costs["shared"].experts.ane_ms == costs["plain"].experts.ane_ms == costs["dense"].experts.ane_ms
-        assert 0 <= more <= 2 * one + 1e-9 and (more == pytest.approx(2 * one) or overlap and system != "cpu")
+        assert (
+            costs["shared"].experts.ane_ms
+            == costs["plain"].experts.ane_ms
+            == costs["dense"].experts.ane_ms
+        )
+        assert 0 <= more <= 2 * one + 1e-9 and (
+            more == pytest.approx(2 * one) or overlap and system != "cpu"
+        )
         assert costs["shared"].total.cpu_ms > costs["plain"].total.cpu_ms
         assert costs["dense"].attention.ms == pytest.approx(1.5 * costs["plain"].attention.ms)
         assert costs["dense"].experts.ms - costs["plain"].experts.ms == pytest.approx(4 * one)
 
 
 @settings(max_examples=60, deadline=None)
-@given(E=st.sampled_from((4, 8, 32)), K=st.integers(1, 4), H=st.sampled_from((512, 2048, 4096)),
-       I=st.sampled_from((256, 1024, 6400)), shared=st.sampled_from((0, 1024)), dense=st.sampled_from((0, 8192)),
-       chunk=st.sampled_from((64, 256, 1024)), prompt=st.integers(1, 3000), system=st.sampled_from(tuple(SYSTEMS)),
-       mode=st.sampled_from(("serial", "parallel")), overlap=st.booleans(),
-       device=st.sampled_from(("m2-ultra", "m2-max")),
-       cold=st.sampled_from((0.0, 0.1, 0.9)), rows=st.sampled_from((0, 32, 500)), seed=st.integers(0, 99))
-def test_nothing_is_busier_than_the_clock(E, K, H, I, shared, dense, chunk, prompt, system, mode, overlap, device, cold,
-                                          rows, seed):
-    """A bound that is beaten is a bug: CPU and ANE busy at most all the time, what is there within the memory."""
-    spec = MoESpec("random", "mixtral", 3, (1, 2) if dense else (0, 1, 2), E, K, H, I, shared_I=shared, dense_I=dense,
-                   heads=16, kv_heads=4, head_dim=H // 16)
+@given(
+    E=st.sampled_from((4, 8, 32)),
+    K=st.integers(1, 4),
+    H=st.sampled_from((512, 2048, 4096)),
+    I=st.sampled_from((256, 1024, 6400)),
+    shared=st.sampled_from((0, 1024)),
+    dense=st.sampled_from((0, 8192)),
+    chunk=st.sampled_from((64, 256, 1024)),
+    prompt=st.integers(1, 3000),
+    system=st.sampled_from(tuple(SYSTEMS)),
+    mode=st.sampled_from(("serial", "parallel")),
+    overlap=st.booleans(),
+    device=st.sampled_from(("m2-ultra", "m2-max")),
+    cold=st.sampled_from((0.0, 0.1, 0.9)),
+    rows=st.sampled_from((0, 32, 500)),
+    seed=st.integers(0, 99),
+)
+def test_nothing_is_busier_than_the_clock(
+    E, K, H, I, shared, dense, chunk, prompt, system, mode, overlap, device, cold, rows, seed
+):
+    """A bound that is beaten is a bug: CPU and ANE busy at most all the time, what is there within
+    the memory."""
+    spec = MoESpec(
+        "random",
+        "mixtral",
+        3,
+        (1, 2) if dense else (0, 1, 2),
+        E,
+        K,
+        H,
+        I,
+        shared_I=shared,
+        dense_I=dense,
+        heads=16,
+        kv_heads=4,
+        head_dim=H // 16,
+    )
     model = DeviceModel.of(device, mode=mode, overlap=overlap)
     loads = assumed_loads(spec, chunk, 4, "strong", seed)
-    plan = make_plan(spec, loads.sum(0), 4 * chunk, chunk, system=system, cold_share=cold, min_rows=rows)
+    plan = make_plan(
+        spec, loads.sum(0), 4 * chunk, chunk, system=system, cold_share=cold, min_rows=rows
+    )
     for given_loads in (None, loads):
         cost = model.prefill(plan, prompt, given_loads)
         for part in (cost.attention, cost.experts, cost.host, cost.total):
-            assert 0 <= part.cpu_ms <= part.ms * (1 + 1e-9) and 0 <= part.ane_ms <= part.ms * (1 + 1e-9)
+            assert 0 <= part.cpu_ms <= part.ms * (1 + 1e-9) and 0 <= part.ane_ms <= part.ms * (
+                1 + 1e-9
+            )
             assert part.mj >= 0
-        assert cost.total.cpu_ms + cost.total.ane_ms >= cost.total.ms * (1 - 1e-9)      # someone always works
+        assert cost.total.cpu_ms + cost.total.ane_ms >= cost.total.ms * (
+            1 - 1e-9
+        )  # someone always works
         assert -1e-6 <= cost.padding.ms <= cost.experts.ms * (1 + 1e-9)
         assert 0 <= cost.dispatch_ms <= cost.total.ms
     assert plan.weight_bytes <= model.memory_bytes
@@ -220,7 +315,9 @@ def test_what_does_not_fit_the_memory_is_not_costed():
     half = DeviceModel.of("m2-max")
     assert half.memory_bytes == 64e9
     plan = make_plan(PHI, *assumed_counts(PHI))
-    with pytest.raises(ValueError, match="Phi-3.5-MoE has at least 83 GB of weights, m2-max 64 GB of memory"):
+    with pytest.raises(
+        ValueError, match="Phi-3.5-MoE has at least 83 GB of weights, m2-max 64 GB of memory"
+    ):
         half.prefill(plan, 256)
     assert half.prefill(make_plan(PHI, *assumed_counts(PHI), bytes_per_weight=1), 256).ttft_s > 0
     with pytest.raises(ValueError, match="GB of weights"):
@@ -231,7 +328,10 @@ def test_what_does_not_fit_the_memory_is_not_costed():
 def test_latent_attention_is_not_costed_as_plain_attention(card):
     spec = load_model(card)
     plan = make_plan(spec, *assumed_counts(spec))
-    with pytest.raises(ValueError, match=rf"attention of {card} is multi-head latent attention \(MLA\), which is not"):
+    with pytest.raises(
+        ValueError,
+        match=rf"attention of {card} is multi-head latent attention \(MLA\), which is not",
+    ):
         ULTRA.prefill(plan, 256)
     assert ULTRA.graph(spec, 8, 32).ms > 0
 
@@ -240,31 +340,50 @@ def test_m2_max_is_half_an_m2_ultra():
     half = DeviceModel.of("m2-max")
     assert half.rates.row == 2 * ULTRA.rates.row and half.rates.launch == ULTRA.rates.launch
     assert half.cpu.expert == 2 * ULTRA.cpu.expert and half.cpu.cpu_w == ULTRA.cpu.cpu_w / 2
-    plan = make_plan(PHI, *assumed_counts(PHI), bytes_per_weight=1)         # in fp16 it does not fit an M2 Max
+    plan = make_plan(
+        PHI, *assumed_counts(PHI), bytes_per_weight=1
+    )  # in fp16 it does not fit an M2 Max
     slow, fast = half.prefill(plan, 1024), ULTRA.prefill(plan, 1024)
     assert 1.8 < slow.ttft_s / fast.ttft_s < 2.0
 
 
-@pytest.mark.parametrize("call, told", [
-    (lambda: DeviceModel.of("m4"), "not for 'm4'"),
-    (lambda: DeviceModel.of(mode="sideways"), "no mode 'sideways'"),
-    (lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, chunks=2)), 0), "at least one token"),
-    (lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, 100, 2), chunk=100), 9), "only multiples of 16")])
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda: DeviceModel.of("m4"), "not for 'm4'"),
+        (lambda: DeviceModel.of(mode="sideways"), "no mode 'sideways'"),
+        (
+            lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, chunks=2)), 0),
+            "at least one token",
+        ),
+        (
+            lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, 100, 2), chunk=100), 9),
+            "only multiples of 16",
+        ),
+    ],
+)
 def test_bad_input_is_told(call, told):
     with pytest.raises(ValueError, match=told):
         call()
 
 
-# ------------------------------------------------------------------------------------------------- beside the paper
+# -------------------------------------------------------------------------------------------------
+# beside the paper
+
 
 @pytest.mark.parametrize("which", RUNS)
 def test_ours_is_first_and_the_ablations_order_is_figure_17s(runs, which):
     """Other orders are `test_comparison`'s: the paper reverses some of them from run to run."""
     run = runs[which]
     assert order(run, "ttft", ABLATION) == ["npumoe", "base+TG", "base+T", "base"]
-    assert all(order(run, metric, TABLE_2)[0] == "npumoe" for metric in ("ttft", "energy", "cpu cycles"))
+    assert all(
+        order(run, metric, TABLE_2)[0] == "npumoe" for metric in ("ttft", "energy", "cpu cycles")
+    )
     assert order(run, "ttft", TABLE_2)[-1] == order(run, "energy", TABLE_2)[-1] == "naive"
-    assert order(run, "energy", ABLATION)[0] == "base+TG" and order(run, "energy", ABLATION)[-1] == "base"
+    assert (
+        order(run, "energy", ABLATION)[0] == "base+TG"
+        and order(run, "energy", ABLATION)[-1] == "base"
+    )
     assert ratio(run, "ttft", "npumoe") == 1
 
 
@@ -276,17 +395,27 @@ def test_table_4_has_its_own_error():
 
 LEDGER = {claim.id: claim for claim in claims.ledger() if claim.source == "npumoe"}
 ROWS = dict(zip(TABLE_4, ("router", "gather", "padding", "ffn", "scatter", "residual", "total")))
-WHERE = {f"block-{ROWS[row]}-{column}": ("TABLE_4", row, i) for row in ROWS for i, column in
-         enumerate(COLUMNS.values())}
-WHERE |= {f"qwen-{part}-s-{COLUMNS[system]}": ("TABLE_6", system, i) for system in published.TABLE_6
-          for i, part in enumerate(("wall", "experts", "attention"))}
-WHERE |= {f"qwen-energy-{COLUMNS[system]}-{part}": ("TABLE_7", system, i) for system in published.TABLE_7
-          for i, part in enumerate(("all", "cpu", "ane", "communication"))}
+WHERE = {
+    f"block-{ROWS[row]}-{column}": ("TABLE_4", row, i)
+    for row in ROWS
+    for i, column in enumerate(COLUMNS.values())
+}
+WHERE |= {
+    f"qwen-{part}-s-{COLUMNS[system]}": ("TABLE_6", system, i)
+    for system in published.TABLE_6
+    for i, part in enumerate(("wall", "experts", "attention"))
+}
+WHERE |= {
+    f"qwen-energy-{COLUMNS[system]}-{part}": ("TABLE_7", system, i)
+    for system in published.TABLE_7
+    for i, part in enumerate(("all", "cpu", "ane", "communication"))
+}
 
 
 @pytest.mark.parametrize("name", WHERE)
 def test_the_ledger_calls_fitted_what_the_fit_reads(name, monkeypatch):
-    """A number of Tables 4, 6 and 7 changed: the CPU's parameters change if and only if it is fitted."""
+    """A number of Tables 4, 6 and 7 changed: the CPU's parameters change if and only if it is
+    fitted."""
     table, row, column = WHERE[name]
     figures = {key: list(values) for key, values in getattr(published, table).items()}
     assert figures[row][column] == LEDGER[name].value
@@ -298,17 +427,24 @@ def test_the_ledger_calls_fitted_what_the_fit_reads(name, monkeypatch):
 def test_all_of_table_5_but_its_outlier_is_fitted():
     for i, s in enumerate(TABLE_5):
         which = "" if s.mode == "serial" else "-parallel"
-        for what, id_ in (("ms", f"slot{which}-{s.G}x{s.C}"), ("mj", f"slot-energy{which}-{s.G}x{s.C}")):
+        for what, id_ in (
+            ("ms", f"slot{which}-{s.G}x{s.C}"),
+            ("mj", f"slot-energy{which}-{s.G}x{s.C}"),
+        ):
             assert LEDGER[id_].value == getattr(s, what)
-            changed = fit([*TABLE_5[:i], s._replace(**{what: 1.1 * getattr(s, what)}), *TABLE_5[i + 1:]])
+            changed = fit(
+                [*TABLE_5[:i], s._replace(**{what: 1.1 * getattr(s, what)}), *TABLE_5[i + 1 :]]
+            )
             assert changed != ULTRA.rates
             assert bool(LEDGER[id_].fitted) == (s not in published.OUTLIERS or what == "ms")
 
 
 def test_only_table_5s_own_row_is_an_outlier():
     ours = [s._replace(ms=2 * s.ms, mj=2 * s.mj) for s in TABLE_5 if s not in published.OUTLIERS]
-    for odd, counts in ((published.Sample(1, 128, "parallel", 0.07, 1.66), False),
-                        (published.Sample(1, 128, "parallel", 0.14, 2.0), True)):
+    for odd, counts in (
+        (published.Sample(1, 128, "parallel", 0.07, 1.66), False),
+        (published.Sample(1, 128, "parallel", 0.14, 2.0), True),
+    ):
         assert (fit([*ours, odd]).power != fit([*ours, odd._replace(mj=None)]).power) == counts
 
 

@@ -1,5 +1,6 @@
-"""A GPU's graphs of layers against transformers' own: with a GPU, and everywhere with naive kernels in torch, where a
-graph is told anew each time. The attention kernel runs in Triton's interpreter where there is no GPU."""
+"""A GPU's graphs of layers against transformers' own: with a GPU, and everywhere with naive kernels
+in torch, where a graph is told anew each time. The attention kernel runs in Triton's interpreter
+where there is no GPU."""
 
 import ctypes
 import sys
@@ -21,7 +22,10 @@ from moelab.models.decode.unchanged import forward
 from moelab.models.seam import discover
 from tests.models import tiny
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 NAMES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "phimoe")
 
 
@@ -42,7 +46,9 @@ def naive_attention(q, k, v, cos, sin, where, scaling):
     cos, sin = cos.view(D), sin.view(D)
     out = torch.empty_like(q)
     for h in range(len(k)):
-        K, V = (at(address + h * stride * q.element_size(), q.dtype, S, D) for address in (keys, values))
+        K, V = (
+            at(address + h * stride * q.element_size(), q.dtype, S, D) for address in (keys, values)
+        )
         K[-1], V[-1] = turned(k[h].float(), cos, sin), v[h]
         for head in range(heads // len(k) * h, heads // len(k) * (h + 1)):
             scores = K.float() @ turned(q[head].float(), cos, sin) * scaling
@@ -53,14 +59,17 @@ def naive_attention(q, k, v, cos, sin, where, scaling):
 NAIVE = SimpleNamespace(
     multiplies=lambda matrices: matrices[0] is products.KINDS[torch.bfloat16],
     bank=lambda matrices, table: (table, matrices[2]),
-    feed_forward=lambda *given: naive_experts(*given))
+    feed_forward=lambda *given: naive_experts(*given),
+)
 
 
 def naive_experts(up, down, x, ids, w):
     total, (H, I) = 0, (x.shape[1], up[1] // 2)
     for expert, of in zip(ids.tolist(), w):
         gate, value = (x.float() @ at(up[0][expert, 0], x.dtype, 2 * I, H).float().T).chunk(2, -1)
-        total = total + of * (F.silu(gate) * value) @ at(down[0][expert, 0], x.dtype, H, I).float().T
+        total = (
+            total + of * (F.silu(gate) * value) @ at(down[0][expert, 0], x.dtype, H, I).float().T
+        )
     return total.to(x.dtype)
 
 
@@ -76,13 +85,15 @@ def opened(monkeypatch):
             monkeypatch.setattr(gemv, "GPUS", ("cpu",))
             monkeypatch.setattr(fast_decode, "KERNELS", {"graphs": graphs.graph_layer})
             for package, name, of in (
-                    (kernels, "attention_triton", SimpleNamespace(attend=naive_attention)),
-                    (experts, "gemv_triton", NAIVE)):
+                (kernels, "attention_triton", SimpleNamespace(attend=naive_attention)),
+                (experts, "gemv_triton", NAIVE),
+            ):
                 monkeypatch.setitem(sys.modules, f"{package.__name__}.{name}", of)
                 monkeypatch.setattr(package, name, of, raising=False)
         lm = open_model(folder, device=device, **options)
         called.clear()
         return lm
+
     opens.called = called
     return opens
 
@@ -92,7 +103,12 @@ def decode(lm, tokens, cache=None):
     cache, found = cache or DynamicCache(config=lm.config), []
     with torch.inference_mode():
         for part in (tokens[:, :6], *tokens[:, 6:].split(1, 1)):
-            found.append(lm(part.to(lm.device), past_key_values=cache, use_cache=True).logits[0, -1].float().cpu())
+            found.append(
+                lm(part.to(lm.device), past_key_values=cache, use_cache=True)
+                .logits[0, -1]
+                .float()
+                .cpu()
+            )
     return torch.stack(found), cache
 
 
@@ -101,42 +117,63 @@ def drawn(n, seed=0):
 
 
 def close(got, wanted, dtype):
-    return (got - wanted).norm() <= {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype] * wanted.norm()
+    return (got - wanted).norm() <= {torch.float32: 1e-4, torch.bfloat16: 3e-2}[
+        dtype
+    ] * wanted.norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("memory", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_transformers(name, dtype, memory, device, opened, tmp_path, monkeypatch):
-    monkeypatch.setattr(attention, "ROOM", 3)                   # so the cache moves now and then
+def test_tokens_are_those_of_transformers(
+    name, dtype, memory, device, opened, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(attention, "ROOM", 3)  # so the cache moves now and then
     folder, tokens = tiny.save(name, tmp_path / "model", dtype), drawn(14)
     with open_model(folder, device=device) as lm:
         wanted, theirs = decode(lm, tokens)
     with opened(folder, device, memory=memory, executor="fast") as lm:
-        for _ in range(2):                                      # another generation, another cache
+        for _ in range(2):  # another generation, another cache
             got, ours = decode(lm, tokens)
             assert close(got, wanted, dtype)
-        calls, layers, dense = len(opened.called), lm.config.num_hidden_layers, lm.config.num_hidden_layers - lm.spec.L
-    assert [layer.keys.shape for layer in ours.layers] == [layer.keys.shape for layer in theirs.layers]
-    assert all(close(a.keys.float(), b.keys.float(), dtype) and close(a.values.float(), b.values.float(), dtype)
-               for a, b in zip(ours.layers, theirs.layers))
-    if name == "phimoe":                                        # its norms are others
+        calls, layers, dense = (
+            len(opened.called),
+            lm.config.num_hidden_layers,
+            lm.config.num_hidden_layers - lm.spec.L,
+        )
+    assert [layer.keys.shape for layer in ours.layers] == [
+        layer.keys.shape for layer in theirs.layers
+    ]
+    assert all(
+        close(a.keys.float(), b.keys.float(), dtype)
+        and close(a.values.float(), b.values.float(), dtype)
+        for a, b in zip(ours.layers, theirs.layers)
+    )
+    if name == "phimoe":  # its norms are others
         assert not calls
-    elif memory or dtype != torch.bfloat16 or name == "qwen2_moe":      # where there is more than experts in a block
+    elif (
+        memory or dtype != torch.bfloat16 or name == "qwen2_moe"
+    ):  # where there is more than experts in a block
         assert calls == 2 * 8 * layers
     else:
-        assert calls == 2 * 8 * ((2 if name == "qwen3_moe" else 1) + dense)     # its second layer is dense
+        assert calls == 2 * 8 * (
+            (2 if name == "qwen3_moe" else 1) + dense
+        )  # its second layer is dense
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_whoever_listens_hears_what_was_chosen_and_may_keep_it(device, opened, tmp_path):
     folder, tokens, found = tiny.save("mixtral", tmp_path / "model", torch.bfloat16), drawn(12), []
     for executor in ("exact", "fast"):
-        with (open_model if executor == "exact" else opened)(folder, device=device, executor=executor) as lm:
+        with (open_model if executor == "exact" else opened)(
+            folder, device=device, executor=executor
+        ) as lm:
             heard = []
             for layer in discover(lm):
-                register, hook, options = layer.listening(lambda ids, w, i=layer.index: heard.append((i, ids, w)))
+                register, hook, options = layer.listening(
+                    lambda ids, w, i=layer.index: heard.append((i, ids, w))
+                )
                 lm.moelab._patches.hook(register, hook, **options)
             decode(lm, tokens)
             found.append([(i, ids.cpu(), w.float().cpu()) for i, ids, w in heard])
@@ -148,7 +185,9 @@ def test_whoever_listens_hears_what_was_chosen_and_may_keep_it(device, opened, t
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_not_exactly_this_takes_its_own_way(device, opened, tmp_path):
-    with opened(tiny.save("olmoe", tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
+    with opened(
+        tiny.save("olmoe", tmp_path / "model", torch.bfloat16), device, executor="fast"
+    ) as lm:
         layers, tokens = lm.model.layers, drawn(8)
         wanted, _ = decode(lm, tokens)
         assert len(opened.called) == 2
@@ -162,16 +201,22 @@ def test_what_is_not_exactly_this_takes_its_own_way(device, opened, tmp_path):
         decode(lm, tokens.repeat(2, 1))
         assert not opened.called
         gate = layers[1].mlp.gate
-        gate.weight = torch.nn.Parameter(gate.weight.detach().flip(0).contiguous(), requires_grad=False)
+        gate.weight = torch.nn.Parameter(
+            gate.weight.detach().flip(0).contiguous(), requires_grad=False
+        )
         got, _ = decode(lm, tokens)
         with opened(tmp_path / "model", device) as stock:
             stock.model.layers[1].mlp.gate.weight.data.copy_(gate.weight)
-            assert close(got, decode(stock, tokens)[0], torch.bfloat16) and not close(got, wanted, torch.bfloat16)
+            assert close(got, decode(stock, tokens)[0], torch.bfloat16) and not close(
+                got, wanted, torch.bfloat16
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_caches_take_turns(device, opened, tmp_path):
-    with opened(tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
+    with opened(
+        tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16), device, executor="fast"
+    ) as lm:
         both, alone = [drawn(12, seed) for seed in (1, 2)], []
         for tokens in both:
             alone.append(decode(lm, tokens)[0])
@@ -180,19 +225,22 @@ def test_two_caches_take_turns(device, opened, tmp_path):
             for begin, end in [(0, 6), *((i, i + 1) for i in range(6, 12))]:
                 for tokens, cache, to in zip(both, caches, got):
                     part = tokens[:, begin:end].to(lm.device)
-                    to.append(lm(part, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu())
+                    to.append(
+                        lm(part, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
+                    )
         assert all(close(torch.stack(a), b, torch.bfloat16) for a, b in zip(got, alone))
         assert not close(*alone, torch.bfloat16)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("which", [slice(1, 2), slice(None)])          # one layer or all, which stay alike
+@pytest.mark.parametrize("which", [slice(1, 2), slice(None)])  # one layer or all, which stay alike
 def test_what_a_graph_has_of_a_module_may_change(which, name, device, opened, tmp_path):
     def change(lm):
         for layer in lm.model.layers[which]:
             layer.mlp.gate.top_k = 1
             layer.self_attn.scaling *= 3
+
     tokens = drawn(10)
     with opened(tiny.save(name, tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
         before, _ = decode(lm, tokens)
@@ -200,12 +248,16 @@ def test_what_a_graph_has_of_a_module_may_change(which, name, device, opened, tm
         got, _ = decode(lm, tokens)
     with open_model(tmp_path / "model", device=device) as lm:
         change(lm)
-        assert close(got, decode(lm, tokens)[0], torch.bfloat16) and not close(got, before, torch.bfloat16)
+        assert close(got, decode(lm, tokens)[0], torch.bfloat16) and not close(
+            got, before, torch.bfloat16
+        )
 
 
 def test_an_interrupted_token_leaves_no_cache_in_anothers_place(opened, tmp_path, monkeypatch):
     """Ctrl-C when the GPU has the address and nobody has taken note of it."""
-    with opened(tiny.save("mixtral", tmp_path / "model", torch.bfloat16), "cpu", executor="fast") as lm:
+    with opened(
+        tiny.save("mixtral", tmp_path / "model", torch.bfloat16), "cpu", executor="fast"
+    ) as lm:
         one, other = drawn(12, 1), drawn(12, 2)
         wanted, _ = decode(lm, one)
         _, cache = decode(lm, one[:, :8])
@@ -218,7 +270,10 @@ def test_an_interrupted_token_leaves_no_cache_in_anothers_place(opened, tmp_path
             with pytest.raises(KeyboardInterrupt):
                 lm(other[:, 6:7], past_key_values=theirs)
             del layer.where.copy_
-            got = [lm(part, past_key_values=cache).logits[0, -1].float() for part in one[:, 8:].split(1, 1)]
+            got = [
+                lm(part, past_key_values=cache).logits[0, -1].float()
+                for part in one[:, 8:].split(1, 1)
+            ]
     assert close(torch.stack(got), wanted[-4:], torch.bfloat16)
 
 
@@ -227,14 +282,22 @@ def interrupt():
 
 
 def test_experts_of_nobody_are_not_asked_where_they_are(tmp_path):
-    with open_model(tiny.save("mixtral", tmp_path / "model", torch.bfloat16), experts="external",
-                    executor="fast") as lm, open_model(tmp_path / "model") as resident:
+    with (
+        open_model(
+            tiny.save("mixtral", tmp_path / "model", torch.bfloat16),
+            experts="external",
+            executor="fast",
+        ) as lm,
+        open_model(tmp_path / "model") as resident,
+    ):
         got, wanted = (decode(of, drawn(9))[0] for of in (lm, resident))
         assert close(got, wanted, torch.bfloat16)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])              # a stretch, and layers up to their experts
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2_moe"]
+)  # a stretch, and layers up to their experts
 def test_threads_take_turns(name, device, opened, tmp_path):
     with opened(tiny.save(name, tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
         texts = [drawn(30, seed) for seed in range(4)]
@@ -249,29 +312,46 @@ def test_threads_take_turns(name, device, opened, tmp_path):
     assert not close(*alone[:2], torch.bfloat16)
 
 
-@pytest.mark.parametrize("heads, kv_heads, D, S, dtype", [
-    (8, 2, 64, 1, torch.float32), (4, 4, 48, 700, torch.float32), (6, 2, 128, 300, torch.bfloat16),
-    (20, 1, 16, 130, torch.float32)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, D, S, dtype",
+    [
+        (8, 2, 64, 1, torch.float32),
+        (4, 4, 48, 700, torch.float32),
+        (6, 2, 128, 300, torch.bfloat16),
+        (20, 1, 16, 130, torch.float32),
+    ],
+)
 def test_attention_equals_a_naive_one(heads, kv_heads, D, S, dtype, triton_device):
     from moelab.models.decode import attention_triton
+
     rng, device = torch.Generator().manual_seed(S), triton_device
 
     def drawn(*shape):
         return torch.randn(shape, generator=rng).to(device, dtype)
-    q, k, v, memory = drawn(heads, D), drawn(kv_heads, D), drawn(kv_heads, D), drawn(2, kv_heads, S + 5, D)
+
+    q, k, v, memory = (
+        drawn(heads, D),
+        drawn(kv_heads, D),
+        drawn(kv_heads, D),
+        drawn(2, kv_heads, S + 5, D),
+    )
     angle = (6 * torch.rand(D // 2, generator=rng)).repeat(2)
     cos, sin, before = angle.cos().to(q), angle.sin().to(q), memory.clone()
-    where = torch.tensor([memory[0].data_ptr(), memory[1].data_ptr(), S + 1, memory.stride(1)], device=device)
-    got = attention_triton.attend(q, k, v, cos, sin, where, D ** -0.5)
+    where = torch.tensor(
+        [memory[0].data_ptr(), memory[1].data_ptr(), S + 1, memory.stride(1)], device=device
+    )
+    got = attention_triton.attend(q, k, v, cos, sin, where, D**-0.5)
 
-    within = 1e-5 if dtype == torch.float32 else 2 ** -7
+    within = 1e-5 if dtype == torch.float32 else 2**-7
     keys, values = before.double()
     keys[:, S], values[:, S] = turned(k.double(), cos, sin), v.double()
     assert torch.allclose(memory.double()[0, :, S], keys[:, S], rtol=within, atol=within)
     assert torch.equal(memory[1, :, S], v)
     memory[:, :, S] = before[:, :, S]
-    assert torch.equal(memory, before)                              # nothing else was written
+    assert torch.equal(memory, before)  # nothing else was written
     for head, x in enumerate(turned(q.double(), cos, sin)):
         h = head // (heads // kv_heads)
-        p = torch.softmax(keys[h, :S + 1] @ x * D ** -0.5, 0)
-        assert torch.allclose(got[head].double(), p @ values[h, :S + 1], rtol=within, atol=2 * within)
+        p = torch.softmax(keys[h, : S + 1] @ x * D**-0.5, 0)
+        assert torch.allclose(
+            got[head].double(), p @ values[h, : S + 1], rtol=within, atol=2 * within
+        )
