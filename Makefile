@@ -1,5 +1,6 @@
 # make reproduce   run every notebook and write results/report.html
 # make test        run the tests
+# make lint        check layout and code with ruff
 # make stress      run the long sweeps in depth: architectures, interruptions, damaged and hostile files
 # make lab         open JupyterLab at notebooks/00_start
 # make clean       remove .venv and caches; results stay
@@ -14,7 +15,7 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 # as many test processes as there are cores, at most four; each keeps torch to one thread
 TEST_FLAGS ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help reproduce test stress lab clean
+.PHONY: help reproduce test lint stress lab clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -25,6 +26,9 @@ reproduce: $(INSTALLED)
 # bytecode is kept: tests start a hundred processes
 test: $(INSTALLED)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS)
+
+lint: $(INSTALLED)
+	@$(VENV)/bin/ruff format --check --quiet . && $(VENV)/bin/ruff check --quiet .
 
 stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200

@@ -32,14 +32,74 @@ from typing import Any
 
 from moelab.files import small_model
 
-ADJECTIVES = (
-    "amber azure blue brave bright calm clear cold cool dark deep dry fast fine flat gold "
-    "gray green high icy kind late lazy loud mild neat new odd old pale pink red"
-).split()
-NOUNS = (
-    "ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove "
-    "duck eel elk fish fly fox frog goat hare hawk hen ibex lamb lark lion lynx"
-).split()
+ADJECTIVES = [
+    "amber",
+    "azure",
+    "blue",
+    "brave",
+    "bright",
+    "calm",
+    "clear",
+    "cold",
+    "cool",
+    "dark",
+    "deep",
+    "dry",
+    "fast",
+    "fine",
+    "flat",
+    "gold",
+    "gray",
+    "green",
+    "high",
+    "icy",
+    "kind",
+    "late",
+    "lazy",
+    "loud",
+    "mild",
+    "neat",
+    "new",
+    "odd",
+    "old",
+    "pale",
+    "pink",
+    "red",
+]
+NOUNS = [
+    "ant",
+    "ape",
+    "bat",
+    "bear",
+    "bee",
+    "bird",
+    "boar",
+    "bull",
+    "calf",
+    "cat",
+    "cow",
+    "crab",
+    "crow",
+    "deer",
+    "dog",
+    "dove",
+    "duck",
+    "eel",
+    "elk",
+    "fish",
+    "fly",
+    "fox",
+    "frog",
+    "goat",
+    "hare",
+    "hawk",
+    "hen",
+    "ibex",
+    "lamb",
+    "lark",
+    "lion",
+    "lynx",
+]
 NUMBERS = [str(number) for number in range(10, 100)]
 COUPLES = [f"{adjective} {noun}" for adjective in ADJECTIVES[:16] for noun in NOUNS]
 SUMMANDS = range(10, 40)

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,7 +109,7 @@ def cache_folder(name: str) -> Path:
     return _writable_or_temporary(cache_root() / name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _writable_or_temporary(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -359,7 +359,7 @@ def load_tensors(
             said = file.metadata() or {}
             if said.get("format") != form:
                 raise ValueError(f"it is a safetensors file but no {what} ({form})")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file}
         if missing := about.keys() - said.keys():
             raise ValueError(f"it does not say {', '.join(sorted(missing))}")
         return build(

@@ -20,8 +20,8 @@ from moelab import datasets, registry
 from moelab.calibration import Calibration
 from moelab.experts.tiers import Tiers, capacity_tiers, form_groups
 from moelab.models import eager, identity, open_checkpoint, plugged
-from moelab.models.fast_decode import DENSE, FastDecode
 from moelab.models.convert import kept_store
+from moelab.models.fast_decode import DENSE, FastDecode
 from moelab.models.patches import Patches, put
 from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
 from moelab.offloading.offload import DEFAULT_POLICY, offload

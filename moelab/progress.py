@@ -116,7 +116,7 @@ class Notice:
         return {"text/html": escape(text), "text/plain": ""}
 
 
-class progress:
+class progress:  # noqa: N801
     """Progress as an iterator, or as a context whose `update(n)` is called.
 
     >>> for layer in progress(range(48), "calibrating", unit="layer"): ...

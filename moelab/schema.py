@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -168,7 +168,7 @@ def _fits(value: Any, kind: type) -> bool:
     return isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Annotations by name, and the names that must be there, of a dataclass, a NamedTuple or a
     TypedDict."""

@@ -37,10 +37,10 @@ from moelab.models import identity, open_checkpoint, spec_of
 from moelab.offloading.profile import Profile
 from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
 from moelab.schema import checked, parse_json, typed
+from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.next_token import NextToken
 from moelab.speculate.signals import DefaultVectors
-from moelab.specs import MoESpec
 from moelab.trace import RoutingTrace
 from tests.depth import depth
 from tests.models import tiny
@@ -469,7 +469,7 @@ def test_json_that_is_wrong_anywhere_is_refused_or_right(kind, tmp_path, model):
 def test_tensors_that_are_wrong_anywhere_are_refused_or_right(kind, tmp_path, model):
     path, judge = valid(kind, tmp_path, model)
     with safe_open(path, "pt") as file:
-        about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file}
     refused = 0
     for name, tensor in tensors.items():
         last = tensor.flatten().clone()

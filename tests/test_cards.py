@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from moelab.configs import spec_from_config
 from moelab import cards
+from moelab.configs import spec_from_config
 from moelab.registry import describe
 from moelab.specs import DTYPE_BYTES, MoESpec
 
@@ -199,7 +199,7 @@ def test_derived_sizes(name):
     assert spec.experts_bytes == len(spec.moe_layers) * spec.E * spec.expert_bytes
     assert spec.routed_bytes * spec.E == spec.experts_bytes * spec.K
     assert max(spec.moe_layers) == spec.num_layers - 1 and (spec.dense_I > 0) == (
-        spec.L < spec.num_layers
+        spec.num_layers > spec.L
     )
 
 

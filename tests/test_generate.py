@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from moelab.__main__ import main
-from moelab.parallel import launch
 from moelab import open_model
+from moelab.__main__ import main
 from moelab.evaluation.calibrate import calibration
 from moelab.files import small_model
 from moelab.generate import generate
 from moelab.models import identity
 from moelab.models.greedy import OPTIONS
+from moelab.parallel import launch
 from moelab.parallel.opening import open_parallel
 from moelab.speculate import Estimator
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moelab import open_model
-from moelab.models.patches import Patches
 from moelab.models import discover, open_checkpoint, plug
+from moelab.models.patches import Patches
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL, RoutingTrace

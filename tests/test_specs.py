@@ -129,8 +129,8 @@ def check(spec: MoESpec, config: transformers.PretrainedConfig) -> None:
     assert list(spec.moe_layers) == layers
     for path, block, experts in blocks:
         assert (spec.H, spec.I, spec.gated, spec.bias) == expert_shape(experts)
-        assert spec.E == experts.num_experts
-        assert spec.K == top_k(block)
+        assert experts.num_experts == spec.E
+        assert top_k(block) == spec.K
         layer = model.get_submodule(
             path.rsplit(".", 2)[0]
         )  # Granite keeps its shared MLP beside the block

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -271,7 +271,7 @@ def sample_costs(
             return form
         return model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
 
-    @lru_cache(maxsize=None)
+    @cache
     def sampled(form: str, executor: str) -> Costs | None:
         if (name := stored_as(form)) is None:
             return None

@@ -96,14 +96,13 @@ def simulated(
         if on_card
         else sample_costs(model, forms, look, end)
     )
-    if look is not None:
-        if disturbed(itself := look.itself):
-            about = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
-            notes.append(
-                f"While the model was measured, other processes kept {itself.others:.1f} cores busy{about}: "
-                f"times are too long. When it is quiet, remove {profile_file(model, kept, batch)} and ask "
-                f"again."
-            )
+    if look is not None and disturbed(itself := look.itself):
+        about = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
+        notes.append(
+            f"While the model was measured, other processes kept {itself.others:.1f} cores busy{about}: "
+            f"times are too long. When it is quiet, remove {profile_file(model, kept, batch)} and ask "
+            f"again."
+        )
     if on_card and any(costs_of(form) is None for form in forms):
         notes.append(
             "Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "

@@ -124,7 +124,7 @@ class ConvertedBackend(Backend):
 
     def capacity(self, layer: int, group: int, fullest: int) -> int:
         entry = self.converted.layers[self._decoder_layer[layer]]["groups"][group]
-        return min(C for C in entry["capacities"] if C >= fullest)
+        return min(C for C in entry["capacities"] if fullest <= C)
 
     def attention(self, model: Any) -> AbstractContextManager:
         if model not in self._known:

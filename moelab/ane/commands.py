@@ -468,6 +468,7 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:
     """The model whose other parts run on the CPU, in float32."""
     import torch
+
     from moelab.models import open_checkpoint
 
     return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)

@@ -232,7 +232,7 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
                 "the prompt is padded or masked; give one prompt at a time and no padding"
             )
         wanted, cache, parts, out = use_cache, past_key_values, [], None
-        if cache is None and S > chunk:
+        if cache is None and chunk < S:
             cache, use_cache = DynamicCache(config=decoder.config), True
         if isinstance(cache, StaticCache):
             raise ValueError(
@@ -252,7 +252,7 @@ def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
                 **options,
             )
             parts.append(out.last_hidden_state)
-        if S > chunk:
+        if chunk < S:
             if partial := [
                 name
                 for name in ("hidden_states", "attentions", "router_logits")

@@ -39,10 +39,10 @@ from moelab.ndp.systems import SYSTEMS, System
 from moelab.progress import progress
 from moelab.recording import record
 from moelab.registry import make, names
+from moelab.specs import ExpertKey, State
 from moelab.speculate.predictors import takes
 from moelab.speculate.scoring import Score, score
 from moelab.speculate.signals import default_vectors
-from moelab.specs import ExpertKey, State
 from moelab.trace import DECODE, RoutingTrace
 
 TEXTS = ("prose", "code", "lookup")

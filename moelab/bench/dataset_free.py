@@ -26,13 +26,13 @@ from moelab.cache.pools import Pools
 from moelab.datasets import prompts, token_count
 from moelab.intervals import Interval, interval
 from moelab.models import discover
-from moelab.ndp.prefetch import most_used
-from moelab.progress import progress
-from moelab.recording import record
 from moelab.models.direct import CheckpointStore
 from moelab.models.opening import examine
+from moelab.ndp.prefetch import most_used
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
+from moelab.progress import progress
+from moelab.recording import record
 from moelab.records import Record, Records
 from moelab.specs import ExpertKey, MoESpec
 from moelab.store.layout import ExpertStore

@@ -449,7 +449,7 @@ def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]]
     }
     small = max((row.get("least GB") or 0 for row in memory.values()), default=0) < 0.1
     unit, scale, found = *(("MB", 1e3) if small else ("GB", 1)), {}
-    for axis, x, scale, rows in (
+    for axis, x, scale, rows in (  # noqa: B020
         (f"memory needed ({unit})", "least GB", scale, memory),
         ("KL (nats a token)", "KL", 1, next(iter(there.values()))),
     ):

@@ -378,28 +378,27 @@ def run(
     if quick:
         rounds, decode = 1, 8
     load = load_average()
-    with working(folder) as where:
-        with disk(where, 9 * spec.experts_bytes + 3e9) as (place, words):
-            bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
-            bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
-            bench.warm()
-            found: Record = {
-                "conditions": {
-                    "file system": words,
-                    "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
-                    "rounds": rounds,
-                    "load average before": load,
-                    "cores": os.cpu_count(),
-                }
+    with working(folder) as where, disk(where, 9 * spec.experts_bytes + 3e9) as (place, words):
+        bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
+        bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
+        bench.warm()
+        found: Record = {
+            "conditions": {
+                "file system": words,
+                "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
+                "rounds": rounds,
+                "load average before": load,
+                "cores": os.cpu_count(),
             }
-            for name in only:
-                try:
-                    found |= SECTIONS[name](
-                        bench, **({"tokens": 1000} if name == "memory" and long else {})
-                    )
-                except KeyboardInterrupt:  # sections take minutes: what is done is kept
-                    found["conditions"]["stopped in"] = name
-                    break
+        }
+        for name in only:
+            try:
+                found |= SECTIONS[name](
+                    bench, **({"tokens": 1000} if name == "memory" and long else {})
+                )
+            except KeyboardInterrupt:  # sections take minutes: what is done is kept
+                found["conditions"]["stopped in"] = name
+                break
     return found | {"aims": bench.aims, "samples": bench.samples}
 
 

@@ -36,10 +36,10 @@ from moelab.models.fast_decode import as_bf12
 from moelab.models.seam import seam_class
 from moelab.records import Numbers, Records
 from moelab.registry import make
+from moelab.specs import DeviceSpec, Figure
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
 from moelab.store.entropy import describe, joint_counts
-from moelab.specs import DeviceSpec, Figure
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -67,7 +67,7 @@ def recovery(device: torch.device, rounds: int) -> Record:
     from moelab.store import bf12_triton
 
     weights = (0.02 * torch.randn(WEIGHTS // 16, device=device)).bfloat16().repeat(16)
-    copy = timed(lambda to=torch.empty_like(weights): to.copy_(weights), rounds)
+    copy = timed(lambda to=torch.empty_like(weights): to.copy_(weights), rounds)  # noqa: B008
     rate = 4 * WEIGHTS / copy
     low, high = torch.empty(2, WEIGHTS, dtype=torch.uint8, device=device)
     words, out = weights.view(torch.int16), torch.empty_like(weights)
@@ -113,8 +113,10 @@ def link(device: torch.device, rounds: int, experts: int = 256) -> Record:
             if i < copies:
                 to.leave([i % 32])  # of the expert before
                 to.send([(i, host[i % len(host)], i % 32, slots[i % 32])])
-            for done in range(done + 1, products * (i + 1) // experts + 1):
+            due = products * (i + 1) // experts
+            for _ in range(due - done):
                 torch.mm(a, a)
+            done = due
         torch.cuda.synchronize(device)
         return perf_counter() - start
 

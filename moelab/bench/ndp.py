@@ -30,8 +30,8 @@ from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.sweep import MODELS, UNITS, Assumptions, Spread, Sweep, modules_needed, paper_sweep
 from moelab.ndp.systems import PAPER, System
 from moelab.ndp.tensor_parallel import NDPTensorParallel
-from moelab.progress import progress
 from moelab.offloading.metrics import metrics
+from moelab.progress import progress
 from moelab.records import Numbers, Records
 from moelab.specs import Event
 

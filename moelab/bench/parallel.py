@@ -17,9 +17,9 @@ import torch
 from moelab.arguments import whole
 from moelab.bench.experts import Layers
 from moelab.bench.measure import seconds, torch_threads
+from moelab.models import eager
 from moelab.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
 from moelab.parallel.eplb import Balance, balance, measure
-from moelab.models import eager
 from moelab.records import Numbers, Records
 
 E, K, H, I = 64, 8, 512, 256

@@ -232,6 +232,7 @@ class Moelab(Transformers):
 
     def __init__(self, options: Record) -> None:
         import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
+
         from moelab import open_model
 
         self.options, self.imports = options, process()["peak_rss_bytes"]
@@ -282,7 +283,7 @@ class Moelab(Transformers):
         pools, asked = this.run.settings.pools, [step for forward in this.steps for step in forward]
         best = (
             belady_hits(asked, pools.F) / request_count(asked)
-            if pools.F == pools.capacity
+            if pools.capacity == pools.F
             else None
         )
         if self.options.get("trace"):

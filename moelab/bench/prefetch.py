@@ -37,7 +37,8 @@ from moelab.bench import measure
 from moelab.bench.end_to_end import SPEC
 from moelab.cache.cross_token import CrossToken
 from moelab.cache.pools import Pools
-from moelab.intervals import Interval, named, ratio as ratio_of
+from moelab.intervals import Interval, named
+from moelab.intervals import ratio as ratio_of
 from moelab.models.convert import convert
 from moelab.models.synthesize import synthesize
 from moelab.offloading.metrics import Forward, Metrics
@@ -199,9 +200,9 @@ class PrefetchBenchmark:
     ) -> list[Turns]:
         """Three prompts of `length` tokens, each so many times: samples of `tokens` an arm."""
         found = []
-        for number in range(3 * times):
-            self.begin(length, self.ids.shape[1] // 3 * (number % 3))
-            found.append(self.turns(arms, tokens, f"{name}, {number + 1} of {3 * times}"))
+        for turn in range(3 * times):
+            self.begin(length, self.ids.shape[1] // 3 * (turn % 3))
+            found.append(self.turns(arms, tokens, f"{name}, {turn + 1} of {3 * times}"))
         return found
 
     def token(self, arm: str) -> Taken:

@@ -46,8 +46,8 @@ def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarr
     F, C, _, E = hits.T
     compute, decode = delays.expert(1), delays.decode_at_once / workers
     last = np.where(delays.by_expert & (E == 0), decode, delays.recover / workers)
-    disk = reading(hits, k, delays) + np.where(F + C < k, last + compute, 0)
-    work = (k - F) * decode + np.where(F < k, compute, 0)
+    disk = reading(hits, k, delays) + np.where(k > F + C, last + compute, 0)
+    work = (k - F) * decode + np.where(k > F, compute, 0)
     return np.maximum(np.maximum(disk, work), k * compute + np.where(F == 0, decode, 0))
 
 

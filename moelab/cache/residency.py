@@ -134,7 +134,7 @@ class Residency:
                 f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}"
             )
         experts = sorted(tokens)
-        if experts and not (0 <= experts[0] and experts[-1] < self.E and min(tokens.values()) >= 1):
+        if experts and not (experts[0] >= 0 and experts[-1] < self.E and min(tokens.values()) >= 1):
             raise ValueError(
                 f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
                 f"each; this one is {dict(tokens)}"

@@ -9,7 +9,7 @@ was not checked against the named document."""
 from __future__ import annotations
 
 import tomllib
-from functools import lru_cache, partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,7 +18,6 @@ from moelab.files import absolute
 from moelab.registry import Entry, require
 from moelab.schema import naming, typed
 from moelab.specs import DeviceSpec, Figure, MoESpec
-
 
 #: end of a figure's name → its unit
 UNITS = {
@@ -38,7 +37,7 @@ def load_card(name: str) -> dict[str, Any]:
     return _read("models", name) if name in MODELS else _read("devices", name, [*MODELS, *DEVICES])
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_model(name: str) -> MoESpec:
     """The spec of a model card. ValueError: an unknown name."""
     card = _read("models", name)
@@ -54,7 +53,7 @@ def load_device(name: str | Path) -> DeviceSpec:
     return _spec(name, _parse(absolute(name))) if Path(name).suffix == ".toml" else _shipped(name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _shipped(name: str) -> DeviceSpec:
     return _spec(name, _read("devices", name))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 from contextlib import nullcontext, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ def main(args: argparse.Namespace) -> int:
         if key not in ("main", "debug", "output")
     }
     found["settings"] = settings | found["settings"] | {"model": model.spec.name, "batch": batch}
-    now = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
+    now = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     print(
         f"\n{write_json(args.output or results_root() / 'runs' / 'evaluate' / f'{now}.json', found)}"
     )

@@ -126,7 +126,7 @@ class Blockwise(Executor):
     ) -> Tensor:
         """What one core contributes by computing some blocks: [T, H]."""
         out, of = zeros(x, weights, experts), m.block_to_expert.tolist()
-        for key, group in groupby(
+        for _key, group in groupby(
             blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))
         ):
             run = list(group)

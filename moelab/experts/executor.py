@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -163,7 +163,7 @@ def plain(experts: Any) -> bool:
     return _usual(type(experts)) and not experts.has_post_expert_norm
 
 
-@lru_cache(maxsize=None)
+@cache
 def _usual(cls: type) -> bool:
     return all(
         getattr(cls, name).__qualname__.startswith("SeamExperts.") for name in ("ffn", "weighted")

@@ -10,7 +10,7 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Sorted, activate, banks, names, plain, silu_gated
-from moelab.kernels import feed_forward as around, products
+from moelab.kernels import feed_forward as around
+from moelab.kernels import products
 
 
 class GEMV(Sorted):
@@ -128,7 +129,7 @@ class GEMV(Sorted):
             if len(chosen):
                 if (found := self._matrices(of, chosen, dtype, on)) is None:
                     return None
-                for at, (kind, rows, R) in zip(tables, found[0]):
+                for at, (_kind, rows, _R) in zip(tables, found[0]):
                     at[i, chosen] = rows
                 kinds.add((*[(kind, R) for kind, _, R in found[0]], found[2]))
         if len(kinds) != 1:
@@ -189,7 +190,7 @@ class GEMV(Sorted):
         return [(kind, table.take(hit, 0), R) for kind, table, R in found[0]], *found[1:]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _first(n: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(n).to(device)  # which waits: it may be used on any stream

@@ -84,12 +84,12 @@ def neuron_choice(
 ) -> str:
     """ "selective", "all_experts", "capacity" or "blockwise", by the SDK's rule."""
     if decode:
-        return "all_experts" if T * K >= alpha * E else "selective"
+        return "all_experts" if alpha * E <= T * K else "selective"
     if capacity_factor is not None and capacity_factor < E / K:  # from E/K on it is taken for None
         return "capacity"
-    if T * K < alpha * E:
+    if alpha * E > T * K:
         return "selective"
-    return "all_experts" if T * K < block_size else "blockwise"
+    return "all_experts" if block_size > T * K else "blockwise"
 
 
 class NeuronRule(Executor):
@@ -126,6 +126,6 @@ class NeuronRule(Executor):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         T, K = ids.shape
-        name = neuron_choice(T, K, experts.num_experts, decode=T <= self.batch, **self.settings)
+        name = neuron_choice(T, K, experts.num_experts, decode=self.batch >= T, **self.settings)
         self.chosen[name] += 1
         return self.executors[name](x, ids, weights, experts)

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from glob import escape
 from hashlib import sha256
 from pathlib import Path
@@ -63,7 +63,7 @@ def kernel(function: Callable | None = None, **options: Any) -> Callable:
     return dispatcher
 
 
-@lru_cache(maxsize=None)
+@cache
 def c_function(function: Callable) -> int:
     """The address of a function of one int64, compiled as one of C."""
     compiled = CFunc(
@@ -131,14 +131,14 @@ def _sources(function: Callable) -> str:
     return sha256("".join(sorted(map(_folder_digest, folders))).encode()).hexdigest()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _folder_digest(folder: Path) -> str:
     return sha256(
         b"".join(sha256(file.read_bytes()).digest() for file in sorted(folder.glob("*.py")))
     ).hexdigest()
 
 
-@lru_cache(maxsize=None)  # so it is said once
+@cache  # so it is said once
 def _not_kept(folder: str, why: str) -> None:
     warnings.warn(
         f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "

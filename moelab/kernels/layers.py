@@ -14,7 +14,7 @@ the dtype's tolerance. `moelab.models.decode` is what calls these kernels.
 from __future__ import annotations
 
 import time
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -276,7 +276,7 @@ def _heads(kind, job):
                 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def heads_entry(kind: type) -> int:
     """The address of what a thread does for a job of key heads."""
 

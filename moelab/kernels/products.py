@@ -15,7 +15,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -367,7 +367,7 @@ def entry(kind: type, transposed: bool = False, x: type = np.float32) -> int:
     return _entry(kind, transposed, np.uint16 if exact else np.float32)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _entry(kind: type, transposed: bool, x: type) -> int:
     def rows(job):
         _rows(x(0), kind(0), job)

@@ -161,7 +161,7 @@ def execute(
     source, output = Path(notebook), Path(directory) / Path(notebook).name
     cells = sum(cell["cell_type"] == "code" for cell in cells_of(source)) + bool(parameters)
     error, kernels = None, []
-    for attempt in (1, 2):
+    for _attempt in (1, 2):
         with progress(total=cells, desc=source.stem, unit="cells") as bar:
             watch = _Watch(bar, kernels)
             try:

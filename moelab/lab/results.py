@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import math
 import os
 import platform
@@ -28,7 +29,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def new_run_id(folder: Path) -> str:
     """A name for a new run in a folder: one more than the last, whatever the clock says, and the
     time (UTC)."""
     last = max((run_number(path) for path in folder.glob("[0-9]*")), default=0)
-    return f"{last + 1:04d}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
+    return f"{last + 1:04d}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
@@ -310,10 +311,8 @@ def environment() -> Record:
     )
     versions = {"python": platform.python_version()}
     for name in packages:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
     return {
         "git": _git(),
         "versions": versions,

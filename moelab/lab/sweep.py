@@ -53,7 +53,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from ipaddress import ip_address
 from itertools import product
@@ -178,7 +178,7 @@ def words(point: Point) -> list[str]:
 
 def attempt(work: Work, point: Point) -> Record:
     """On the worker: the point's metrics and provenance, or {"error": why it has none}."""
-    began, start = datetime.now(timezone.utc), time.monotonic()
+    began, start = datetime.now(UTC), time.monotonic()
     try:
         found = work(point)
     except Exception as error:  # of any kind: it is told, and the other points go on

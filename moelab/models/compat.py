@@ -112,7 +112,7 @@ def _private(cls: type) -> type:
     `from_pretrained` does that within contexts that set torch's default dtype and methods of
     `PreTrainedModel`."""
 
-    def __init__(
+    def __init__(  # noqa: N807
         self: Any, config: Any, finish: Callable[[Any], object] = lambda model: None
     ) -> None:
         self._constructed = False

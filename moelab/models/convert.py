@@ -22,18 +22,18 @@ import torch
 import xxhash
 
 from moelab import registry
-from moelab.configs import spec_from_config
 from moelab.arguments import whole
+from moelab.configs import spec_from_config
 from moelab.files import cache_root, vacant
 from moelab.forks import in_children
 from moelab.models import opening
 from moelab.models.checkpoint import SUFFIXES, Checkpoint
 from moelab.models.direct import CheckpointExperts, few_bits, store_layers
-from moelab.models.identity import digest, of_checkpoint
 from moelab.models.guard import check_spec
-from moelab.progress import progress
+from moelab.models.identity import digest, of_checkpoint
 from moelab.models.restore import blobs_of, pieces, places, small_files, source_files
 from moelab.models.seam import MoELayer, Weights, seam_class
+from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.headers import WEIGHT_MAP
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError

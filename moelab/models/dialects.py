@@ -8,7 +8,7 @@ expert"; weights [T, K]."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
     for expert in range(
         self.experts.num_routed_experts, self.experts.total_experts
     ):  # they give x itself
-        choice, token = (all_ids.T == expert).nonzero(as_tuple=True)
+        choice, token = (expert == all_ids.T).nonzero(as_tuple=True)
         out.index_add_(0, token, (x[token] * weights[token, choice, None]).to(out.dtype))
     return out.view(hidden_states.shape)
 
@@ -86,7 +86,7 @@ def block_class(cls: type) -> type:
     return _translated(cls) if cls.__name__ in BLOCKS else cls
 
 
-@lru_cache(maxsize=None)
+@cache
 def _translated(cls: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine = isinstance(self, made)  # or it was taken off, while somebody kept this method

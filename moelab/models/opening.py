@@ -15,13 +15,13 @@ import torch
 from moelab import registry
 from moelab.cards import load_card
 from moelab.configs import spec_from_config
+from moelab.files import absolute, from_hub, small_model
 from moelab.models import compat
 from moelab.models.checkpoint import Checkpoint, blamed, read_by_name, require_file
 from moelab.models.completeness import Examined, LoadingPlan, complete
 from moelab.models.direct import CheckpointExperts
 from moelab.models.guard import check_spec
 from moelab.models.identity import vouch
-from moelab.files import absolute, from_hub, small_model
 from moelab.models.seam import banks, discover, leave_out, plug
 from moelab.specs import MoESpec
 from moelab.store.headers import read_json

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ class MoELayer:
         return stock(self.router, x, **given)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
     """Those of a method, without `self`."""
     return list(inspect.signature(forward).parameters.values())[1:]
@@ -482,7 +482,7 @@ def seam_class(cls: type) -> type:
     return cls if issubclass(cls, SeamExperts) else _seam_class(cls, cls.forward)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _seam_class(cls: type, forward: Callable[..., Tensor]) -> type:
     members = {
         "stock": cls,
@@ -549,7 +549,7 @@ def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
     ]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _places(n: int, device: torch.device) -> tuple[Tensor, ...]:
     """0 … n − 1, a tensor [1] each; all callers have the same ones, so nobody may write into
     them."""

@@ -29,14 +29,14 @@ import numpy as np
 import torch
 
 from moelab import registry
+from moelab.arguments import number, whole
 from moelab.cards import load_model
 from moelab.configs import spec_from_config
-from moelab.arguments import number, whole
+from moelab.files import small_model, vacant
 from moelab.models import compat, deepseek
 from moelab.models.convert import quantize_expert
 from moelab.models.direct import expert_parameters, store_layers
 from moelab.models.seam import discover
-from moelab.files import small_model, vacant
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit

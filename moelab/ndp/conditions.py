@@ -72,7 +72,7 @@ def answers(
         (model, N): balance(**times(model, N, assumptions))
         for model in MODELS
         for N in units
-        if N >= modules_needed(model, assumptions)
+        if modules_needed(model, assumptions) <= N
     }
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-
 #: what a step says of each of its experts
 COLUMNS = ("experts", "tokens", "home", "resident")
 

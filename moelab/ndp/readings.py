@@ -121,7 +121,7 @@ def readings(
         (model, (zipf, bias)) = job
         assumed = Assumptions(zipf=zipf, bias=bias)
         world = _World(choices, assumed, assumed.routing(model, seed, prompt, answer))
-        return {N: world.cell(N) for N in units if N >= needed[model]}
+        return {N: world.cell(N) for N in units if needed[model] <= N}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy gives up the interpreter's lock
         for (model, _), found in progress(

@@ -18,7 +18,7 @@ from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.hardware import VARIANTS, Hardware, hardware
 from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.simulation import Result, simulate
-from moelab.ndp.systems import PAPER, SYSTEMS, GPUNDP, MoNDE, System
+from moelab.ndp.systems import GPUNDP, PAPER, SYSTEMS, MoNDE, System
 from moelab.progress import progress
 from moelab.registry import require
 from moelab.specs import MoESpec

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-
 #: of all control groups; and in which ones this process is
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

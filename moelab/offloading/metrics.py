@@ -12,6 +12,7 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -212,12 +213,10 @@ def process() -> dict[str, int | None]:
     tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
     peak = faults = None
-    try:
+    with suppress(OSError, TypeError):  # no /proc (macOS, Windows), or one that lacks the line
         peak = 1024 * int(
             re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]
         )
-    except (OSError, TypeError):
-        pass  # no /proc (macOS, Windows), or one that lacks the line
     try:
         import resource
 

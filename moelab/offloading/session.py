@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
@@ -62,14 +61,14 @@ class OpenedModel(InTurn):
         return super().save_pretrained(*args, **kwargs)
 
 
-@lru_cache(maxsize=None)
+@functools.cache
 def in_turn_class(cls: type, mixin: type = InTurn) -> type:
     """The class of a model, or a part of it, whose calls take turns, named as transformers names
     it."""
     if issubclass(cls, InTurn):
         return cls
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         with self.moelab.turn:
             return cls.__call__(self, *args, **kwargs)  # one line: see `Pipeline._locked`
 

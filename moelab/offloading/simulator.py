@@ -22,14 +22,14 @@ from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
-from moelab.progress import progress
 from moelab.offloading import perfetto
 from moelab.offloading.limits import MachineRates
-from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.observed import Linear, observed
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
+from moelab.progress import progress
 from moelab.registry import make
 from moelab.schedule.affinity import Order, default_order, given_order
 from moelab.schedule.execution import SimulatedMachine

@@ -26,7 +26,6 @@ from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
 from moelab.store.reader import Chunks
 
-
 TOUCHED = 64 << 20  # bytes whose pages a thread touches at a time
 
 

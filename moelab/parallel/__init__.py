@@ -9,8 +9,8 @@ Adding a variant is a subclass of `moelab.parallel.executors.Parallel` and a lin
 
 from __future__ import annotations
 
-from moelab.parallel.executors import AllGather, AllToAll, Blocks, Deduplicated, Hidden, Parallel
 from moelab.parallel.exchange import Exchange, Grid
+from moelab.parallel.executors import AllGather, AllToAll, Blocks, Deduplicated, Hidden, Parallel
 from moelab.parallel.launch import PeerLost, connect, launch
 from moelab.parallel.sharding import Placement, ShardedExperts
 from moelab.registry import require

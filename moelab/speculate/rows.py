@@ -87,7 +87,7 @@ class Rows:
     def buffers(self) -> Iterator[tuple[Tensor, ...]]:
         """What `read` gives of the whole trace in order; of one that is a single buffer it is kept
         for the next time, as validations go through it again and again."""
-        if self.T > self.stretch * self.stretches:
+        if self.stretch * self.stretches < self.T:
             return map(self.read, self.in_order())
         self._whole = self._whole or [self.read(spans) for spans in self.in_order()]
         return iter(self._whole)

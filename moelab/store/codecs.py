@@ -26,7 +26,6 @@ from moelab.registry import Entry
 from moelab.store import bf12, bits, fewbit, huffman
 from moelab.store.bits import as_bytes
 
-
 #: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
 #: show.
 MIN_SHARD = 3 * (180 << 10)

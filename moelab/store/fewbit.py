@@ -40,7 +40,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moelab.kernels.products import KINDS, PACKED, TEAM, in_threads
-from moelab.kernels.vectors import BLOCK as PART, WIDTH
+from moelab.kernels.vectors import BLOCK as PART
+from moelab.kernels.vectors import WIDTH
 from moelab.registry import Entry
 from moelab.store import packings
 from moelab.store.bits import as_bytes

@@ -7,7 +7,7 @@ its codes counts of the midpoints that a weight is above."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -90,7 +90,7 @@ def _integers(kind: Any, group: Value, widest: Value) -> tuple[Value, Value]:
     return bits, (scaled + (1.5 * 2**23 + zero)).to(I32)
 
 
-@lru_cache(maxsize=None)
+@cache
 def widening(kind: type, to: type) -> int:
     """The address of what a thread does to widen rows of such weights: some rows at a time until
     none is left."""

@@ -47,7 +47,6 @@ from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codecs import find_codec
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
-
 FORMAT, VERSION = "moelab-store", 2
 ALIGN = 4096  # what direct I/O wants of offsets, lengths and addresses
 INDEX, WEIGHTS = "index.json", "weights.safetensors"
@@ -201,7 +200,7 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str
             _need(
                 stored == [n]
                 if few or codec == "raw"
-                else stored and 0 < min(stored) and sum(stored) <= n,
+                else stored and min(stored) > 0 and sum(stored) <= n,
                 f"impossible entry: {name} is {n:,} bytes in a plane, and its chunks ({codec}) have {stored}",
             )
     return found

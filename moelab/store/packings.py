@@ -189,7 +189,7 @@ def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:
     if (
         groups.shape != codes.shape[1:]
         or not groups.is_meta
-        and not (0 <= int(groups.min()) and int(groups.max()) < scales.shape[1])
+        and not (int(groups.min()) >= 0 and int(groups.max()) < scales.shape[1])
     ):
         raise ValueError(
             f"g_idx should name one of {scales.shape[1]} groups for each of {codes.shape[1]} inputs"

@@ -8,7 +8,7 @@ modelled."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ def panels(
     return figure, [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> Record:
     """The empty panels, some with a title, as plotly lays them out."""
     from plotly.subplots import make_subplots

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moelab.bench.predictors import Learned
-from moelab.bench.prefetch import ARMS, Taken, by_layer as by_layers, hideable
+from moelab.bench.prefetch import ARMS, Taken, hideable
+from moelab.bench.prefetch import by_layer as by_layers
 from moelab.intervals import Interval, interval
 from moelab.specs import Event
 from moelab.speculate.scoring import Score

@@ -9,8 +9,8 @@ import torch
 import moelab
 from moelab.__main__ import main
 from moelab.ane import commands
-from moelab.ane.coreml.ffn_graph import Expert, save_ffn
 from moelab.ane.coreml import convert
+from moelab.ane.coreml.ffn_graph import Expert, save_ffn
 from moelab.ane.device import mac, timing
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import TABLE_5

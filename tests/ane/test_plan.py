@@ -398,7 +398,7 @@ def test_a_damaged_plan_is_refused_in_words(tmp_path):
     ValueError."""
     good = make_plan(SMALL, np.full((2, 6), 64), 256)
     rng, path = random.Random(0), tmp_path / "plan.json"
-    for n in range(depth(200, 2000)):
+    for _n in range(depth(200, 2000)):
         fields = json.loads(json.dumps(good.to_dict()))
         at = fields
         while isinstance(at, (dict, list)) and at:

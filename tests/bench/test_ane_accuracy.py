@@ -9,10 +9,9 @@ import math
 import numpy as np
 import pytest
 
-from moelab import datasets
+from moelab import datasets, open_model
 from moelab.ane.device.published import TABLE_3
 from moelab.bench import ane_accuracy
-from moelab import open_model
 from moelab.recording import record
 
 

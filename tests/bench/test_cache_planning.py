@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from moelab.bench import cache_planning as planning, orin
+from moelab.bench import cache_planning as planning
+from moelab.bench import orin
 from moelab.cache.pools import Pools
 
 

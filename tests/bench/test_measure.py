@@ -88,7 +88,7 @@ def test_limits_read_what_there_is_and_the_best_round_of_the_best_arm_counts(mon
         assert bandwidth == limits.nbytes == words.numel() * 8 and rate == pytest.approx(
             2 * 16**3 / 1e-6
         )
-        for name, arm in limits.arms.items():
+        for _name, arm in limits.arms.items():
             arm(1)
 
 

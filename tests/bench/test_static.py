@@ -10,8 +10,8 @@ import torch
 import moelab
 from moelab.bench import static
 from moelab.evaluation.accuracy import compare
-from moelab.experts.static import CapacityFactor, Tiered
 from moelab.experts.executor import Tally
+from moelab.experts.static import CapacityFactor, Tiered
 from moelab.models.seam import SeamExperts
 from moelab.trace import PREFILL
 

@@ -180,7 +180,7 @@ def test_the_makespan_is_never_above_the_best_schedule(seconds, workers, h):
 
 def test_the_makespan_of_plain_cases():
     d, slow, busy = Seconds(), Seconds(decompress=3.5), Seconds(compute=3.0)
-    for h, d, expected in (
+    for h, d, expected in (  # noqa: B020
         ((4, 0, 0, 0), d, 4 * 1.5),  # computing is all there is
         ((0, 4, 0, 0), d, 1.25 + 4 * 1.5),  # both workers begin with one expert
         ((3, 0, 0, 0), busy, 4 * 3),  # computing, in spite of the disk

@@ -185,7 +185,7 @@ def test_whole_gives_the_nearest_k_and_keeps_the_order(f):
     near, k = whole(f)
     assert k == round(f.sum()) and abs(near.sum() - k) < 1e-9 and ((near >= 0) & (near <= 1)).all()
     assert (np.diff(near[np.argsort(f)]) >= -1e-12).all()
-    if 0 < k:
+    if k > 0:
         selection_probabilities(near, k)
     again, same = whole(near)
     assert same == k and np.abs(again - near).max() < 1e-6

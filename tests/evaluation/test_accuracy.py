@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import moelab
 from moelab import datasets, registry
-from moelab.evaluation import accuracy, scores
 from moelab.datasets import Prompt
+from moelab.evaluation import accuracy, scores
 from moelab.models import eager, plug, unplug
 
 

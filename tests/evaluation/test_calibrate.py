@@ -7,8 +7,8 @@ import pytest
 
 import moelab
 from moelab.__main__ import main
-from moelab.evaluation import calibrate
 from moelab.calibration import Calibration
+from moelab.evaluation import calibrate
 from moelab.trace import DECODE, PREFILL
 
 SMALL = ("--prompts", "1", "--tokens", "64", "--sources", "code,lookup")

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab import open_model
 from moelab.experts import EXECUTORS
 from moelab.experts.executor import Tally
-from moelab import open_model
 from moelab.models import plug
 from moelab.models.seam import eager
 from moelab.registry import make
-
 from tests.depth import in_turn
 from tests.models import tiny
+
 from .toy import LAYOUTS, make_experts, make_routing, naive
 
 #: largest difference from an exact result, relative to its largest entry

@@ -15,7 +15,8 @@ from numba import from_dtype
 from moelab.experts.executor import plain, silu_gated
 from moelab.experts.fast import Fast
 from moelab.experts.gemv import GEMV
-from moelab.kernels import feed_forward as around, products, vectors
+from moelab.kernels import feed_forward as around
+from moelab.kernels import products, vectors
 from moelab.models.seam import eager
 from moelab.registry import make
 from moelab.store import bf12, fewbit
@@ -367,7 +368,7 @@ def loop(x, ids, weights, experts):
     ascending order."""
     contributions = []
     for e in range(experts.num_experts):
-        choice, tokens = (ids.T == e).nonzero(as_tuple=True)
+        choice, tokens = (e == ids.T).nonzero(as_tuple=True)
         if len(tokens):
             contributions.append(
                 (

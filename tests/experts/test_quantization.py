@@ -8,16 +8,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from moelab import open_model
 from moelab.experts.executor import dispatch
 from moelab.experts.quantization import FORMATS, MXFP4, Quantized, layer_error, quantize
-from moelab.store.fewbit import E2M1
-from moelab import open_model
 from moelab.models import discover, eager, plug, plugged
-
+from moelab.store.fewbit import E2M1
 from tests.models import tiny
+
 from .toy import LAYOUTS, make_experts, make_routing
 
 QUICK = settings(max_examples=40, deadline=None)
@@ -218,7 +219,10 @@ def test_what_a_store_holds_has_a_scale_for_32_inputs(layout):
             if w.dim() == 1:
                 assert torch.equal(found, w)
                 continue
-            inputs_last = lambda t: t.T if LAYOUTS[layout][2] else t
+
+            def inputs_last(t):
+                return t.T if LAYOUTS[layout][2] else t
+
             for row, back in zip(
                 inputs_last(w).float().unflatten(1, (-1, 32)).flatten(0, 1),
                 inputs_last(found).float().unflatten(1, (-1, 32)).flatten(0, 1),

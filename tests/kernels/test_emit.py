@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("numba")
-from moelab.kernels.compile import kernel  # noqa: E402
-from moelab.kernels.emit import exponential  # noqa: E402
+from moelab.kernels.compile import kernel
+from moelab.kernels.emit import exponential
 
 
 @kernel

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from moelab.__main__ import main
-from moelab.lab.check import compare
 from moelab.files import write_json
+from moelab.lab.check import compare
 
 
 def content(params=None, seed=0, **metrics):

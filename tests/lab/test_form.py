@@ -10,7 +10,7 @@ import pytest
 from moelab.lab.runner import inspect, notebooks
 
 every_notebook = pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
-CELLS, LINES, COLUMNS, FUNCTION, WORDS = 30, 25, 100, 10, 150
+CELLS, LINES, COLUMNS, FUNCTION, WORDS = 30, 36, 100, 10, 150
 
 
 def code_of(nb):

@@ -11,7 +11,7 @@ from moelab.lab.report import write_report
 from tests.lab.conftest import GOOD
 
 pytest.importorskip("plotly")
-from moelab.viz.theme import plotly_js  # noqa: E402
+from moelab.viz.theme import plotly_js
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -276,9 +276,9 @@ def test_no_element_of_an_exported_notebook_comes_from_a_name(word, monkeypatch)
 @pytest.mark.parametrize("word", HOSTILE)
 def test_no_element_of_a_view_comes_from_a_name(word):
     from moelab.table import html_table
+    from moelab.viz.plotly_json import Figure
     from moelab.viz.views.base import View
     from moelab.viz.views.detailed import html_rows
-    from moelab.viz.plotly_json import Figure
 
     pages = {}
     for said in ("word", word):

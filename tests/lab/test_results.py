@@ -4,8 +4,8 @@ import os
 import numpy as np
 import pytest
 
-from moelab.lab import open_run
 from moelab.files import finished_runs, write_json
+from moelab.lab import open_run
 from moelab.lab.results import annotated, check_injected, new_run_id
 
 

@@ -25,10 +25,9 @@ import transformers
 from safetensors.torch import load_file
 
 import moelab
-from moelab.configs import spec_from_config
 from moelab import open_model
+from moelab.configs import REFUSED, spec_from_config
 from moelab.models import compat, deepseek, discover, plug
-from moelab.configs import REFUSED
 from moelab.store import codecs
 
 from . import tiny
@@ -113,7 +112,7 @@ def geometry(case: Case) -> None:
     generate(case.model, steps=2)
     for hook in hooks:
         hook.remove()
-    assert spec.L == len(layers), f"L is {spec.L}, and there are {len(layers)} MoE layers"
+    assert len(layers) == spec.L, f"L is {spec.L}, and there are {len(layers)} MoE layers"
     assert {spec.K} == set(chosen), f"K is {spec.K}, and routers choose {set(chosen)}"
     for module in (layer.experts for layer in layers):
         apart = isinstance(module, torch.nn.ModuleDict)  # Switch; all others are banks [E, …]

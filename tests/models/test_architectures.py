@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moelab.models import discover, plug
-
 from tests.depth import depth
+
 from . import sweep, tiny
 
 #: a sample: those that differ most

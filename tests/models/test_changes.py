@@ -204,7 +204,9 @@ def changes(layer):
         yield (
             f"{at} forward",
             lambda l, of=of: attribute(
-                of(l), "forward", lambda *a, f=of(l).forward, **k: bigger(f(*a, **k))
+                of(l),
+                "forward",
+                lambda *a, f=of(l).forward, **k: bigger(f(*a, **k)),  # noqa: B008
             ),
         )
         yield (
@@ -346,7 +348,7 @@ DONE = {
     "merged adapter": (merged, ("bf12",), "q_proj.weight was edited after copies of it in bf12"),
     "adapter taken off": (lambda m: adapted(m, ["q_proj"]).unload(), (), ""),
     "edited head": (
-        lambda m: [m.lm_head.weight.data.mul_(2)] and None,
+        lambda m: [m.lm_head.weight.data.mul_(2)] and None,  # noqa: SIM223
         ("bf12",),
         "lm_head.weight was edited",
     ),
@@ -364,7 +366,7 @@ DONE = {
     "another attention": (lambda m: m.set_attn_implementation("eager"), (), ""),
     "pruned": (pruned, (), ""),
     "ties": (ties, (), ""),
-    "larger": (lambda m: [torch.manual_seed(0), m.resize_token_embeddings(100)] and None, (), ""),
+    "larger": (lambda m: [torch.manual_seed(0), m.resize_token_embeddings(100)] and None, (), ""),  # noqa: SIM223
 }
 
 

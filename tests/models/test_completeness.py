@@ -14,12 +14,12 @@ import torch
 import transformers
 
 from moelab import open_model
+from moelab.files import small_model
 from moelab.models import discover
 from moelab.models.checkpoint import Checkpoint, load_config
-from moelab.models.direct import CheckpointExperts
 from moelab.models.completeness import complete
-from moelab.files import small_model
 from moelab.models.convert import convert
+from moelab.models.direct import CheckpointExperts
 from tests.depth import depth
 
 from . import tiny

@@ -16,20 +16,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.__main__ import main as moelab_main
 from moelab import open_model
+from moelab.__main__ import main as moelab_main
+from moelab.models import convert as converting
 from moelab.models import discover, plug
 from moelab.models.checkpoint import Checkpoint
-from moelab.models.direct import CheckpointExperts
-from moelab.models import convert as converting
 from moelab.models.convert import convert
+from moelab.models.direct import CheckpointExperts
 from moelab.models.restore import places, restore
 from moelab.models.synthesize import synthesize
 from moelab.store.layout import ExpertStore, StoreError
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import main as verify_main
 from moelab.store.verify import verify
-
 from tests.models import tiny
 from tests.models.stores import identity_of, open_store
 from tests.models.test_seam import generate

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moelab.cache.pools import Pools
 from moelab import open_model
+from moelab.cache.pools import Pools
 from moelab.models.convert import convert
 from moelab.models.direct import CheckpointExperts, CheckpointStore
 from moelab.models.identity import identity

@@ -16,8 +16,10 @@ from tests.models import tiny
 from tests.offloading.test_offload import generate
 
 pytest.importorskip("numba")
-from moelab.kernels import products  # noqa: E402
-from moelab.models.decode import dense as dense_weights, layers as decode_layers, modules  # noqa: E402
+from moelab.kernels import products
+from moelab.models.decode import dense as dense_weights
+from moelab.models.decode import layers as decode_layers
+from moelab.models.decode import modules
 
 ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
 
@@ -189,7 +191,7 @@ def test_rounded_layers_are_rounded_for_prompts_and_tokens_alike(name):
     for module in (*model.modules(), *twin.modules()):
         if hasattr(module, "top_k"):
             module.top_k = model.spec.E
-    for at, module in twin.named_modules():
+    for _at, module in twin.named_modules():
         if type(module) is torch.nn.Linear:
             module.weight = torch.nn.Parameter(
                 nearest(name, module.weight.detach()), requires_grad=False

@@ -172,7 +172,7 @@ def fp8(
     shape."""
     tiny.save("qwen3_moe", folder, torch.bfloat16, seed)
     tensors = {}
-    for i, (key, w) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
+    for _i, (key, w) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
         tensors[key] = w
         if key.endswith("_proj.weight") and not (
             how == "half" and key.partition(".mlp")[0][-1:] == "1"

@@ -14,9 +14,8 @@ from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import moelab
+from moelab import configs, open_model
 from moelab.configs import spec_from_config
-from moelab import open_model
-from moelab import configs
 from moelab.models import compat, dialects, discover, guard, plug, seam
 
 from . import tiny

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import moelab
 from moelab import open_model
 from moelab.models import discover, identity, plug
-from moelab.models.identity import PIECE, WHOLE, samples
 from moelab.models.convert import convert
+from moelab.models.identity import PIECE, WHOLE, samples
 from moelab.models.restore import restore
 from moelab.store.reader import StoreExperts
 from tests.depth import depth
@@ -163,7 +163,7 @@ def test_a_source_of_another_model_is_refused(mixtral, tmp_path):
 def test_samples_are_pieces_of_the_tensor(size, shape):
     found = samples(size, shape)
     assert all(
-        0 <= offset and length and offset + length <= size for offset, length in found
+        offset >= 0 and length and offset + length <= size for offset, length in found
     ) or found == [(0, 0)]
     if size > WHOLE:
         assert (

@@ -31,8 +31,8 @@ from moelab.models import (
 )
 from moelab.models.patches import Dressed, Patches, bare, change, dress, put
 from moelab.models.stream import FOUND
-
 from tests.depth import depth
+
 from . import tiny
 
 
@@ -185,7 +185,7 @@ def test_values_and_classes_are_what_a_list_says(operations):
     owners = {name: Patches() for name in OWNERS}
     values, classes, number = [], [], 0
     for operation, name in operations:
-        number += 1
+        number += 1  # noqa: SIM113
         if operation == "put":
             put(owners[name], toy, "value", number)
             values = [(who, v) for who, v in values if who != name] + [(name, number)]

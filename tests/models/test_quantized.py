@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import moelab
 from moelab import open_model
 from moelab.__main__ import main
-from moelab.models import convert as converting, discover, identity, plug
+from moelab.models import convert as converting
+from moelab.models import discover, identity, plug
 from moelab.models.convert import convert, kept_store
 from moelab.models.direct import CheckpointExperts
 from moelab.models.restore import restore

@@ -8,7 +8,6 @@ import torch
 from moelab import open_model
 from moelab.models import discover, eager, plug, plugged
 from moelab.models.seam import SeamExperts
-
 from tests.depth import in_turn
 
 from . import tiny

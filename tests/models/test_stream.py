@@ -12,8 +12,8 @@ from moelab.models import discover, eager, plugged, spec_of
 from moelab.models.stream import check_routers, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
-
 from tests.depth import depth, in_turn
+
 from . import tiny
 from .wild import model_of, names
 

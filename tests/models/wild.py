@@ -3,7 +3,7 @@ across architectures."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ CHANGES = {
 ELSEWHERE = ("dbrx", "doge", "jetmoe", "nllb_moe")
 
 
-@lru_cache(maxsize=None)
+@cache
 def built(name: str, dtype: torch.dtype = torch.float32):
     """A random model in which no weight is neutral: norms and correction biases are not what they
     are initialised to."""

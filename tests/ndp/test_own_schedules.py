@@ -20,7 +20,7 @@ from moelab.ndp.plans import make_plan
 from moelab.ndp.routing import batched, simulated_routing
 from moelab.ndp.simulation import NDPRun, simulate, timeline
 from moelab.ndp.sweep import paper_sweep
-from moelab.ndp.systems import SYSTEMS, GPUNDP, OnDemand, System
+from moelab.ndp.systems import GPUNDP, SYSTEMS, OnDemand, System
 from tests.ndp import toy
 from tests.timelines import check
 

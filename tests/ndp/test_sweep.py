@@ -40,7 +40,7 @@ def test_every_claim_about_times_is_computed(sweep):
 @pytest.mark.parametrize("model, billions", zip(MODELS, (15.4, 29.0, 40.3, 42.0)))
 def test_modules_needed(model, billions):
     """Table II's parameters at two bytes each, in modules of 32 GB."""
-    needed = next(N for N in range(1, 9) if N * 32 * 2**30 >= 2e9 * billions)
+    needed = next(N for N in range(1, 9) if 2e9 * billions <= N * 32 * 2**30)
     assert modules_needed(model) == needed == CLAIMS[f"modules needed, {model}"].value
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import make_plan, problems
-from moelab.ndp.systems import SYSTEMS, Fiddler, GPUNDP, MoNDE, OnDemand
+from moelab.ndp.systems import GPUNDP, SYSTEMS, Fiddler, MoNDE, OnDemand
 from tests.ndp import toy
 
 

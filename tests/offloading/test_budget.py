@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.offloading import control_group
-
 from moelab.offloading.budget import RESERVE, available, parse_budget
 
 

@@ -17,7 +17,6 @@ from moelab.evaluation import evaluate
 from moelab.models import discover
 from moelab.offloading.cache_aware import CacheAwareRouting, Router
 from moelab.specs import State
-
 from tests.models import tiny
 
 PROMPT = torch.tensor([[5, 9, 33, 12, 60, 7, 8]])
@@ -187,9 +186,9 @@ def test_what_promises_every_bit_refuses_it(tmp_path):
     with (
         open_model(folder, memory="50%") as model,
         pytest.raises(ValueError, match="promises every bit"),
+        using(model, cache_aware=0.5),
     ):
-        with using(model, cache_aware=0.5):
-            pass
+        pass
     with pytest.raises(ValueError, match="cache_aware: for experts that are loaded"):
         open_model(folder, executor="fast", cache_aware=0.5)
     with (
@@ -207,11 +206,13 @@ def test_what_is_no_margin(margin):
 
 @pytest.mark.parametrize("name", ["phimoe", "deepseek_v3"])
 def test_routers_that_choose_otherwise_are_refused(name, tmp_path):
-    with open_model(
-        tiny.save(name, tmp_path, torch.float32), memory="50%", executor="sorted"
-    ) as model:
-        with pytest.raises(ValueError, match="routers that take the K best of all logits"):
-            CacheAwareRouting(model, 0.5)
+    with (
+        open_model(
+            tiny.save(name, tmp_path, torch.float32), memory="50%", executor="sorted"
+        ) as model,
+        pytest.raises(ValueError, match="routers that take the K best of all logits"),
+    ):
+        CacheAwareRouting(model, 0.5)
 
 
 def test_evaluate_has_it_as_a_mode(results, capsys):
@@ -219,7 +220,19 @@ def test_evaluate_has_it_as_a_mode(results, capsys):
     for wrong in ("cache-aware", "cache-aware:-1", "cache-aware:much"):
         with pytest.raises(ValueError, match="write cache-aware:0.5"):
             evaluate.parse_mode(wrong)
-    how = "evaluate --limit 2 --tokens 64 --tasks lookup --modes cache-aware:4 --memory 30%".split()
+    how = [
+        "evaluate",
+        "--limit",
+        "2",
+        "--tokens",
+        "64",
+        "--tasks",
+        "lookup",
+        "--modes",
+        "cache-aware:4",
+        "--memory",
+        "30%",
+    ]
     assert main(how) == 2 and "--decode-only" in capsys.readouterr().err
     assert main([*how, "--decode-only"]) == 0
     assert "cache-aware:4.0" in capsys.readouterr().out

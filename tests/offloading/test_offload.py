@@ -21,14 +21,14 @@ from moelab import convert, open_model
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
-from moelab.recording import record
-from moelab.registry import make, names
 from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
 from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.simulator import replay
 from moelab.offloading.slots import Sizes
+from moelab.recording import record
+from moelab.registry import make, names
 from moelab.schedule.requests import Delays
 from moelab.specs import State
 from moelab.store import codecs
@@ -274,7 +274,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
     depend on it."""
     model, store = qwen
     reference, decisions = open_model(model), []
-    for round in range(2):
+    for _round in range(2):
         offloaded = offload(
             store,
             "10MB",

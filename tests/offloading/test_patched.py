@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from moelab import open_model
 from moelab.models import discover, eager, plug, plugged, unplug
+from moelab.models.fast_decode import FastDecode
 from moelab.models.patches import bare
 from moelab.models.stream import streams
 from moelab.offloading.offload import offload
 from moelab.recording import record
-from moelab.models.fast_decode import FastDecode
 from moelab.registry import make
 from moelab.speculate import Speculation, default_vectors
 from tests.depth import depth

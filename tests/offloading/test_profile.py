@@ -19,11 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.cache.planning import plan
 from moelab import open_model
+from moelab.cache.planning import plan
 from moelab.models import discover, plugged
-from moelab.offloading import microbenchmarks, profile as profiling
 from moelab.models.convert import convert
+from moelab.offloading import microbenchmarks
+from moelab.offloading import profile as profiling
 from moelab.offloading.microbenchmarks import EXPERT_TOKENS, FORWARD_TOKENS, Microbenchmarks
 from moelab.offloading.profile import Profile, profile
 from moelab.offloading.simulator import MachineRates
@@ -32,7 +33,6 @@ from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.store.layout import run
 from moelab.store.reader import Reader, StoreExperts
-
 from tests.models import tiny
 from tests.models.stores import open_store
 from tests.models.test_seam import generate
@@ -205,9 +205,9 @@ def test_pairs_run_side_by_side():
         rounds.work = rounds.work | {"expert": sleeping("read", 0.002)}
         with ThreadPoolExecutor(1) as rounds.pools["read"]:
             rounds._side_by_side(*rounds.work)
-        assert 0.004 <= rounds.seconds["decode beside expert and read"][0]
-        assert 0.001 <= rounds.seconds["read beside decode and expert"][0]
-        assert 0.002 <= rounds.seconds["expert beside decode and read"][0]
+        assert rounds.seconds["decode beside expert and read"][0] >= 0.004
+        assert rounds.seconds["read beside decode and expert"][0] >= 0.001
+        assert rounds.seconds["expert beside decode and read"][0] >= 0.002
         for kind in ("decode", "read"):
             broken = rounds.work | {kind: lambda: 1 / 0}
             rounds.work, kept = broken, rounds.work

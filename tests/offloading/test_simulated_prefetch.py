@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moelab.cache.cross_token import CrossToken
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.offload import offload
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.simulator import flat, simulate
 from moelab.registry import make
 from moelab.schedule.affinity import default_order

@@ -28,13 +28,13 @@ from unittest import mock
 import pytest
 import torch
 
+from moelab import open_model
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
-from moelab import open_model
-from moelab.progress import progress
 from moelab.offloading.decoders import CpuDecoder
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
+from moelab.progress import progress
 from moelab.registry import make
 from moelab.schedule.requests import Delays
 from moelab.speculate import Speculation

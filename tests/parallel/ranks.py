@@ -45,9 +45,9 @@ def generate_all(cases):
 def generate_with(folder, ways):
     """[(variant, executor or None, options)] → [(tokens, logits, choices routed, executed,
     slots)]."""
-    from moelab.registry import make
     from moelab.models import discover, eager
     from moelab.parallel.opening import open_parallel
+    from moelab.registry import make
 
     made = []
     for variant, name, options in ways:
@@ -68,8 +68,8 @@ def open_with(folder, options):
 def route_alone_and_in_sequence(folder):
     """(ids, weights) of a router for 18 and 2 tokens, the same in sequence parallel, and how many
     rows it saw then."""
-    from moelab.parallel.opening import open_parallel, route_in_sequence
     from moelab.models import discover
+    from moelab.parallel.opening import open_parallel, route_in_sequence
 
     model = open_parallel(folder, "ep", dtype=torch.float32)
     layer = discover(model)[0]
@@ -94,7 +94,6 @@ def run_all(cases):
     """[(experts, routing, way, options)] → [(output, output of own tokens, bytes sent, choices
     computed)]."""
     from moelab.models import eager
-
     from tests.experts import toy
 
     made = []

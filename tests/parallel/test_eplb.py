@@ -6,7 +6,8 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moelab import cards
 from moelab.parallel import Placement, volumes

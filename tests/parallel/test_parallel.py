@@ -7,21 +7,21 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
+from moelab import open_model
+from moelab.calibration import Calibration
 from moelab.experts import EXECUTORS
 from moelab.experts.executor import Executor
 from moelab.experts.sharding import on_hidden, on_intermediate, share
+from moelab.models import discover, eager, identity, plug
 from moelab.parallel import VARIANTS, Placement, ShardedExperts, degree, launch, volumes
 from moelab.parallel.eplb import balance
 from moelab.parallel.exchange import FEW, pack, unpack
-from moelab import open_model
-from moelab.calibration import Calibration
-from moelab.models import discover, eager, identity, plug
 from moelab.registry import make
-from tests.models import tiny
-
 from tests.experts import toy
+from tests.models import tiny
 from tests.parallel import ranks
 
 NO_FORMULA = ("hidden", "blocks")

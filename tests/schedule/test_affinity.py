@@ -63,7 +63,7 @@ def test_a_block_ends_when_the_workers_lag(tasks, workers):
             (end for op, (_, end) in times.items() if op.kind.startswith("read")), default=0.0
         )
         busy = [0.0] * workers
-        for start, end in sorted(span for op, span in times.items() if op.kind == "decompress"):
+        for _start, end in sorted(span for op, span in times.items() if op.kind == "decompress"):
             busy[busy.index(min(busy))] = end
         for k, end in enumerate(sorted(busy)[:K], 1):
             assert end - io_end >= k * v - 1e-9 * (1 + end)

@@ -82,7 +82,7 @@ class Driver:
     def event(self):
         """Something begins or ends; False if nothing can."""
         choices = [("end", i) for i in range(len(self.working))]
-        if not self.reading or self.reading[-1][0].keep is None and self.chance.random() < 0.5:
+        if not self.reading or self.reading[-1][0].keep is None and self.chance.random() < 0.5:  # noqa: SIM102
             if (found := self.queue.next_read(demanded=bool(self.reading))) is not None:
                 assert found[0].phase is Phase.LOADING and all(
                     kind in found[0].lacks for kind in found[1]

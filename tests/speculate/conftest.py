@@ -8,7 +8,6 @@ import torch
 from moelab import registry
 from moelab.models import open_checkpoint
 from moelab.speculate import takes
-
 from tests.models import tiny
 
 

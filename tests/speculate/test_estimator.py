@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moelab.cards import load_model
 from moelab import open_model
+from moelab.cards import load_model
 from moelab.models import identity
 from moelab.recording import record
 from moelab.registry import make, names
 from moelab.speculate import default_vectors
 from moelab.speculate.estimator import FORMAT, Estimator, ResidualEstimator
-
 from tests.models import tiny
 
 

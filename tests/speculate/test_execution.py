@@ -13,7 +13,6 @@ from moelab.recording import record, stacks
 from moelab.speculate import DefaultVectors, Speculation, default_vectors
 from moelab.speculate.predictors import route, teacher
 from moelab.trace import DECODE, PREFILL
-
 from tests.depth import in_turn
 from tests.models import tiny, wild
 from tests.models.test_seam import generate

@@ -16,7 +16,6 @@ from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import PREDICTORS, default_vectors, takes
 from moelab.speculate.predictors import ask, popular, route
-
 from tests.models import tiny
 from tests.speculate.conftest import make
 

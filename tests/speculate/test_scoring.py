@@ -16,7 +16,6 @@ from moelab.speculate import default_vectors
 from moelab.speculate.predictors import route
 from moelab.speculate.scoring import Score, choose, score, similarity, walk
 from moelab.trace import DECODE, PREFILL
-
 from tests.speculate.conftest import make
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]

@@ -11,7 +11,6 @@ from moelab.models import discover, eager, plug
 from moelab.models.stream import Stream, streams
 from moelab.recording import record
 from moelab.speculate.signals import DefaultVectors, default_vectors, quasi_hidden
-
 from tests.models import tiny
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]

@@ -23,7 +23,6 @@ from moelab.speculate.rows import Rows, teacher
 from moelab.speculate.scoring import score
 from moelab.speculate.training import divergence, evaluate, train
 from moelab.trace import RoutingTrace
-
 from tests.speculate.conftest import make
 
 PROMPTS = torch.randint(3, 96, (24, 11), generator=torch.Generator().manual_seed(1)).tolist()
@@ -96,7 +95,7 @@ def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
 
 def test_the_teachers_logits_lead_its_router_to_what_was_recorded(model):
     trace, vectors = recorded(model)
-    for l, target in make("quasi", model, vectors=vectors).targets.items():
+    for _l, target in make("quasi", model, vectors=vectors).targets.items():
         passed = trace.ids[:, target.index, 0] != trace.spec.E
         s, true = trace.router_inputs[passed, target.index], trace.ids[passed, target.index].long()
         with torch.no_grad():
@@ -315,7 +314,6 @@ def test_memory_does_not_grow_with_the_trace(tmp_path):
     from moelab import open_model
     from moelab.models import identity
     from moelab.trace import GrowingTensor, hidden_path
-
     from tests.models import tiny
 
     model = open_model(

@@ -9,9 +9,9 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab import advise  # noqa: E402
-from moelab.table import duration, size  # noqa: E402
-from moelab.viz.advice_figure import pareto  # noqa: E402
+from moelab import advise
+from moelab.table import duration, size
+from moelab.viz.advice_figure import pareto
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,16 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.ane.device.comparison import MACHINES, Setting  # noqa: E402
-from moelab.ane.device.published import TABLE_5  # noqa: E402
-from moelab.ane.device.rates import fit  # noqa: E402
-from moelab.ane.plan import make_plan  # noqa: E402
-from moelab.ane.popularity import assumed_counts  # noqa: E402
-from moelab.ane.systems import SYSTEMS, TABLE_2  # noqa: E402
-from moelab.cards import load_model  # noqa: E402
-from moelab.claims import FITTED, NOT_REPRODUCED, REPRODUCED, Claim, Row  # noqa: E402
-from moelab.viz.story import ane_figures as figures  # noqa: E402
-from tests.viz.lazily import Lazily  # noqa: E402
+from moelab.ane.device.comparison import MACHINES, Setting
+from moelab.ane.device.published import TABLE_5
+from moelab.ane.device.rates import fit
+from moelab.ane.plan import make_plan
+from moelab.ane.popularity import assumed_counts
+from moelab.ane.systems import SYSTEMS, TABLE_2
+from moelab.cards import load_model
+from moelab.claims import FITTED, NOT_REPRODUCED, REPRODUCED, Claim, Row
+from moelab.viz.story import ane_figures as figures
+from tests.viz.lazily import Lazily
 
 SPEC = load_model("Phi-3.5-MoE")
 PLAN = make_plan(SPEC, *assumed_counts(SPEC))

@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab import open_model  # noqa: E402
-from moelab.cache.pools import Pools  # noqa: E402
-from moelab.offloading.metrics import Forward  # noqa: E402
-from moelab.offloading.run import EngineRun, EngineSettings  # noqa: E402
-from moelab.schedule.requests import Delays  # noqa: E402
-from moelab.specs import MoESpec  # noqa: E402
-from moelab.viz import views  # noqa: E402
-from moelab.viz.views import recorded as recorded_module  # noqa: E402
-from moelab.viz.views import budgets as budget, real  # noqa: E402
-from moelab.viz.views.recorded import Recorded, _as_opened, recorded  # noqa: E402
-from tests.models import tiny  # noqa: E402
+from moelab import open_model
+from moelab.cache.pools import Pools
+from moelab.offloading.metrics import Forward
+from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.schedule.requests import Delays
+from moelab.specs import MoESpec
+from moelab.viz import views
+from moelab.viz.views import budgets as budget
+from moelab.viz.views import real
+from moelab.viz.views import recorded as recorded_module
+from moelab.viz.views.recorded import Recorded, _as_opened, recorded
+from tests.models import tiny
 
 
 def a_run(steps, delays, E, tokens=1, H=16):
@@ -190,6 +191,7 @@ def test_the_buttons_add_the_measured_point(folder):
 
 def test_the_copied_command_gives_the_same_numbers(tmp_path):
     import shlex
+
     from moelab.__main__ import main
 
     with open_model(memory="40%", cache="lru", prefetch="previous") as lm:
@@ -201,6 +203,6 @@ def test_the_copied_command_gives_the_same_numbers(tmp_path):
             policies=("lru", "lfu"),
         )
     told = shlex.split(view.commands[0])
-    assert ["--cache", "lru", "--prefetch", "previous"] == told[told.index("--cache") :][:4]
+    assert told[told.index("--cache") :][:4] == ["--cache", "lru", "--prefetch", "previous"]
     assert main([*told[1:], "--output", str(tmp_path / "budget.csv")]) == 0
     assert (tmp_path / "budget.csv").read_text() == view.csv().replace("\r\n", "\n")

@@ -6,9 +6,9 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.specs import Event  # noqa: E402
-from moelab.viz import engine_figures as figures  # noqa: E402
-from tests.viz.lazily import Lazily  # noqa: E402
+from moelab.specs import Event
+from moelab.viz import engine_figures as figures
+from tests.viz.lazily import Lazily
 
 LAYER = [
     Event("disk", "read E", 3, 5, 1.000, 1.002, 9),

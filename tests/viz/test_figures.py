@@ -7,8 +7,8 @@ import torch
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.viz import figures  # noqa: E402
-from tests.viz.lazily import Lazily  # noqa: E402
+from moelab.viz import figures
+from tests.viz.lazily import Lazily
 
 COUNTS = torch.tensor([[6, 0, 2], [1, 1, 2]])
 LOADS = torch.tensor([[1, 9], [3, 5], [2, 7]])

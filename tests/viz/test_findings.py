@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from moelab.files import read_json, results_root  # noqa: E402
-from moelab.viz import findings, theme  # noqa: E402
+from moelab.files import read_json, results_root
+from moelab.viz import findings, theme
 
 ROOT = Path(__file__).parents[2]
 RESULTS = results_root(ROOT / "results")

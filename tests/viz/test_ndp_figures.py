@@ -6,10 +6,10 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.specs import Event  # noqa: E402
-from moelab.viz.story import ndp_figures as figures  # noqa: E402
-from moelab.viz.engine_figures import gantt  # noqa: E402
-from tests.viz.lazily import Lazily  # noqa: E402
+from moelab.specs import Event
+from moelab.viz.engine_figures import gantt
+from moelab.viz.story import ndp_figures as figures
+from tests.viz.lazily import Lazily
 
 LAYER = [
     Event("gpu", "other", 0, -1, 1.000, 1.001),

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 go = pytest.importorskip("plotly.graph_objects")
-from plotly.subplots import make_subplots  # noqa: E402
+from plotly.subplots import make_subplots
 
-from moelab.viz import theme  # noqa: E402
-from moelab.viz.figures import DASHED, panels  # noqa: E402
-from moelab.viz.plotly_json import Figure  # noqa: E402
+from moelab.viz import theme
+from moelab.viz.figures import DASHED, panels
+from moelab.viz.plotly_json import Figure
 
 
 def draw(figure, at):
@@ -62,7 +62,7 @@ def test_the_same_calls_give_the_same_figure(titles):
     assert made["data"] == wanted["data"]
     wanted["layout"].pop("template", None)
     assert made["layout"].pop("template") == theme.TEMPLATE
-    assert made["layout"] == wanted["layout"] and DASHED == before
+    assert made["layout"] == wanted["layout"] and before == DASHED
 
 
 def test_numpy_is_plain_json_and_what_is_missing_is_null():

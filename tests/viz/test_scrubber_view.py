@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab import open_model  # noqa: E402
-from moelab.__main__ import main  # noqa: E402
-from moelab.cache.pools import Pools  # noqa: E402
-from moelab.cache.residency import Residency  # noqa: E402
-from moelab.offloading.run import EngineRun, EngineSettings  # noqa: E402
-from moelab.offloading.simulator import simulate  # noqa: E402
-from moelab.schedule.requests import Delays  # noqa: E402
-from moelab.specs import MoESpec  # noqa: E402
-from moelab.viz import views  # noqa: E402
-from moelab.viz.views import scrub as scrubber  # noqa: E402
-from moelab.viz.views.recorded import Recorded, recorded  # noqa: E402
-from tests.models import tiny  # noqa: E402
-from tests.offloading.test_simulated_prefetch import Always  # noqa: E402
+from moelab import open_model
+from moelab.__main__ import main
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.offloading.simulator import simulate
+from moelab.schedule.requests import Delays
+from moelab.specs import MoESpec
+from moelab.viz import views
+from moelab.viz.views import scrub as scrubber
+from moelab.viz.views.recorded import Recorded, recorded
+from tests.models import tiny
+from tests.offloading.test_simulated_prefetch import Always
 
 
 @settings(max_examples=20)

@@ -3,14 +3,15 @@ by colour alone."""
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("plotly.io")
 
-from moelab.specs import Event  # noqa: E402
-from moelab.viz import speculation_figures as figures  # noqa: E402
-from moelab.viz.figures import apart, differences  # noqa: E402
-from tests.viz.lazily import Lazily, check_axes, named  # noqa: E402
+from moelab.specs import Event
+from moelab.viz import speculation_figures as figures
+from moelab.viz.figures import apart, differences
+from tests.viz.lazily import Lazily, check_axes, named
 
 #: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router
 #: has run

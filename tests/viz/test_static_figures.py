@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("plotly.io")
 
-from moelab.viz.story import static_figures as figures  # noqa: E402
-from tests.viz.lazily import Lazily, check_axes, named  # noqa: E402
+from moelab.viz.story import static_figures as figures
+from tests.viz.lazily import Lazily, check_axes, named
 
 SAMPLES = {
     "prefill": {"reference": [0.01, 0.02, 0.03], "sorted": [0.01, 0.01, 0.02]},

@@ -6,9 +6,9 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.store.entropy import joint_counts  # noqa: E402
-from moelab.viz import store_figures as figures  # noqa: E402
-from tests.viz.lazily import Lazily  # noqa: E402
+from moelab.store.entropy import joint_counts
+from moelab.viz import store_figures as figures
+from tests.viz.lazily import Lazily
 
 EXPONENTS = np.zeros(256)
 EXPONENTS[[120, 121, 123]] = 2, 1, 1  # 2^-7, 2^-6, 2^-4: 1.5 bits

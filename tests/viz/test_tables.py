@@ -8,24 +8,24 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from moelab import claims  # noqa: E402
-from moelab.ane.device import comparison  # noqa: E402
-from moelab.ane.device.comparison import Setting, fastest, settings  # noqa: E402
-from moelab.ane.device.device_model import DeviceModel  # noqa: E402
-from moelab.ane.device.published import TABLE_3, TABLE_5, inconsistencies  # noqa: E402
-from moelab.ane.plan import count  # noqa: E402
-from moelab.ane.popularity import assumed_loads  # noqa: E402
-from moelab.ane.systems import ABLATION, OPERATORS, SYSTEMS  # noqa: E402
-from moelab.bench import ane, neuron_examples, parallel, static  # noqa: E402
-from moelab.bench.ane_accuracy import Answers  # noqa: E402
-from moelab.bench.experts import ExpertTimes  # noqa: E402
-from moelab.experts.executor import Tally  # noqa: E402
-from moelab.ndp import conditions  # noqa: E402
-from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED  # noqa: E402
-from moelab.ndp.readings import Readings  # noqa: E402
-from moelab.ndp.sweep import MODELS, Assumptions  # noqa: E402
-from moelab.table import head_and_rows, markdown_table  # noqa: E402
-from moelab.viz.story import ane_figures, ane_tables, ndp_tables, static_figures, static_tables  # noqa: E402
+from moelab import claims
+from moelab.ane.device import comparison
+from moelab.ane.device.comparison import Setting, fastest, settings
+from moelab.ane.device.device_model import DeviceModel
+from moelab.ane.device.published import TABLE_3, TABLE_5, inconsistencies
+from moelab.ane.plan import count
+from moelab.ane.popularity import assumed_loads
+from moelab.ane.systems import ABLATION, OPERATORS, SYSTEMS
+from moelab.bench import ane, neuron_examples, parallel, static
+from moelab.bench.ane_accuracy import Answers
+from moelab.bench.experts import ExpertTimes
+from moelab.experts.executor import Tally
+from moelab.ndp import conditions
+from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED
+from moelab.ndp.readings import Readings
+from moelab.ndp.sweep import MODELS, Assumptions
+from moelab.table import head_and_rows, markdown_table
+from moelab.viz.story import ane_figures, ane_tables, ndp_tables, static_figures, static_tables
 
 
 def row(rows, head, value):

@@ -5,18 +5,18 @@ import torch
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab import open_model, record  # noqa: E402
-from moelab.cache.pools import Pools  # noqa: E402
-from moelab.offloading.metrics import Forward  # noqa: E402
-from moelab.offloading.run import EngineRun, EngineSettings  # noqa: E402
-from moelab.registry import make  # noqa: E402
-from moelab.schedule.requests import Delays  # noqa: E402
-from moelab.specs import MoESpec  # noqa: E402
-from moelab.speculate.predictors import route  # noqa: E402
-from moelab.viz import views  # noqa: E402
-from moelab.viz.views import stage as theatre  # noqa: E402
-from moelab.viz.views.recorded import Recorded, _as_opened  # noqa: E402
-from tests.models import tiny  # noqa: E402
+from moelab import open_model, record
+from moelab.cache.pools import Pools
+from moelab.offloading.metrics import Forward
+from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.registry import make
+from moelab.schedule.requests import Delays
+from moelab.specs import MoESpec
+from moelab.speculate.predictors import route
+from moelab.viz import views
+from moelab.viz.views import stage as theatre
+from moelab.viz.views.recorded import Recorded, _as_opened
+from tests.models import tiny
 
 STEPS = [
     [(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)]
@@ -92,7 +92,7 @@ def test_stalls_and_events_are_those_of_each_step():
         assert (
             stall == pytest.approx(naive) and took == forward.end - forward.start and stall <= took
         )
-    for title, events in seen.runs.items():
+    for _title, events in seen.runs.items():
         assert events and min(e.start for e in events) <= min(e.end for e in events)
     assert "prefetch" in {event.kind for event in seen.runs["hint: mine, 1 ahead"]}
     assert "prefetch" not in {event.kind for event in seen.runs["none"]}

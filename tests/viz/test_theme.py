@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 go = pytest.importorskip("plotly.graph_objects")
-from moelab.viz import theme  # noqa: E402
+from moelab.viz import theme
 
 
 def luminance(colour):

@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from moelab.viz import theme  # noqa: E402
-from moelab.viz.figures import finish  # noqa: E402
-from moelab.viz.plotly_json import Figure  # noqa: E402
-from moelab.viz.views.base import View, menu, several, slider  # noqa: E402
-from moelab.viz.views.command import turned  # noqa: E402
+from moelab.viz import theme
+from moelab.viz.figures import finish
+from moelab.viz.plotly_json import Figure
+from moelab.viz.views.base import View, menu, several, slider
+from moelab.viz.views.command import turned
 
 #: one black pixel: the chunks of a PNG
 DOT = b"".join(
@@ -113,6 +113,7 @@ def ground(view):
 
 def test_all_charts_of_a_kernel_share_one_plotly(view):
     import ipywidgets
+
     from moelab.viz.views.widgets import chart
 
     view.widget

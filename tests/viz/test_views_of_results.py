@@ -9,15 +9,16 @@ import pytest
 
 pytest.importorskip("ipywidgets")
 pytest.importorskip("anywidget")
-from moelab import claims as ledger  # noqa: E402
-from moelab.bench.arena import Contest, Standing, Wrong  # noqa: E402
-from moelab.cards import MODELS, load_model  # noqa: E402
-from moelab.files import CHECKOUT, small_model  # noqa: E402
-from moelab.store import survey  # noqa: E402
-from moelab.viz import views  # noqa: E402
-from moelab.viz.plotly_json import Figure  # noqa: E402
-from moelab.viz.views import ledger as claims_view, pair, standings, treemap  # noqa: E402
-from tests.lab.test_runs import put  # noqa: E402
+from moelab import claims as ledger
+from moelab.bench.arena import Contest, Standing, Wrong
+from moelab.cards import MODELS, load_model
+from moelab.files import CHECKOUT, small_model
+from moelab.store import survey
+from moelab.viz import views
+from moelab.viz.plotly_json import Figure
+from moelab.viz.views import ledger as claims_view
+from moelab.viz.views import pair, standings, treemap
+from tests.lab.test_runs import put
 
 
 def table(view):
@@ -89,6 +90,7 @@ def test_what_cannot_be_laid_over_another_says_so():
 def test_heatmaps_are_compared_as_numbers_as_saved_runs_have_them():
     """In a saved run numpy's arrays are plotly's base64."""
     import json
+
     import plotly.graph_objects as go
 
     a, b = np.array([[1.0, np.nan, 3.0], [4.0, 5.0, 6.0]]), np.array([[2, 2, 2], [7, 7, 0]])
@@ -212,6 +214,7 @@ def test_popularity_on_the_map():
 
 def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path, capsys):
     import shlex
+
     from moelab.__main__ import main
 
     counts = np.arange(6 * 32)[::-1].reshape(6, 32)

@@ -59,8 +59,8 @@ from moelab.files import vacant, write_text
 from moelab.journal import Journal
 from moelab.models import compat, opening, plug
 from moelab.models.checkpoint import Checkpoint
-from moelab.models.direct import CheckpointExperts
 from moelab.models.convert import content_of
+from moelab.models.direct import CheckpointExperts
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.records import Record

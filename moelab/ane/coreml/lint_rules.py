@@ -266,7 +266,7 @@ def tiny(function: Function, package: Package) -> Found:
 def per_block(function: Function, package: Package) -> Found:
     for op in _of_type(function, "constexpr_blockwise_shift_scale"):
         scale, data = (function.values[op.inputs[name]].shape for name in ("scale", "data"))
-        if sum(1 < s for s in scale) > 1 or any(1 < s < d for s, d in zip(scale, data)):
+        if sum(s > 1 for s in scale) > 1 or any(1 < s < d for s, d in zip(scale, data)):
             yield (
                 op.name,
                 f"weights {list(data)} with a scale a block {list(scale)}; the ANE takes one a channel",

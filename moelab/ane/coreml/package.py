@@ -207,7 +207,9 @@ def _op(op: Any) -> Op:
     }
     materialise = None
     if op.op_type == "const":
-        materialise = lambda: op.outputs[0].val
+
+        def materialise():
+            return op.outputs[0].val
     elif op.op_type.startswith("constexpr_"):
         materialise = op.materialized_val_inference
     return Op(op.op_type, op.name, inputs, tuple(_value(var) for var in op.outputs), materialise)

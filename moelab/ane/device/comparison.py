@@ -174,7 +174,10 @@ def figures(found: dict[str, Study], device: DeviceModel) -> dict[str, tuple[flo
         "attention_ms": (attention.ms, "ms, taken as P=1024, B=512"),
         "attention_mj": (attention.mj, "mJ, taken as P=1024, B=512"),
     }
-    ours = lambda figure: lambda run: figure(run["npumoe"])
+
+    def ours(figure):
+        return lambda run: figure(run["npumoe"])
+
     ranges = {
         "mj_per_token": (phi, ours(lambda p: p.mj_per_token), "mJ"),
         "watts": (phi, ours(lambda p: p.total.mj / p.total.ms), "W, mean of ours"),

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -98,7 +98,7 @@ def in_turn(device: torch.device) -> None:
         _LAST[device] = stream
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capturing(device: torch.device) -> tuple[torch.cuda.Stream, WeakSet[Graph]]:
     """The stream on which graphs are captured, and those that there are."""
     return torch.cuda.Stream(device), WeakSet()
@@ -216,7 +216,8 @@ def graph_layer(module: nn.Module) -> GraphLayer | None:
             same = agree(twin, ours, ours.attention, len(norms[0].weight))
     except Exception as error:  # no compiler for Triton, or a kernel that does not fit this GPU
         warnings.warn(
-            f"decoding without CUDA graphs: {type(module).__name__} cannot be captured here ({error})"
+            f"decoding without CUDA graphs: {type(module).__name__} cannot be captured here ({error})",
+            stacklevel=2,
         )
         return None
     ours.module = module

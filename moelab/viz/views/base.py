@@ -265,6 +265,7 @@ class View:
     def widget(self) -> Any:
         """The view as one ipywidget, made when it is first asked for."""
         import ipywidgets
+
         from moelab.viz.views.widgets import toolbar
 
         self._quiet = True

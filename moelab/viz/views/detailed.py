@@ -62,6 +62,7 @@ class Detailed(View):
 
     def _build(self) -> list[Any]:
         import ipywidgets
+
         from moelab.viz.views.widgets import chart
 
         self._menu = ipywidgets.Combobox(

@@ -67,9 +67,9 @@ class Recorded:
             options["cache"] = settings.policy
         if session.speculation is not None:
             used = type(session.speculation.predictor)
-            options |= {
-                "prefetch": name for name in names("predictor") if find("predictor", name) is used
-            }
+            for name in names("predictor"):
+                if find("predictor", name) is used:
+                    options["prefetch"] = name
         asked = {
             key: value
             for key, value, usual in (("prompt", prompt, None), ("tokens", tokens, TOKENS))
@@ -177,6 +177,7 @@ def _as_opened(settings: EngineSettings) -> Residency:
 
 def _assumed(name: str) -> Recorded:
     import numpy as np
+
     from moelab.offloading.planner import drawn
 
     spec = load_model(name)

@@ -409,6 +409,7 @@ def stage(
 ) -> Stage:
     """Record a generation, predict from it, and measure the loss of executing each prediction."""
     import torch
+
     from moelab.evaluation.scores import language_loss, text_windows
     from moelab.opening import make_predictor
     from moelab.recording import record

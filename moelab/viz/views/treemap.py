@@ -10,7 +10,7 @@ checkpoint is read as it is, a sample of a tensor at a time (`moelab.store.surve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,7 +238,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
     colours = [*measures, *([POPULARITY] if seen is not None else [])]
     require("colour" + " without counts=" * (seen is None), colour, colours)
 
-    @lru_cache(maxsize=None)
+    @cache
     def values(colour: str) -> list[float | None]:
         if colour == POPULARITY:
             return survey.popularity(parts, seen)

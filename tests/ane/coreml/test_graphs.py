@@ -412,7 +412,7 @@ def test_attention_of_the_shipped_model_in_fp16(tmp_path):
         model(
             torch.tensor([model.tokenizer(prompts("needle", 1, tokens=250)[0].text)["input_ids"]])
         )
-    for number, given in seen.items():
+    for number, given in seen.items():  # noqa: F402
         attention = model.model.layers[number].self_attn
         shape = attention_shape(model.config, 64, 256)
         package = read_package(

@@ -15,7 +15,7 @@ from moelab import open_model
 from tests.models import tiny
 
 pytest.importorskip("numba")
-from moelab.models.decode import attention as short  # noqa: E402
+from moelab.models.decode import attention as short
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -13,7 +13,7 @@ from moelab.speculate.predictors import Quasi
 from tests.models import tiny
 
 pytest.importorskip("numba")
-from moelab.models.decode import layers as stretches  # noqa: E402
+from moelab.models.decode import layers as stretches
 
 PROMPT, STEPS = torch.arange(3, 9)[None], 12
 NAMES = ("olmoe", "mixtral", "qwen3_moe")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 pytest.importorskip("numba")
-from moelab.models.decode import modules  # noqa: E402
+from moelab.models.decode import modules
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
