@@ -56,24 +56,24 @@ COMMANDS = {
         "Qwen/Qwen3-30B-A3B --memory 8GB --executor fast --prefetch quasi",
     ),
     "convert": (
-        "moelab.models.convert",
+        "moelab.checkpoint.convert",
         "turn a checkpoint into a compressed expert store",
         "Qwen/Qwen3-30B-A3B qwen.store",
     ),
     "restore": (
-        "moelab.models.restore",
+        "moelab.checkpoint.restore",
         "turn a store back into the checkpoint that it was made from",
         "qwen.store checkpoint",
     ),
     "verify": ("moelab.store.verify", "re-read a store and check every byte", "qwen.store"),
     "inspect": ("moelab.store.inspect", "show what a store holds", "qwen.store"),
     "synthesize": (
-        "moelab.models.synthesize",
+        "moelab.checkpoint.synthesize",
         "write a synthetic checkpoint or store of a card's geometry",
         "folder --model Mixtral-8x7B --scale 0.1",
     ),
     "profile": (
-        "moelab.offloading.profile",
+        "moelab.simulation.profile",
         "measure what reading, decoding and computing experts costs here",
         "qwen.store",
     ),

@@ -29,17 +29,17 @@ from typing import Any
 import torch
 
 from moelab import datasets, registry
+from moelab.api import DEFAULT_POLICY, make_predictor, open_model
 from moelab.arguments import number, output, whole
 from moelab.calibration import Calibration
+from moelab.checkpoint.opening import require_tokenizer
+from moelab.fast.fast_decode import DENSE
 from moelab.files import writable
 from moelab.models import eager
-from moelab.models.fast_decode import DENSE
 from moelab.models.greedy import greedy, not_followed
-from moelab.models.opening import require_tokenizer
 from moelab.offloading.budget import memory
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
-from moelab.opening import DEFAULT_POLICY, make_predictor, open_model
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, route_in_sequence, spread
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.models import MoELayer, identity, spec_of
+from moelab.checkpoint.opening import spec_of
+from moelab.models import MoELayer
 from moelab.models.greedy import greedy
+from moelab.models.identity import identity
 from moelab.models.stream import Stream, stacks, streams
 from moelab.progress import progress
 from moelab.specs import MoESpec

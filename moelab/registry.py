@@ -34,7 +34,7 @@ KINDS = {
     "estimator": "moelab.speculate.estimator:ESTIMATORS",
     "codec": "moelab.store.codecs:CODECS",
     "format": "moelab.store.fewbit:FORMATS",
-    "scheduler": "moelab.schedule.affinity:SCHEDULERS",
+    "scheduler": "moelab.zipmoe.affinity:SCHEDULERS",
     "model": "moelab.cards:MODELS",
     "device": "moelab.cards:DEVICES",
 }

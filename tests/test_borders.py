@@ -29,14 +29,15 @@ from moelab.ane.device.timing import load_samples, save_samples
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
+from moelab.checkpoint.opening import open_checkpoint, spec_of
 from moelab.comparison import compare
 from moelab.files import CHECKOUT, read_json, write_json
 from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
-from moelab.models import identity, open_checkpoint, spec_of
-from moelab.offloading.profile import Profile
+from moelab.models.identity import identity
 from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
 from moelab.schema import checked, parse_json, typed
+from moelab.simulation.profile import Profile
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.next_token import NextToken

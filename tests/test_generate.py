@@ -16,8 +16,8 @@ from moelab.__main__ import main
 from moelab.evaluation.calibrate import calibration
 from moelab.files import small_model
 from moelab.generate import generate
-from moelab.models import identity
 from moelab.models.greedy import OPTIONS
+from moelab.models.identity import identity
 from moelab.parallel import launch
 from moelab.parallel.opening import open_parallel
 from moelab.speculate import Estimator
@@ -164,7 +164,7 @@ def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, m
     ):
         assert main([*short, *given]) == 0
         assert json.loads(capsys.readouterr().out)["tokens"] == tokens
-    monkeypatch.setattr("moelab.opening.offload", None)  # nothing is opened
+    monkeypatch.setattr("moelab.api.offload", None)  # nothing is opened
     loud = [word for word in short if word != "--json"]  # which says when it opens
     for name, wanted in (
         ("estimator", "--estimator FILE"),

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from moelab import open_model
-from moelab.models import discover, open_checkpoint, plug
+from moelab.checkpoint.opening import open_checkpoint
+from moelab.models import discover, plug
 from moelab.models.patches import Patches
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL, RoutingTrace
-
-from .models import tiny
+from tests.models import tiny
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 

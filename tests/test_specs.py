@@ -12,8 +12,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelab.checkpoint import deepseek
 from moelab.configs import spec_from_config
-from moelab.models import deepseek
 from moelab.specs import DTYPE_BYTES, DeviceSpec, ExpertKey, Figure, MoESpec
 
 #: architecture → what is changed in transformers' own defaults, mostly to make some layers dense

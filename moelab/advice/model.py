@@ -95,8 +95,8 @@ def find_model(model: str | Path | None) -> Model:
             text, spec, _others(spec, config), "estimated from its geometry", most=_most(config)
         )
         return found if path.exists() else _to_download(found)
-    from moelab.models.checkpoint import Checkpoint
-    from moelab.models.opening import find, model_name
+    from moelab.checkpoint.checkpoint import Checkpoint
+    from moelab.checkpoint.opening import find, model_name
 
     folder = find(model)
     checkpoint = Checkpoint.at(folder)
@@ -150,7 +150,7 @@ def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:
                 file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields)
             )
             return spec_from_config(config, name), config
-    from moelab.models.checkpoint import load_config
+    from moelab.checkpoint.checkpoint import load_config
 
     config = load_config(file.parent)
     return spec_from_config(config, name), config

@@ -3,7 +3,7 @@ them, and kept.
 
 A model that is here is in one form only, and one that is not here in none. So a sample is
 synthesized: a layer or two of Qwen3-MoE with experts, attention and routing of the model's sizes,
-in the form that is asked for, on the disk where moelab keeps its files. `moelab.offloading.profile`
+in the form that is asked for, on the disk where moelab keeps its files. `moelab.simulation.profile`
 measures it, the same way as a model; the profile is kept, so the next advice asks nothing of the
 disk. What a model has besides, a longer head, shared experts, dense layers, is added as bytes over
 the rate of memory."""
@@ -28,15 +28,15 @@ from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.bench.measure import load_average
 from moelab.cache.residency import Pools, Residency
+from moelab.checkpoint import opening
+from moelab.checkpoint.synthesize import VOCABULARY, synthesize
 from moelab.files import cache_folder
-from moelab.models import opening
-from moelab.models.synthesize import VOCABULARY, synthesize
-from moelab.offloading.observed import Observed
-from moelab.offloading.profile import FORMAT, Profile, profile
-from moelab.offloading.simulator import simulate
+from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.schedule.requests import Delays
+from moelab.simulation.observed import Observed
+from moelab.simulation.profile import FORMAT, Profile, profile
+from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
@@ -191,7 +191,7 @@ def resident_tokens(
     import torch
     from transformers import DynamicCache
 
-    from moelab.opening import open_model
+    from moelab.api import open_model
 
     with ExitStack() as stack, torch.inference_mode():
         models = {

@@ -40,10 +40,10 @@ from moelab.advice.space import (
 )
 from moelab.advice.ways import Way, fitted
 from moelab.files import cache_folder, load_json, write_json
-from moelab.offloading.observed import Observed
-from moelab.offloading.profile import Profile
-from moelab.offloading.simulator import flat
 from moelab.schema import Amount, Count, Must, Positive, Size
+from moelab.simulation.observed import Observed
+from moelab.simulation.profile import Profile
+from moelab.simulation.simulator import flat
 from moelab.specs import DeviceSpec
 from moelab.table import size, span
 
@@ -269,7 +269,7 @@ def chosen(search: Search, kept: real.Kept, loss: float) -> list[Way]:
 
 
 def identity_of(model: Model) -> str:
-    from moelab.models.checkpoint import Checkpoint, load_config
+    from moelab.checkpoint.checkpoint import Checkpoint, load_config
     from moelab.models.identity import of_checkpoint
 
     return of_checkpoint(Checkpoint.at(model.folder), load_config(model.folder))

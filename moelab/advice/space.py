@@ -33,10 +33,12 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import typical
 from moelab.offloading.limits import MachineRates
-from moelab.offloading.planner import best_pools, drawn
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.profile import Profile
-from moelab.offloading.simulator import (
+from moelab.offloading.requests import Delays
+from moelab.offloading.slots import Sizes, divide
+from moelab.progress import progress
+from moelab.simulation.profile import Profile
+from moelab.simulation.simulator import (
     RHO,
     Linear,
     Predictions,
@@ -46,13 +48,11 @@ from moelab.offloading.simulator import (
     flat,
     simulate,
 )
-from moelab.offloading.slots import Sizes, divide
-from moelab.progress import progress
-from moelab.schedule.requests import Delays
 from moelab.specs import DeviceSpec, MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import aligned
 from moelab.table import size
+from moelab.zipmoe.planner import best_pools, drawn
 
 #: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
 PROMPT, WARM, TIMED = 64, 24, 24

@@ -54,8 +54,8 @@ LEAST = 0.05
 
 def opened(source: str, options: Mapping[str, Any]) -> Any:
     """A model as `options_of` says."""
+    from moelab.api import open_model
     from moelab.cache.pools import Pools
-    from moelab.opening import open_model
 
     plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
     return open_model(source, **dict(options) | plan)
@@ -119,7 +119,7 @@ def run(
     how long in this run: all that is "observed", and how "late" a throttled read came."""
     from moelab.advice import sample
     from moelab.evaluation import scores
-    from moelab.offloading.observed import observed
+    from moelab.simulation.observed import observed
 
     with opened(source, options) as lm:
         ids, text = given(lm, batch, prompt + tokens)
@@ -253,7 +253,7 @@ def stored(model: Model, form: str, seconds: float = math.inf) -> str:
     `convert`."""
     if form == AS_IS:
         return model.source if model.folder is None else str(model.folder)
-    from moelab.models.convert import kept_store
+    from moelab.checkpoint.convert import kept_store
     from moelab.store import fewbit
 
     how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}

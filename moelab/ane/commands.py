@@ -243,8 +243,8 @@ def plan(args: argparse.Namespace) -> int:
         args.prompt is not None and args.model not in cards.MODELS
     ):  # only what a conversion would put on the ANE
         from moelab.ane.coreml.convert import ConversionSettings, possible
-        from moelab.models import find
-        from moelab.models.checkpoint import Checkpoint
+        from moelab.checkpoint.checkpoint import Checkpoint
+        from moelab.checkpoint.opening import find
 
         made = possible(
             made,
@@ -415,8 +415,10 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""
     if card := registry.like("model", model):
         return cards.load_model(card), None
-    from moelab.models import find, identity, opening
-    from moelab.models.checkpoint import Checkpoint
+    from moelab.checkpoint import opening
+    from moelab.checkpoint.checkpoint import Checkpoint
+    from moelab.checkpoint.opening import find
+    from moelab.models.identity import identity
 
     try:
         folder = find(model)
@@ -469,7 +471,7 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
     """The model whose other parts run on the CPU, in float32."""
     import torch
 
-    from moelab.models import open_checkpoint
+    from moelab.checkpoint.opening import open_checkpoint
 
     return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
 

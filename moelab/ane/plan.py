@@ -22,11 +22,11 @@ from typing import Any, Literal
 import numpy as np
 
 from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit, why_no_graph
-from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
 from moelab.files import absolute, write_text
 from moelab.registry import require
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.specs import MoESpec
+from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
 from moelab.table import text_table
 
 FORMAT = "moelab.ane.plan/2"

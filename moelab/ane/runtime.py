@@ -20,8 +20,12 @@ from torch import Tensor
 
 from moelab.ane.backends import Backend, TorchBackend
 from moelab.ane.plan import Account, ANEPlan
+from moelab.checkpoint.opening import spec_of
 from moelab.experts.executor import Dispatch, dispatch
-from moelab.experts.static import (
+from moelab.models import discover, plugged
+from moelab.models.identity import identity
+from moelab.models.patches import Patches
+from moelab.static.static import (
     NEED_SALIENCY,
     ORDERS,
     Saliency,
@@ -30,8 +34,6 @@ from moelab.experts.static import (
     select,
     within_capacity,
 )
-from moelab.models import discover, identity, plugged, spec_of
-from moelab.models.patches import Patches
 
 
 class PlannedExperts(StaticExecutor):

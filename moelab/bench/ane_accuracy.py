@@ -26,7 +26,7 @@ from moelab.recording import record
 from moelab.records import Record, Records
 from moelab.trace import PREFILL, RoutingTrace
 
-#: mode → which routings it drops first, a name in `moelab.experts.static.ORDERS`
+#: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`
 MODES = {
     "weakest attention (NPUMoE)": "saliency",
     "lowest router weight": "router",

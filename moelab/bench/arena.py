@@ -30,7 +30,7 @@ from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.datasets import prompts, token_count
-from moelab.models import identity
+from moelab.models.identity import identity
 from moelab.ndp.bound import prompt_bound
 from moelab.ndp.costs import NotSupported
 from moelab.ndp.simulation import simulate

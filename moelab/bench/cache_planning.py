@@ -20,26 +20,26 @@ import torch
 from moelab import open_model
 from moelab.bench import measure
 from moelab.cache.optimum import belady_hits, compulsory_misses, request_count, static_hits
-from moelab.cache.planning import CachePlan, plan
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.cache.selection import inclusion, selection_probabilities, whole
 from moelab.calibration import inclusion_probabilities
+from moelab.checkpoint.convert import kept_store
 from moelab.datasets import prompts
-from moelab.models.convert import kept_store
 from moelab.offloading import limits
 from moelab.offloading.budget import parse_budget
-from moelab.offloading.observed import Observed
 from moelab.offloading.offload import offload
-from moelab.offloading.planner import Tried, best_pools
-from moelab.offloading.profile import profile
-from moelab.offloading.simulator import Simulation, flat, simulate, steps_of
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.records import Numbers, Record
 from moelab.registry import make
+from moelab.simulation.observed import Observed
+from moelab.simulation.profile import profile
+from moelab.simulation.simulator import Simulation, flat, simulate, steps_of
 from moelab.specs import State
+from moelab.zipmoe.planner import Tried, best_pools
+from moelab.zipmoe.planning import CachePlan, plan
+from moelab.zipmoe.selection import inclusion, selection_probabilities, whole
 
 SOURCES = ("code", "prose", "needle", "lookup")
 #: pools, policy

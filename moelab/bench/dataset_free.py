@@ -23,11 +23,11 @@ import torch
 from moelab import open_model
 from moelab.arguments import whole
 from moelab.cache.pools import Pools
+from moelab.checkpoint.direct import CheckpointStore
+from moelab.checkpoint.opening import examine
 from moelab.datasets import prompts, token_count
 from moelab.intervals import Interval, interval
 from moelab.models import discover
-from moelab.models.direct import CheckpointStore
-from moelab.models.opening import examine
 from moelab.ndp.prefetch import most_used
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes

@@ -264,7 +264,7 @@ def predict(
     """Beside the measured TPOT, what the simulator says for the same steps and this machine's
     profile; of what reads on demand by the executors that the profile knows. `profiles` keeps what
     was profiled: no budget changes it."""
-    from moelab.offloading.profile import profile
+    from moelab.simulation.profile import profile
 
     for arm in arms:
         given = options_of(arm)
@@ -632,8 +632,8 @@ def section(share: float, rate: float, axes: Sequence[str] = ()) -> str:
 
 def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list[int]]:
     """A checkpoint's folder and spec, and so many tokens of prose by its own tokenizer."""
+    from moelab.checkpoint import opening
     from moelab.datasets import prompts
-    from moelab.models import opening
 
     opening.require_tokenizer(model)
     opened = opening.open_checkpoint(model, experts="external")

@@ -277,8 +277,8 @@ def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, 
     which it left in a file, and what it had (`FOUND`)."""
     from moelab.cache.pools import Pools
     from moelab.cache.residency import Residency
-    from moelab.offloading.observed import Observed
-    from moelab.offloading.simulator import simulate
+    from moelab.simulation.observed import Observed
+    from moelab.simulation.simulator import simulate
 
     ran = json.loads(trace.read_text())
     engine = Observed(*ran["observed"])
@@ -305,7 +305,7 @@ def simulated(bench: EngineBenchmark) -> Record:
     also by the executor that multiplies them as they lie. The machine is profiled before an arm's
     runs and after them, since its rates drift; samples of both count. All read past the page cache:
     a small store would lie in it when it runs, and not when it is profiled."""
-    from moelab.offloading.profile import profile
+    from moelab.simulation.profile import profile
     from moelab.store.layout import ExpertStore
     from moelab.store.reader import modes
 

@@ -30,8 +30,8 @@ from moelab.bench.external_engines import write_gguf
 from moelab.bench.measure import aim, share, turns, working
 from moelab.bench.peers import Accelerate, Transformers
 from moelab.cards import load_model
-from moelab.models.convert import convert
-from moelab.models.synthesize import scaled, synthesize
+from moelab.checkpoint.convert import convert
+from moelab.checkpoint.synthesize import scaled, synthesize
 from moelab.offloading.link import Link, host_memory
 from moelab.records import Record
 from moelab.specs import MoESpec

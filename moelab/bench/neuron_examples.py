@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from moelab.cards import load_device, load_model
-from moelab.experts import blocks
-from moelab.experts.blockwise import BlockMap, block_map
-from moelab.experts.neuron import expected_unique, provisioned_savings
 from moelab.parallel.advice import Advice, advise
 from moelab.parallel.volumes import gather_volume
+from moelab.static import blocks
+from moelab.static.blockwise import BlockMap, block_map
+from moelab.static.neuron import expected_unique, provisioned_savings
 
 
 def intensity(T: int, weight_bytes: int) -> float:

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.bench.cache_planning import Bench, Curve, How, tpot
-from moelab.cache.planning import CachePlan, plan
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
-from moelab.cache.selection import sample, selection_probabilities
 from moelab.cards import load_card, load_device, load_model
-from moelab.offloading.simulator import RHO, Simulation, delays_of, flat, simulate
 from moelab.records import Rows
-from moelab.schedule.affinity import naive_order, order, schedule
-from moelab.schedule.execution import execute, makespan
-from moelab.schedule.optimum import bounds, optimum
+from moelab.simulation.execution import execute, makespan
+from moelab.simulation.simulator import RHO, Simulation, delays_of, flat, simulate
 from moelab.specs import ExpertKey, State
+from moelab.zipmoe.affinity import naive_order, order, schedule
+from moelab.zipmoe.optimal_schedule import bounds, optimum
+from moelab.zipmoe.planning import CachePlan, plan
+from moelab.zipmoe.selection import sample, selection_probabilities
 
 BOARD, MODEL = "jetson-agx-orin-32gb", "Qwen3-30B-A3B"
 

@@ -265,7 +265,7 @@ class Moelab(Transformers):
             on_demand_limit,
             overlapped_limit,
         )
-        from moelab.offloading.observed import observed
+        from moelab.simulation.observed import observed
 
         this, peak, anonymous = (
             self.offloading,

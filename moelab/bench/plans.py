@@ -31,9 +31,9 @@ from moelab.bench.cache_planning import POLICY, Bench, tpot
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import Interval, ratio
-from moelab.offloading.observed import observed
-from moelab.offloading.simulator import flat
 from moelab.records import Numbers, Records
+from moelab.simulation.observed import observed
+from moelab.simulation.simulator import flat
 
 STATES = "FCSE"
 WITHIN = 1.3

@@ -32,20 +32,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moelab.api import using
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.end_to_end import SPEC
 from moelab.cache.cross_token import CrossToken
 from moelab.cache.pools import Pools
+from moelab.checkpoint.convert import convert
+from moelab.checkpoint.synthesize import synthesize
 from moelab.intervals import Interval, named
 from moelab.intervals import ratio as ratio_of
-from moelab.models.convert import convert
-from moelab.models.synthesize import synthesize
 from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes
-from moelab.opening import using
 from moelab.records import Numbers, Record
 from moelab.registry import make
 from moelab.specs import Event, MoESpec

@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
+from moelab.api import open_model
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench.engine import against_limit
 from moelab.bench.harness import EngineBenchmark
 from moelab.bench.measure import load_average, working
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.cards import load_model
+from moelab.checkpoint.synthesize import scaled, synthesize
 from moelab.files import read_json
-from moelab.models.synthesize import scaled, synthesize
-from moelab.opening import open_model
 from moelab.records import BenchFile, Numbers, Record, Records
 from moelab.registry import make
 from moelab.specs import MoESpec

@@ -24,16 +24,16 @@ from moelab.bench.experts import Layers
 from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
 from moelab.evaluation.accuracy import compare_dropping, paired_means
 from moelab.evaluation.calibrate import SOURCES
-from moelab.experts import blocks
-from moelab.experts.blockwise import Blockwise
 from moelab.experts.executor import Tally
-from moelab.experts.neuron import expected_unique
-from moelab.experts.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
-from moelab.experts.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.intervals import Interval, t95
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches
 from moelab.records import Record, Records
+from moelab.static import blocks
+from moelab.static.blockwise import Blockwise
+from moelab.static.neuron import expected_unique
+from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
+from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.trace import PREFILL, RoutingTrace
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens
@@ -129,7 +129,7 @@ class BlockCount(NamedTuple):
     by_text, by_code : the two formulas' N of a layer. filled : blocks with a token, mean of layers.
     padded, padded_all : share of slots without a token, of the filled and of all N blocks.
     weights_skipped, rows_skipped : share of the loads that skipping saves.
-    as_formula : whether the slots are those of `moelab.experts.blocks.padding`, without drops.
+    as_formula : whether the slots are those of `moelab.static.blocks.padding`, without drops.
     """
 
     B: int

@@ -25,10 +25,10 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
+from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.opening import examine
+from moelab.checkpoint.synthesize import COLUMNS, draw
 from moelab.intervals import Interval
-from moelab.models.direct import CheckpointExperts
-from moelab.models.opening import examine
-from moelab.models.synthesize import COLUMNS, draw
 from moelab.records import Numbers, Record, Records
 from moelab.store import bits
 from moelab.store.codecs import CODECS, DEFAULT, compress_tensor, decompress_tensor

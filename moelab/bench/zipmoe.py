@@ -25,19 +25,19 @@ from statistics import fmean
 import numpy as np
 
 from moelab.arguments import number, whole
-from moelab.cache.planning import plan
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cards import load_card, load_device, load_model
-from moelab.offloading.planner import drawn
-from moelab.offloading.simulator import RHO, Linear, Steps, delays_of, flat, simulate
+from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
 from moelab.records import Numbers, Records
-from moelab.schedule.affinity import default_order
-from moelab.schedule.execution import execute
-from moelab.schedule.requests import Delays
+from moelab.simulation.execution import execute
+from moelab.simulation.simulator import RHO, Linear, Steps, delays_of, flat, simulate
 from moelab.specs import DeviceSpec, ExpertKey, MoESpec, State
+from moelab.zipmoe.affinity import default_order
+from moelab.zipmoe.planner import drawn
+from moelab.zipmoe.planning import plan
 
 KIND = "simulated"
 MODELS = ("DeepSeek-V2-Lite", "Qwen1.5-MoE-A2.7B", "Switch-Large-128")

@@ -18,8 +18,8 @@ from typing import Any
 from moelab import datasets, open_model
 from moelab.arguments import one_of, several, whole
 from moelab.calibration import Calibration, calibrate
+from moelab.checkpoint.opening import require_tokenizer
 from moelab.files import writable
-from moelab.models.opening import require_tokenizer
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 

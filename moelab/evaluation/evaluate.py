@@ -25,13 +25,13 @@ from typing import Any
 
 import moelab
 from moelab import datasets, registry
+from moelab.api import make_executor
 from moelab.arguments import output, whole
 from moelab.evaluation import accuracy
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, writable, write_json
 from moelab.offloading.budget import memory
 from moelab.offloading.cache_aware import require_margin
-from moelab.opening import make_executor
 from moelab.records import Record
 from moelab.store.layout import INDEX
 

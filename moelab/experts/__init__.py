@@ -20,24 +20,24 @@ EXECUTORS = {
         "tokens sorted by expert, one product each; runs everywhere",
     ),
     "selective": Entry(
-        "moelab.experts.neuron:Selective", "only the experts that a step chose (Neuron guide)", True
+        "moelab.static.neuron:Selective", "only the experts that a step chose (Neuron guide)", True
     ),
     "all_experts": Entry(
-        "moelab.experts.neuron:AllExperts", "every expert on every token (Neuron guide)", True
+        "moelab.static.neuron:AllExperts", "every expert on every token (Neuron guide)", True
     ),
     "blockwise": Entry(
-        "moelab.experts.blockwise:Blockwise", "blocks of fixed size, dropless (Neuron guide)", True
+        "moelab.static.blockwise:Blockwise", "blocks of fixed size, dropless (Neuron guide)", True
     ),
     "neuron": Entry(
-        "moelab.experts.neuron:NeuronRule",
+        "moelab.static.neuron:NeuronRule",
         "the Neuron SDK's choice among its algorithms, by sizes",
         True,
     ),
     "capacity": Entry(
-        "moelab.experts.static:CapacityFactor", "one capacity for all experts, drops tokens", True
+        "moelab.static.static:CapacityFactor", "one capacity for all experts, drops tokens", True
     ),
-    "tiered": Entry("moelab.experts.static:Tiered", "calibrated static capacities (NPUMoE)", True),
+    "tiered": Entry("moelab.static.static:Tiered", "calibrated static capacities (NPUMoE)", True),
     "grouped": Entry(
-        "moelab.experts.static:Grouped", "groups of experts in one static launch (NPUMoE)", True
+        "moelab.static.static:Grouped", "groups of experts in one static launch (NPUMoE)", True
     ),
 }

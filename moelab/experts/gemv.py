@@ -83,7 +83,7 @@ class GEMV(Sorted):
         return gemv_triton.feed_forward(up, down, x, _first(len(hit), x.device), w)
 
     def token(self, modules: list[Any], dtype: torch.dtype, compute: Callable[..., Any]) -> Any:
-        """A token's layers in one call (`moelab.models.decode.layers`), of experts modules that
+        """A token's layers in one call (`moelab.fast.layers`), of experts modules that
         hold their weights."""
         state = (
             dtype,
@@ -108,7 +108,7 @@ class GEMV(Sorted):
     def banks(
         self, modules: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
     ) -> Any:
-        """(up, down, transposed) of `moelab.models.decode.layers` for one experts module a layer,
+        """(up, down, transposed) of `moelab.fast.layers` for one experts module a layer,
         with the experts that are resident, or that these modules hold; None if one is not for that.
         On a GPU, up and down are banks of each layer, and the third is what multiplies by them."""
         if not all(

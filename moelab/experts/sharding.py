@@ -101,7 +101,7 @@ def _refuse_norm(experts: Any) -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How virtual cores share the work of `moelab.experts.blockwise.Blockwise`.
+    """How virtual cores share the work of `moelab.static.blockwise.Blockwise`.
 
     order : of blocks, for "block": "PING_PONG", core c takes blocks c, c + n, …; "HI_LO", a run of
         consecutive ones, which reloads fewer weights.

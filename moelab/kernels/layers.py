@@ -4,7 +4,7 @@ experts or with them.
 In transformers each of these takes many calls, attention about thirty, which are
 overhead-dominated. Here threads share the rows of q, k and v, then the key heads, then the rows of
 the output, then the experts. Sums are in fp32 and rounded once, so results are transformers' within
-the dtype's tolerance. `moelab.models.decode` is what calls these kernels.
+the dtype's tolerance. `moelab.fast` is what calls these kernels.
 
     attention   x [H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → y [H]
     a norm      x [rows, H] → [rows, H]               a router    x [H] → logits [E], weights and ids [1, K]

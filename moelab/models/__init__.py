@@ -1,7 +1,5 @@
-"""Opening models and the seam through which everything else reaches into them."""
+"""A transformers model and the seam through which everything else reaches into it."""
 
-from moelab.models.identity import identity
-from moelab.models.opening import find, open_checkpoint, spec_of
 from moelab.models.seam import (
     MoELayer,
     SeamExperts,
@@ -19,11 +17,7 @@ __all__ = [
     "assignments",
     "discover",
     "eager",
-    "find",
-    "identity",
-    "open_checkpoint",
     "plug",
     "plugged",
-    "spec_of",
     "unplug",
 ]

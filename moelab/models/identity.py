@@ -23,7 +23,6 @@ import torch
 import xxhash
 
 from moelab.files import cache_folder, stamp
-from moelab.models.checkpoint import Checkpoint, load_config
 
 #: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
 PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
@@ -67,7 +66,7 @@ def require_unwritten(model: torch.nn.Module) -> None:
     """StoreError if somebody writes to the files that a model was opened from: some of its weights
     are mapped."""
     origin = vars(model).get("_moelab_origin")
-    if origin is not None and isinstance(origin.made_from, Checkpoint):
+    if origin is not None and not isinstance(origin.made_from, str):
         origin.made_from.require_unchanged(mapped=True)
 
 
@@ -91,9 +90,9 @@ def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
             )
 
 
-def of_checkpoint(checkpoint: Checkpoint, config: Any) -> str:
-    """The identity of a checkpoint, by its transformers config and samples of its tensors; a store
-    has its own."""
+def of_checkpoint(checkpoint: Any, config: Any) -> str:
+    """The identity of a `checkpoint.checkpoint.Checkpoint`, by its transformers config and samples
+    of its tensors; a store has its own."""
     if checkpoint.store is not None:
         return checkpoint.store.identity
     lines, entries = (
@@ -140,8 +139,8 @@ def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
     return [(min(i * size // n, size - PIECE), PIECE) for i in range(n)]
 
 
-def vouch(model: torch.nn.Module, origin: Checkpoint | str) -> None:
-    """Remember whose weights a model has, now: those of a checkpoint, or of the model with an
+def vouch(model: torch.nn.Module, origin: Any) -> None:
+    """Remember whose weights a model has, now: those of a `Checkpoint`, or of the model with an
     identity."""
     object.__setattr__(model, "_moelab_origin", _Origin(origin, model))
 
@@ -149,7 +148,7 @@ def vouch(model: torch.nn.Module, origin: Checkpoint | str) -> None:
 class _Origin:
     """What a model was opened from, and samples of its weights at that time."""
 
-    def __init__(self, origin: Checkpoint | str, model: torch.nn.Module) -> None:
+    def __init__(self, origin: Any, model: torch.nn.Module) -> None:
         self.weights = _looks(model)
         self.made_from, self._known = origin, origin if isinstance(origin, str) else None
 
@@ -158,7 +157,7 @@ class _Origin:
         """Of the checkpoint, read when it is first asked for: most runs never ask."""
         if self._known is None:
             self.made_from.require_unchanged()  # else nothing tells which model it was
-            self._known = of_checkpoint(self.made_from, load_config(self.made_from.folder))
+            self._known = self.made_from.identity()
         return self._known
 
 

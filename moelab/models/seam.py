@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.models import guard
-from moelab.models.decode.unchanged import Replaced, Unchanged, forward
 from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
 from moelab.models.gradients import refuse
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Dressed, Patches, dress, put, take
+from moelab.models.unchanged import Replaced, Unchanged, forward
 
 #: an expert's tensors by parameter name, in the architecture's own layout
 Weights = dict[str, Tensor]
@@ -86,7 +86,7 @@ class MoELayer:
 
     def ask(self, x: Tensor, own: bool = False) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are
-        for real passes. A kernel that was put in place of the code (`moelab.models.fast_decode`) is
+        for real passes. A kernel that was put in place of the code (`moelab.fast.fast_decode`) is
         asked instead, but for `own`.
 
         Raises ValueError: the router needs what is neither x nor kept by the block, such as the

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.models.decode.unchanged import Replaced, forward
 from moelab.models.seam import MoELayer, discover, plugged
+from moelab.models.unchanged import Replaced, forward
 
 NOISE, QUIET, SILENT = 0, 1, 2
 TOKENS = 5
@@ -136,7 +136,7 @@ def first(output: Any) -> Tensor:
 
 
 def alone(module: nn.Module, *args: Any) -> Any:
-    """What a module's code, or a kernel in its place (`moelab.models.fast_decode`), computes, past
+    """What a module's code, or a kernel in its place (`moelab.fast.fast_decode`), computes, past
     its hooks: no real pass."""
     kernel = forward(module)
     return kernel(*args) if isinstance(kernel, Replaced) else type(module).forward(module, *args)

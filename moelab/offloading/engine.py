@@ -26,13 +26,13 @@ from moelab.intervals import Mean
 from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import narrow
-from moelab.schedule.affinity import Order, default_order, given_order
-from moelab.schedule.requests import Delays
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader, cast
+from moelab.zipmoe.affinity import Order, default_order, given_order
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
 #: no guessing (§5.2)
@@ -61,7 +61,7 @@ class Engine:
     ahead : how many experts may be prefetched into slots that nothing demanded needs.
     executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit
         is promised.
-    scheduler : orders reads and decoding, see `moelab.schedule.affinity`.
+    scheduler : orders reads and decoding, see `moelab.zipmoe.affinity`.
     held : slots of the experts that are in memory already, as residency has them.
     one_thread : whether one token's experts may be computed by one thread while others are loaded.
     cancelled : asked before every expert whether to end this thread's forward pass with
@@ -161,7 +161,7 @@ class Engine:
     def token(
         self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]
     ) -> Any:
-        """A token's layers in one call (`moelab.models.decode.layers`), as far as their experts are
+        """A token's layers in one call (`moelab.fast.layers`), as far as their experts are
         resident for good; None where more than that is to be decided."""
         with self._one:
             return self._token(modules, dtype, compute)  # one line: see `Pipeline._locked`

@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 
-from moelab.cache.planning import CachePlan
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
-from moelab.models import identity, opening, plug
-from moelab.models.direct import CheckpointStore
+from moelab.checkpoint import opening
+from moelab.checkpoint.direct import CheckpointStore
+from moelab.models import plug
+from moelab.models.identity import identity
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.filling import filling
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.microbenchmarks import quick_delays
 from moelab.offloading.pipeline import DEPTH
-from moelab.offloading.planner import TIMED, WARM, best_pools, drawn, shares_of
+from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
 from moelab.offloading.slots import (
@@ -43,11 +43,13 @@ from moelab.offloading.slots import (
 )
 from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
-from moelab.schedule.affinity import default_order, naive_order
-from moelab.schedule.requests import Delays
+from moelab.simulation.microbenchmarks import quick_delays
 from moelab.store.headers import NAMES
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
+from moelab.zipmoe.affinity import default_order, naive_order
+from moelab.zipmoe.planner import TIMED, WARM, best_pools, drawn, shares_of
+from moelab.zipmoe.planning import CachePlan
 
 
 def offload(
@@ -74,12 +76,12 @@ def offload(
     `eager`, bit for bit.
 
     store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts
-        are then read from (`moelab.models.direct`); None for the small model.
+        are then read from (`moelab.checkpoint.direct`); None for the small model.
     budget : memory for experts, see `parse_budget`; allocated at once and never exceeded. Where all
         of them fit, they are read while the model is opened, and no prompt reads any.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
     plan : how the budget is divided into pools; None keeps whole experts only, "auto" chooses by
-        simulation where experts are compressed (`moelab.offloading.planner`), and keeps whole ones
+        simulation where experts are compressed (`moelab.zipmoe.planner`), and keeps whole ones
         where they are not.
     workers : threads that decompress.
     staging : loads in flight beyond the experts that are kept; by default workers + 2, on a GPU 2K,
@@ -120,7 +122,7 @@ def offload(
         raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(
-            f"the plan is {plan!r}; it must be pools, what `moelab.cache.planning.plan` makes, or 'auto'"
+            f"the plan is {plan!r}; it must be pools, what `moelab.zipmoe.planning.plan` makes, or 'auto'"
         )
     auto = isinstance(plan, str)
     pools = None if auto else getattr(plan, "pools", plan)

@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
+from moelab.offloading import load_queue
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
+from moelab.offloading.load_queue import USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import step_back
-from moelab.schedule import load_queue
-from moelab.schedule.load_queue import USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
 from moelab.specs import Event, ExpertKey
 from moelab.store.reader import Chunks, Piece, Reader
 from moelab.store.stages import separable, shards

@@ -39,7 +39,7 @@ from typing import Any
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.intervals import Mean, typical
-from moelab.schedule.load_queue import PIECE, Reads
+from moelab.offloading.load_queue import PIECE, Reads
 from moelab.specs import ExpertKey, State
 
 FIRST = 0.5  # the precision assumed before any was seen

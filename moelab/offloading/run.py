@@ -19,9 +19,9 @@ import numpy as np
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
+from moelab.offloading.load_queue import PrefetchCounts
 from moelab.offloading.metrics import Forward
-from moelab.schedule.load_queue import PrefetchCounts
-from moelab.schedule.requests import Delays
+from moelab.offloading.requests import Delays
 from moelab.specs import Event, MoESpec
 
 _ROW = np.dtype(

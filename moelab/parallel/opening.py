@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from moelab.calibration import Calibration
-from moelab.models import MoELayer, discover, eager, identity, open_checkpoint, plug
+from moelab.checkpoint.opening import open_checkpoint
+from moelab.models import MoELayer, discover, eager, plug
 from moelab.models.dialects import ROUTING, SEQUENCES
+from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
 from moelab.parallel.advice import Advice, advise

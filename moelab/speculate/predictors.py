@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moelab import recording
-from moelab.models import MoELayer, identity, spec_of
+from moelab.checkpoint.opening import spec_of
+from moelab.models import MoELayer
+from moelab.models.identity import identity
 from moelab.models.stream import check_routers, streams
 from moelab.registry import Entry, find
 from moelab.speculate.signals import DefaultVectors, check_model, quasi_hidden

@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab import recording
+from moelab.checkpoint.opening import spec_of
 from moelab.files import load_tensors, save_tensors
-from moelab.models import SeamExperts, discover, eager, identity, plugged, spec_of
-from moelab.models.identity import same_source
+from moelab.models import SeamExperts, discover, eager, plugged
+from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches, put
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress

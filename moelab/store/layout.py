@@ -50,7 +50,7 @@ from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 FORMAT, VERSION = "moelab-store", 2
 ALIGN = 4096  # what direct I/O wants of offsets, lengths and addresses
 INDEX, WEIGHTS = "index.json", "weights.safetensors"
-SOURCE_LAYOUT = "layout.json"  # of the source, see `moelab.models.restore`
+SOURCE_LAYOUT = "layout.json"  # of the source, see `moelab.checkpoint.restore`
 PARTS = ("E", "SM", "both")
 #: bytes of the other weights that a checksum covers, and of an index and of a small file at most
 PIECE, INDEX_LIMIT, FILE_LIMIT = 16 << 20, 256 << 20, 64 << 20

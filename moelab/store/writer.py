@@ -246,7 +246,7 @@ class StoreWriter:
     ) -> None:
         """Compress and append one expert; empties `tensors` as it goes, to free them.
 
-        sources : which of the source's tensors these are, for `moelab.models.restore`; kept as they
+        sources : which of the source's tensors these are, for `moelab.checkpoint.restore`; kept as they
             are.
         blobs : (few-bit format, blob) of tensors that are stored so; `tensors` has what they unpack
             to.

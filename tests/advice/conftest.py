@@ -6,7 +6,7 @@ import math
 import pytest
 
 from moelab.advice import sample, verify
-from moelab.offloading import profile
+from moelab.simulation import profile
 
 
 @pytest.fixture

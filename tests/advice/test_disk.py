@@ -19,8 +19,8 @@ from moelab.advice.space import card_costs
 from moelab.advice.verify import Kept
 from moelab.advice.ways import Way
 from moelab.cards import load_device
+from moelab.checkpoint.opening import open_checkpoint
 from moelab.files import small_model
-from moelab.models import open_checkpoint
 
 GB = 10**9
 WAY = Way(AS_IS, 0.0, 58 * GB, 10 * GB, 14 * GB, 0.5, 1.0, 1.0, 1.0)

@@ -20,8 +20,8 @@ from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.ane.runtime import prefill_through
 from moelab.calibration import loads_of_ids
-from moelab.experts.tiers import Tiers
 from moelab.recording import record
+from moelab.static.tiers import Tiers
 from tests.models import tiny
 
 CHUNK, CONTEXT = 16, 64

@@ -32,8 +32,8 @@ from moelab.ane.systems import (
     why_no_graph,
 )
 from moelab.calibration import loads_of_ids
-from moelab.experts.tiers import capacity_tiers
 from moelab.specs import MoESpec
+from moelab.static.tiers import capacity_tiers
 from tests.depth import depth
 
 PHI, QWEN = cards.load_model("Phi-3.5-MoE"), cards.load_model("Qwen3-30B-A3B")

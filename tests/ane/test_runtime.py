@@ -14,10 +14,10 @@ from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
 from moelab.ane.runtime import PlannedExperts, prefill_through
 from moelab.calibration import loads_of_ids
-from moelab.experts.static import Grouped
-from moelab.experts.tiers import Group, Tiers
 from moelab.models import SeamExperts, discover, plugged
 from moelab.specs import MoESpec
+from moelab.static.static import Grouped
+from moelab.static.tiers import Group, Tiers
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny
 

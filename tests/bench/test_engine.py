@@ -15,10 +15,10 @@ import torch
 
 from moelab import open_model
 from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, scale
-from moelab.models.convert import convert
-from moelab.models.synthesize import synthesize
+from moelab.checkpoint.convert import convert
+from moelab.checkpoint.synthesize import synthesize
 from moelab.offloading import control_group
-from moelab.offloading.profile import profile
+from moelab.simulation.profile import profile
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.viz.scale_figure import beside_memory
@@ -307,7 +307,7 @@ def test_times_are_compared_with_those_of_the_same_forwards(place, here, monkeyp
     """A simulated TTFT is the median of both prompts, so the measured one is, too."""
     monkeypatch.setattr(engine, "SIMULATED", ("raw",))
     monkeypatch.setattr(engine, "BUDGETS", (0.5,))
-    monkeypatch.setattr("moelab.offloading.profile.profile", partial(profile, seconds=0))
+    monkeypatch.setattr("moelab.simulation.profile.profile", partial(profile, seconds=0))
     reports = []
 
     class Kept(harness.EngineBenchmark):

@@ -12,9 +12,9 @@ from moelab.bench import prefetch
 from moelab.bench.prefetch import Spent, Taken, by_layer, eq1, hideable, least
 from moelab.cache.residency import Residency
 from moelab.offloading.metrics import Forward
-from moelab.offloading.simulator import simulate
+from moelab.simulation.simulator import simulate
 from moelab.specs import Event, MoESpec
-from tests.offloading.test_simulated_prefetch import Always, machines, runs
+from tests.simulation.test_simulated_prefetch import Always, machines, runs
 
 seconds = st.floats(0, 10)
 serial = st.lists(

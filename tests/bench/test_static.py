@@ -11,8 +11,8 @@ import moelab
 from moelab.bench import static
 from moelab.evaluation.accuracy import compare
 from moelab.experts.executor import Tally
-from moelab.experts.static import CapacityFactor, Tiered
 from moelab.models.seam import SeamExperts
+from moelab.static.static import CapacityFactor, Tiered
 from moelab.trace import PREFILL
 
 

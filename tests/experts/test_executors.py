@@ -17,9 +17,8 @@ from moelab.models import plug
 from moelab.models.seam import eager
 from moelab.registry import make
 from tests.depth import in_turn
+from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
-
-from .toy import LAYOUTS, make_experts, make_routing, naive
 
 #: largest difference from an exact result, relative to its largest entry
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}

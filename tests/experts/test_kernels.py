@@ -20,8 +20,7 @@ from moelab.kernels import products, vectors
 from moelab.models.seam import eager
 from moelab.registry import make
 from moelab.store import bf12, fewbit
-
-from .toy import LAYOUTS, make_experts, make_routing, naive
+from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

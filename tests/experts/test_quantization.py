@@ -17,9 +17,8 @@ from moelab.experts.executor import dispatch
 from moelab.experts.quantization import FORMATS, MXFP4, Quantized, layer_error, quantize
 from moelab.models import discover, eager, plug, plugged
 from moelab.store.fewbit import E2M1
+from tests.experts.toy import LAYOUTS, make_experts, make_routing
 from tests.models import tiny
-
-from .toy import LAYOUTS, make_experts, make_routing
 
 QUICK = settings(max_examples=40, deadline=None)
 #: wide, with ties on every grid, zeros and subnormals

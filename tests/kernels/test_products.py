@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("numba")
-from moelab.models.decode.dense import linear
+from moelab.fast.dense import linear
 
 
 @pytest.mark.parametrize(

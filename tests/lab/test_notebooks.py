@@ -8,10 +8,10 @@ from shutil import copyfile
 
 import pytest
 
+from moelab.checkpoint.synthesize import TOKENIZER, synthesize
 from moelab.files import CHECKOUT, small_model
 from moelab.lab.results import KINDS
 from moelab.lab.runner import is_side_by_side, notebooks
-from moelab.models.synthesize import TOKENIZER, synthesize
 from moelab.parallel.launch import HEAVY
 from moelab.specs import MoESpec
 from tests.depth import STRESS

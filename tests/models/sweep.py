@@ -26,11 +26,11 @@ from safetensors.torch import load_file
 
 import moelab
 from moelab import open_model
+from moelab.checkpoint import deepseek
 from moelab.configs import REFUSED, spec_from_config
-from moelab.models import compat, deepseek, discover, plug
+from moelab.models import compat, discover, plug
 from moelab.store import codecs
-
-from . import tiny
+from tests.models import tiny
 
 TABLE = Path(__file__).with_name("architectures.json")
 README = Path(__file__).parents[2] / "README.md"

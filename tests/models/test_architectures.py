@@ -10,8 +10,7 @@ import torch
 
 from moelab.models import discover, plug
 from tests.depth import depth
-
-from . import sweep, tiny
+from tests.models import sweep, tiny
 
 #: a sample: those that differ most
 FEW = [("nemotron_h", "bf16"), ("longcat_flash", "fp32"), ("granitemoe", "bf16")]

@@ -17,8 +17,7 @@ import moelab
 from moelab import configs, open_model
 from moelab.configs import spec_from_config
 from moelab.models import compat, dialects, discover, guard, plug, seam
-
-from . import tiny
+from tests.models import tiny
 
 
 class Loop(MixtralExperts):

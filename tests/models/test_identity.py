@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import moelab
 from moelab import open_model
-from moelab.models import discover, identity, plug
-from moelab.models.convert import convert
-from moelab.models.identity import PIECE, WHOLE, samples
-from moelab.models.restore import restore
+from moelab.checkpoint.convert import convert
+from moelab.checkpoint.restore import restore
+from moelab.models import discover, plug
+from moelab.models.identity import PIECE, WHOLE, identity, samples
 from moelab.store.reader import StoreExperts
+from tests.checkpoint.stores import identity_of, open_store
 from tests.depth import depth
 from tests.models import tiny
-from tests.models.stores import identity_of, open_store
 
 
 @pytest.fixture(scope="module")

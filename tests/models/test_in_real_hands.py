@@ -14,7 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moelab import convert, open_model
-from tests.models import packed, tiny
+from tests.checkpoint import packed
+from tests.models import tiny
 
 PROMPT = torch.tensor([[5, 9, 33, 12, 60, 7, 8, 41, 17, 90, 3, 11]])
 EXACT = {

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import moelab
-from moelab.models import convert as converting
-from moelab.models.checkpoint import Checkpoint
-from moelab.models.convert import convert, kept_store
-from moelab.models.direct import CheckpointExperts
+from moelab.checkpoint import convert as converting
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.convert import convert, kept_store
+from moelab.checkpoint.direct import CheckpointExperts
 from moelab.store.layout import INDEX, StoreError
+from tests.checkpoint.stores import identity_of
 from tests.depth import depth
-from tests.models.stores import identity_of
 from tests.store.faults import small_checkpoint
 
 IDS = torch.arange(3, 19)[None]

@@ -19,21 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moelab.models import (
-    SeamExperts,
-    discover,
-    eager,
-    open_checkpoint,
-    patches,
-    plug,
-    plugged,
-    unplug,
-)
+from moelab.checkpoint.opening import open_checkpoint
+from moelab.models import SeamExperts, discover, eager, patches, plug, plugged, unplug
 from moelab.models.patches import Dressed, Patches, bare, change, dress, put
 from moelab.models.stream import FOUND
 from tests.depth import depth
-
-from . import tiny
+from tests.models import tiny
 
 
 class Toy(nn.Module):

@@ -9,9 +9,8 @@ from moelab import open_model
 from moelab.models import discover, eager, plug, plugged
 from moelab.models.seam import SeamExperts
 from tests.depth import in_turn
-
-from . import tiny
-from .sweep import generate
+from tests.models import tiny
+from tests.models.sweep import generate
 
 
 @pytest.mark.stress

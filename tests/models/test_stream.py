@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from moelab.models import discover, eager, plugged, spec_of
+from moelab.checkpoint.opening import spec_of
+from moelab.models import discover, eager, plugged
 from moelab.models.stream import check_routers, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
+from tests.checkpoint.wild import model_of, names
 from tests.depth import depth, in_turn
-
-from . import tiny
-from .wild import model_of, names
+from tests.models import tiny
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71]]
 #: as read in transformers' code: norm before the router, norm after the block, and what the block's

@@ -15,7 +15,8 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from moelab.models import compat, deepseek
+from moelab.checkpoint import deepseek
+from moelab.models import compat
 
 #: field → small value; fields that a config does not have are left out
 SMALL: dict[str, Any] = {

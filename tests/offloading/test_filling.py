@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moelab import convert, open_model, simulate
-from moelab.models import opening
+from moelab.checkpoint import opening
 from moelab.offloading.offload import offload
 from moelab.store.layout import StoreError
 from moelab.store.reader import StoreExperts

@@ -23,9 +23,9 @@ import moelab
 from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.offloading.engine import Cancelled
+from moelab.offloading.load_queue import LoadQueue
 from moelab.offloading.offload import offload
 from moelab.registry import make
-from moelab.schedule.load_queue import LoadQueue
 from moelab.speculate import Speculation
 from tests.depth import depth
 from tests.models import tiny

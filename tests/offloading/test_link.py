@@ -159,8 +159,8 @@ def test_fast_behind_a_link_is_close_to_exact(device, form, forms, opened):
 
 @pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
 def test_pinned_chunks_are_those_that_are_read(form, forms):
-    from moelab.models.direct import CheckpointStore
-    from moelab.models.opening import examine
+    from moelab.checkpoint.direct import CheckpointStore
+    from moelab.checkpoint.opening import examine
 
     store = (
         ExpertStore(forms[form])

@@ -25,11 +25,11 @@ from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
 from moelab.offloading.pipeline import DEPTH
-from moelab.offloading.simulator import replay
+from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.registry import make, names
-from moelab.schedule.requests import Delays
+from moelab.simulation.simulator import replay
 from moelab.specs import State
 from moelab.store import codecs
 from moelab.store.layout import ExpertStore, StoreError
@@ -164,7 +164,7 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
 def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, left):
     """Threads of torch while an expert is computed and another loaded."""
     monkeypatch.setattr(
-        "moelab.schedule.load_queue.REST", 60.0
+        "moelab.offloading.load_queue.REST", 60.0
     )  # on a busy machine a thread waits for a core
     monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
     tiny.save(
@@ -203,7 +203,7 @@ def test_cores_that_wait_for_a_slow_disk_compute(monkeypatch, tmp_path):
         for slow in (False, True):
             # Any wait is a long one, or none is: how long a busy machine lets a thread wait does
             # not count.
-            monkeypatch.setattr("moelab.schedule.load_queue.REST", 0.0 if slow else 60.0)
+            monkeypatch.setattr("moelab.offloading.load_queue.REST", 0.0 if slow else 60.0)
             with offload(store, 0.25, delays=DELAYS) as offloaded:
                 engine, seen = offloaded.moelab.engine, used.setdefault(slow, set())
                 monkeypatch.setattr(

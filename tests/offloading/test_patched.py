@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import open_model
+from moelab.fast.fast_decode import FastDecode
 from moelab.models import discover, eager, plug, plugged, unplug
-from moelab.models.fast_decode import FastDecode
 from moelab.models.patches import bare
 from moelab.models.stream import streams
 from moelab.offloading.offload import offload
@@ -21,8 +21,7 @@ from moelab.registry import make
 from moelab.speculate import Speculation, default_vectors
 from tests.depth import depth
 from tests.models.test_patches import HOOKS, kinds, snapshot
-
-from .test_offload import DELAYS, generate
+from tests.offloading.test_offload import DELAYS, generate
 
 PROMPT = [5, 9, 33, 12, 60, 7, 8]
 

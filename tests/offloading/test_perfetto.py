@@ -11,8 +11,8 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading import perfetto
 from moelab.offloading.metrics import Forward
-from moelab.offloading.simulator import simulate
-from moelab.schedule.requests import Delays
+from moelab.offloading.requests import Delays
+from moelab.simulation.simulator import simulate
 from moelab.specs import Event
 
 STEPS = [

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.models import plug
+from moelab.offloading.load_queue import PIECE
 from moelab.offloading.offload import offload
 from moelab.offloading.pipeline import DEPTH, Pipeline
 from moelab.offloading.slots import Sizes
 from moelab.registry import make
-from moelab.schedule.load_queue import PIECE
 from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from tests.depth import in_turn
@@ -93,7 +93,7 @@ def test_guesses_decide_nothing(
         jitter(offloaded, chance)
         with (
             Speculation(offloaded, make("predictor", guess, offloaded, ahead=distance), "hint"),
-            mock.patch("moelab.schedule.load_queue.PIECE", piece),
+            mock.patch("moelab.offloading.load_queue.PIECE", piece),
         ):
             for seed in range(2):
                 assert_equal(offloaded, reference, seed=seed, batch=1 + seed, new=3)
@@ -219,7 +219,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
 def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
     """What layer 1 does not want is announced, and its first piece takes until the layer has
     demanded its own experts: they go first, and nothing more of the other is read."""
-    monkeypatch.setattr("moelab.schedule.load_queue.PIECE", 4096)
+    monkeypatch.setattr("moelab.offloading.load_queue.PIECE", 4096)
     offloaded, reference = (
         offload(qwen[1], "10MB", plan=Pools(), ahead=8, delays=DELAYS),
         open_model(qwen[0]),

@@ -13,9 +13,9 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import MEMORY, Mean
 from moelab.models import discover, plug
+from moelab.offloading.load_queue import PIECE, Reads
 from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import COST, FEW, RISK, PrefetchGate, gained
-from moelab.schedule.load_queue import PIECE, Reads
 from tests.offloading.test_offload import DELAYS
 
 E = 16

@@ -33,10 +33,10 @@ from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.offloading.decoders import CpuDecoder
 from moelab.offloading.offload import offload
+from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.registry import make
-from moelab.schedule.requests import Delays
 from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
@@ -188,7 +188,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
 
     Raises AssertionError, with the options, at the first output that differs from eager's.
     """
-    from moelab.models.convert import convert
+    from moelab.checkpoint.convert import convert
 
     rng, tried, counts = random.Random(seed), Counter(), Counter()
     delays = Delays(1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-4)

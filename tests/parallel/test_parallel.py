@@ -15,7 +15,8 @@ from moelab.calibration import Calibration
 from moelab.experts import EXECUTORS
 from moelab.experts.executor import Executor
 from moelab.experts.sharding import on_hidden, on_intermediate, share
-from moelab.models import discover, eager, identity, plug
+from moelab.models import discover, eager, plug
+from moelab.models.identity import identity
 from moelab.parallel import VARIANTS, Placement, ShardedExperts, degree, launch, volumes
 from moelab.parallel.eplb import balance
 from moelab.parallel.exchange import FEW, pack, unpack

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moelab import registry
-from moelab.models import open_checkpoint
+from moelab.checkpoint.opening import open_checkpoint
 from moelab.speculate import takes
 from tests.models import tiny
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from moelab import open_model
 from moelab.cards import load_model
-from moelab.models import identity
+from moelab.models.identity import identity
 from moelab.recording import record
 from moelab.registry import make, names
 from moelab.speculate import default_vectors

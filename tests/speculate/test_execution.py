@@ -8,13 +8,15 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import moelab
-from moelab.models import discover, identity, plug
+from moelab.models import discover, plug
+from moelab.models.identity import identity
 from moelab.recording import record, stacks
 from moelab.speculate import DefaultVectors, Speculation, default_vectors
 from moelab.speculate.predictors import route, teacher
 from moelab.trace import DECODE, PREFILL
+from tests.checkpoint import wild
 from tests.depth import in_turn
-from tests.models import tiny, wild
+from tests.models import tiny
 from tests.models.test_seam import generate
 from tests.speculate.conftest import make
 

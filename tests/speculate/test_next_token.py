@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.models import identity
+from moelab.models.identity import identity
 from moelab.recording import record
 from moelab.speculate import next_token
 from moelab.speculate.next_token import NextToken, chosen_of, coming, fit, lately, ridge

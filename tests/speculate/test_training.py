@@ -312,7 +312,7 @@ print(json.dumps([before, process()["peak_rss_bytes"], done.history[-1].tokens])
 
 def test_memory_does_not_grow_with_the_trace(tmp_path):
     from moelab import open_model
-    from moelab.models import identity
+    from moelab.models.identity import identity
     from moelab.trace import GrowingTensor, hidden_path
     from tests.models import tiny
 

@@ -50,7 +50,7 @@ def kills(n: int = 50, seed: int = 0, codec: str = "zstd-huffman") -> dict[str, 
 
     Forks, so call it in a process of its own. Returns how many kills hit, and how many resumed work
     already done. Raises AssertionError if a resumed store differs or cannot be resumed."""
-    from moelab.models.convert import convert
+    from moelab.checkpoint.convert import convert
 
     rng, hit, resumed = random.Random(seed), 0, 0
     writer.COMMIT = 1  # sync after every expert: the more states to be killed in

@@ -17,15 +17,14 @@ import pytest
 import torch
 
 from moelab import restore
+from moelab.checkpoint.convert import convert
 from moelab.journal import Journal
-from moelab.models.convert import convert
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, WEIGHTS, ExpertStore, StoreError, seal
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import check_weights, verify
 from tests.depth import depth
 from tests.models import tiny
-
-from .test_writer import begin, expert, write
+from tests.store.test_writer import begin, expert, write
 
 WORDS = (
     "",
@@ -392,7 +391,7 @@ def test_journals_changed_at_random(tmp_path, monkeypatch):
             try:
                 for key in w.missing():
                     w.add(*key, expert(*key))
-                from .test_writer import others
+                from tests.store.test_writer import others
 
                 w.finish(others(tmp_path / "truth")[0], [("config.json", b"{}")])
                 verify(w.folder)

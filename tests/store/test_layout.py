@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from moelab.store import layout
 from moelab.store.layout import ALIGN, INDEX, ExpertStore, StoreError, aligned, run, seal, unseal
-
-from .test_writer import expert, write
+from tests.store.test_writer import expert, write
 
 
 @pytest.fixture(scope="module")

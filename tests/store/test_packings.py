@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moelab.store import fewbit, packings
 from moelab.store.headers import DTYPES, NAMES
-from tests.models import packed
+from tests.checkpoint import packed
 
 SCALES = [torch.bfloat16, torch.float16, torch.float32]
 KIND = {

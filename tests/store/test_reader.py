@@ -28,8 +28,7 @@ from moelab.store.reader import (
     measure_modes,
     modes,
 )
-
-from .test_writer import expert, write
+from tests.store.test_writer import expert, write
 
 
 @pytest.fixture()

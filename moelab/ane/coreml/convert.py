@@ -54,13 +54,14 @@ from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
+from moelab.checkpoint import opening
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.convert import content_of
+from moelab.checkpoint.direct import CheckpointExperts
 from moelab.configs import spec_from_config
 from moelab.files import vacant, write_text
 from moelab.journal import Journal
-from moelab.models import compat, opening, plug
-from moelab.models.checkpoint import Checkpoint
-from moelab.models.convert import content_of
-from moelab.models.direct import CheckpointExperts
+from moelab.models import compat, plug
 from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.records import Record

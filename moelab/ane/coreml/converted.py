@@ -22,8 +22,8 @@ from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
+from moelab.checkpoint.checkpoint import Checkpoint, load_config
 from moelab.files import absolute
-from moelab.models.checkpoint import Checkpoint, load_config
 from moelab.models.identity import of_checkpoint, opened_from
 from moelab.records import Record
 from moelab.schema import naming, parse_json, typed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.offloading.metrics import Metrics
-from moelab.offloading.simulator import replay
+from moelab.simulation.simulator import replay
 from moelab.viz.engine_figures import budget_curve
 
 if TYPE_CHECKING:

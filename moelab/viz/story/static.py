@@ -15,12 +15,12 @@ from moelab.bench import experts, neuron_examples, parallel, static
 from moelab.bench.quantization import compare_formats, layer_errors
 from moelab.calibration import Calibration, chunk_loads
 from moelab.datasets import REMEMBERED
-from moelab.experts import blocks
-from moelab.experts.neuron import expected_unique
 from moelab.experts.quantization import FORMATS, Quantized
-from moelab.experts.static import ORDERS
 from moelab.models import plug, unplug
 from moelab.parallel import volumes
+from moelab.static import blocks
+from moelab.static.neuron import expected_unique
+from moelab.static.static import ORDERS
 from moelab.table import ms, percent, slug
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.viz.notebook import interact, show

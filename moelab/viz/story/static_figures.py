@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moelab.bench.static import NO_EXPERTS, DropCosts, Ran
-from moelab.experts.blocks import Padding
+from moelab.static.blocks import Padding
 from moelab.viz import theme
 from moelab.viz.figures import (
     DASHED,

@@ -20,10 +20,10 @@ from moelab.cache.policies import DEFAULT_POLICY, NEEDS, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.limits import kv_bytes
-from moelab.offloading.simulator import flat, machine_of, simulate
 from moelab.offloading.slots import Sizes, divide
 from moelab.records import Rows
 from moelab.registry import names, require
+from moelab.simulation.simulator import flat, machine_of, simulate
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
 from moelab.table import ms, size

@@ -178,7 +178,7 @@ def _as_opened(settings: EngineSettings) -> Residency:
 def _assumed(name: str) -> Recorded:
     import numpy as np
 
-    from moelab.offloading.planner import drawn
+    from moelab.zipmoe.planner import drawn
 
     spec = load_model(name)
     pools = Pools(F=spec.L * spec.E)

@@ -18,9 +18,9 @@ from statistics import fmean, median
 from typing import Any
 
 from moelab.offloading.metrics import Forward
-from moelab.offloading.simulator import Simulation, flat, machine_of, simulate
 from moelab.progress import progress
 from moelab.records import Rows
+from moelab.simulation.simulator import Simulation, flat, machine_of, simulate
 from moelab.specs import Event
 from moelab.table import ms
 from moelab.viz import theme
@@ -410,8 +410,8 @@ def stage(
     """Record a generation, predict from it, and measure the loss of executing each prediction."""
     import torch
 
+    from moelab.api import make_predictor
     from moelab.evaluation.scores import language_loss, text_windows
-    from moelab.opening import make_predictor
     from moelab.recording import record
     from moelab.speculate import Speculation
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from moelab.advice.model import Model, find_model
 from moelab.calibration import Calibration
+from moelab.checkpoint.opening import find
 from moelab.files import absolute, atomic, cache_folder
-from moelab.models import find
 from moelab.progress import progress
 from moelab.records import Rows
 from moelab.registry import like, names, require

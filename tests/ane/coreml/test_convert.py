@@ -22,8 +22,8 @@ from moelab.ane.coreml.convert import ConversionSettings, Work, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
-from moelab.experts.tiers import Tiers
 from moelab.models import plug
+from moelab.static.tiers import Tiers
 from tests.ane.coreml.test_graphs import in_chunks
 from tests.depth import depth
 from tests.models import tiny

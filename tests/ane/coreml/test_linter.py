@@ -21,10 +21,10 @@ from moelab.ane.coreml.linter import lint, lint_examples
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.ane.plan import make_plan
 from moelab.ane.popularity import assumed_counts
+from moelab.checkpoint.checkpoint import load_config
+from moelab.checkpoint.opening import open_checkpoint, spec_of
 from moelab.files import small_model
-from moelab.models import compat, open_checkpoint, plug
-from moelab.models.checkpoint import load_config
-from moelab.models.opening import spec_of
+from moelab.models import compat, plug
 
 H, I = 64, 128
 WEIGHT = np.full((H, H, 1, 1), 0.01, dtype=np.float16)

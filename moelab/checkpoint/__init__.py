@@ -1,0 +1,1 @@
+"""A checkpoint: what lies in its files, which tensor feeds which parameter, opening, converting, restoring it."""

@@ -1,0 +1,498 @@
+"""The life of an expert that is being loaded: one state machine, without threads, locks, files or
+clock.
+
+Source: ZipMoE §3.2, §3.3, §4; Speculating Experts Algorithm 1. The engine's threads call it under
+one lock, the simulator from its event loop, so both follow the same rules.
+
+    WAITING ── slots ──▶ LOADING ── last read and decode ──▶ LOADED: computed, or prefetched for a
+                            layer to come ├────── error ──▶ FAILED └────── no longer wanted ──▶
+                            DROPPED: gives its slots back when nothing runs on it
+
+Slots are numbers of three kinds: "e" and "sm" for the two compressed chunks of an expert, "full"
+for its decoded tensors. Three rules exclude a deadlock. A load takes all the slots that it lacks at
+once, so every load that has been admitted can finish. While an expert that already holds a chunk
+waits, a missed one must leave a slot of each kind free. Prefetched loads always do, take at most
+`ahead` slots of a kind, and only what no demand waits for: they need no memory of their own, and
+where experts that stay have taken what was left free, they give way to a demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from moelab.intervals import Mean
+from moelab.specs import ExpertKey, State
+from moelab.zipmoe.affinity import Order
+
+KINDS = ("full", "e", "sm")
+#: what of an expert is in memory → the slots that it holds
+HOLDS = {
+    State.FULL: ("full",),
+    State.COMPRESSED: ("e", "sm"),
+    State.SM: ("sm",),
+    State.E: ("e",),
+    State.MISSED: (),
+}
+#: a read of an order → the slots that it fills
+FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
+#: a decode operation → the slots that it uses
+USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
+#: bytes at most of a piece of a read; between two of a prefetch, what is demanded may overtake it
+PIECE = 2 << 20
+#: seconds that an expert is waited for on average, from which on computing leaves the cores to
+#: loading by itself
+REST = 2e-3
+
+
+def piece(nbytes: int) -> int:
+    """Bytes of a piece, if so many are read in equal ones."""
+    return -(-nbytes // max(-(-nbytes // PIECE), 1))
+
+
+def read_name(kinds: tuple[str, ...]) -> str:
+    """What the timeline calls a read."""
+    return "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read"
+
+
+class Reads(NamedTuple):
+    """Reads that have ended, of whole experts or of one of their chunks."""
+
+    count: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+
+
+Phase = Enum("Phase", "WAITING LOADING LOADED FAILED DROPPED")
+
+
+@dataclass
+class PrefetchCounts:
+    """What became of prefetched experts: exact counts.
+
+    begun : experts that got slots.    used : of those, experts that their layer then wanted.
+    early : of these, those that were loaded before their layer came.
+    nbytes, wasted : bytes prefetched, and of those, bytes of experts that were not wanted.
+    """
+
+    begun: int = 0
+    used: int = 0
+    early: int = 0
+    nbytes: int = 0
+    wasted: int = 0
+
+    def reset(self) -> None:
+        self.begun = self.used = self.early = self.nbytes = self.wasted = 0
+
+
+class Load:
+    """An expert in flight.
+
+    keep : the state in which it will stay; None while it is prefetched.
+    slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
+    todo : tensor, or (tensor, shard), → what is left: "decode", "recover", or "decompressing" while
+        that is under way.
+    busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
+    """
+
+    __slots__ = (
+        "key",
+        "keep",
+        "slots",
+        "lacks",
+        "reads",
+        "todo",
+        "phase",
+        "busy",
+        "nbytes",
+        "ahead",
+        "error",
+        "batch",
+    )
+
+    def __init__(
+        self,
+        key: ExpertKey,
+        keep: State | None,
+        slots: dict[str, int],
+        kinds: Iterable[str],
+        todo: dict[str, str],
+        batch: Batch,
+    ) -> None:
+        self.key, self.keep, self.slots, self.todo, self.batch = key, keep, slots, todo, batch
+        self.lacks = [kind for kind in kinds if kind not in slots]
+        self.reads = {kind for kind in self.lacks if kind != "full" or len(kinds) == 1}
+        self.phase, self.busy, self.nbytes, self.ahead, self.error = (
+            Phase.WAITING,
+            0,
+            0,
+            False,
+            None,
+        )
+
+    @property
+    def decodable(self) -> bool:
+        """Whether something of it could be decoded now, or at least decompressed."""
+        return bool(self.phase is Phase.LOADING and self.todo and "e" not in self.reads)
+
+
+class Batch:
+    """The loads of one layer: the running one, or one to come. `ready` is called with each expert
+    that can be computed, or with the error that ends the layer."""
+
+    def __init__(self, ready: Callable[[Any], object] | None = None) -> None:
+        self.ready, self.failed = ready, False
+        self.loads: dict[ExpertKey, Load] = {}  # not yet loaded, the most urgent first
+        self.loaded: dict[ExpertKey, Load] = {}  # of a layer to come
+        self.waiting: list[Load] = []  # for slots
+        self.leaving: set[ExpertKey] = set()  # loaded; they give slots back when they are computed
+        self.reads: list[tuple[Load, tuple[str, ...]]] = []  # not yet begun
+
+    def fail(self, error: BaseException) -> None:
+        self.failed = True
+        self.ready(error)
+
+    def admitted(self) -> list[Load]:
+        return [
+            load
+            for load in (*self.loaded.values(), *self.loads.values())
+            if load.phase is not Phase.WAITING
+        ]
+
+    def take_out(self, key: ExpertKey) -> Load | None:
+        """A load that shall not go on; None if there is none of this expert."""
+        load = self.loads.pop(key, None) or self.loaded.pop(key, None)
+        self.reads = [(one, kinds) for one, kinds in self.reads if one is not load]
+        return load
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all its loads wait for slots, and nothing of it will give any back."""
+        return (
+            bool(self.waiting)
+            and not self.leaving
+            and all(load.phase is Phase.WAITING for load in self.loads.values())
+        )
+
+
+class LoadQueue:
+    """All loads in flight, who holds which slot, and what disk and workers shall do next.
+
+    count : slots of each kind.
+    ahead : prefetched experts that may hold slots at the same time.
+    held : slots of the experts that are in memory already.
+    tensors : of an expert, which are decoded one by one; by default it is decoded as one.
+    separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
+    workers : that decode; where there are more of them than tensors to decode, a tensor's shards
+        are decoded apart.
+    shards : how many there are of a tensor of a load.
+    in_place : whether experts are read straight into their "full" slot, as they are in memory.
+    admitted : how many loads have got their slots so far: when it grows, there may be something new
+        to do.
+    reads : what has been read so far; replaced as a whole, so it may be asked without the lock.
+    waits : mean seconds that an expert was waited for, told by who computes.
+    """
+
+    def __init__(
+        self,
+        count: Mapping[str, int],
+        ahead: int = 0,
+        *,
+        held: dict[ExpertKey, dict[str, int]] | None = None,
+        counts: PrefetchCounts | None = None,
+        tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
+        separable: Callable[[Load, str], bool] = lambda load, tensor: True,
+        in_place: bool = False,
+        workers: int = 1,
+        shards: Callable[[Load, str], int] = lambda load, tensor: 1,
+    ) -> None:
+        if ahead < 0:
+            raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
+        self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
+        self.tensors, self.separable, self.in_place = tensors, separable, in_place
+        self.workers, self.shards = workers, shards
+        taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
+        self.free = {
+            kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS
+        }
+        self.running = Batch()
+        self.prefetched: dict[int, Batch] = {}  # by layer
+        self.reads, self.waits = Reads(), Mean()
+        self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being loaded; may be asked without the lock."""
+        return any(batch.loads for batch in self._batches())
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether anything is being loaded, about as fast as it is computed, so that both want all
+        cores; may be asked without the lock."""
+        return self.busy and self.waits.value < REST
+
+    def begin(
+        self,
+        layer: int,
+        requests: Iterable[Any],
+        evicted: Iterable[ExpertKey],
+        ready: Callable[[Any], object],
+    ) -> list[Any]:
+        """Begin a layer's step: free what is evicted, adopt what was prefetched and is wanted, drop
+        what is not.
+
+        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`; what
+            `demand` must load of
+        them is returned.    ready : see `Batch`.
+        """
+        batch, wanted = Batch(ready), {request.key: request for request in requests}
+        if (before := self.prefetched.pop(layer, None)) is not None:
+            for load in before.admitted():  # for the others nothing has been done
+                if load.key in wanted:
+                    self._adopt(load, wanted.pop(load.key).keep, batch)
+                else:
+                    self._drop(load)
+            batch.reads = [(load, kinds) for load, kinds in before.reads if load.batch is batch]
+        for key in evicted:
+            self._release(self.held.pop(key), KINDS)
+            for other in self.prefetched.values():  # counted on what has just been released
+                if (load := other.take_out(key)) is not None:
+                    if load.phase is Phase.WAITING:
+                        other.waiting.remove(load)
+                    else:
+                        self._drop(load)
+        self.running = batch
+        self._admit()
+        return list(wanted.values())
+
+    def demand(self, requests: Iterable[Any], order: Order) -> None:
+        """Load experts for the running layer, in this order; ValueError if the order is of other
+        experts."""
+        wanted = [
+            (request, request.keep, self.held.setdefault(request.key, {})) for request in requests
+        ]
+        self._put(self.running, wanted, order)
+
+    def prefetch(self, layer: int, requests: Iterable[Any], order: Order) -> None:
+        """Load experts for a layer to come, behind everything that the running layer needs."""
+        if layer not in self.prefetched:
+            wanted = [(request, None, dict(self.held.get(request.key, ()))) for request in requests]
+            self.prefetched[layer] = Batch()
+            self._put(self.prefetched[layer], wanted, order)
+
+    def drop_prefetched(self, but: int | None = None) -> None:
+        """Drop all prefetched loads, but those for one layer: the forward pass that wanted them is
+        over."""
+        for layer in [layer for layer in self.prefetched if layer != but]:
+            for load in self.prefetched.pop(layer).admitted():
+                self._drop(load)
+
+    def computed(self, requests: Iterable[Any]) -> None:
+        """Release the decoded tensors of experts that have been computed and shall not stay
+        FULL."""
+        for request in requests:
+            slots = self.held[request.key]
+            self.running.leaving.discard(request.key)
+            self._release(slots, ("full",))
+            if not slots:
+                del self.held[request.key]
+        self._admit()
+
+    def next_read(self, demanded: bool = False) -> tuple[Load, tuple[str, ...]] | None:
+        """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must
+        follow.
+
+        demanded : of the running layer's only, which may overtake a prefetch between two pieces of
+        `PIECE` bytes."""
+        for batch in self._batches():
+            if demanded and batch is not self.running:
+                break
+            for i, (load, kinds) in enumerate(batch.reads):
+                if load.phase is Phase.LOADING:
+                    del batch.reads[i]
+                    load.ahead = load.keep is None
+                    load.busy += 1
+                    return load, kinds
+        return None
+
+    def next_decode(self) -> tuple[Load, Any, str] | None:
+        """The most urgent (load, tensor or one of its shards, operation of `USES`) that can begin.
+        `decode_done` must follow."""
+        for batch in self._batches():
+            for load in batch.loads.values():
+                if load.decodable:
+                    for tensor, stage in load.todo.items():
+                        if stage != "decompressing" and "sm" not in load.reads:
+                            del load.todo[tensor]
+                            if stage == "decode" and (apart := self._apart(batch, load, tensor)):
+                                load.todo |= dict.fromkeys(apart[1:], stage)
+                                tensor = apart[0]
+                            load.busy += 1
+                            return load, tensor, stage
+                        if (
+                            stage == "decode"
+                            and "sm" in load.reads
+                            and self.separable(load, tensor)
+                        ):
+                            load.todo[tensor] = "decompressing"
+                            load.busy += 1
+                            return load, tensor, "decompress"
+        return None
+
+    def _apart(self, batch: Batch, load: Load, tensor: Any) -> list[tuple[Any, int]]:
+        """The shards of a tensor that is about to be decoded, if there is not enough for all
+        workers without."""
+        if isinstance(tensor, tuple) or (n := self.shards(load, tensor)) == 1:
+            return []
+        left = 1
+        for other in batch.loads.values():
+            left += len(other.todo) if other.decodable else 0
+            if left >= self.workers:
+                return []
+        return [(tensor, shard) for shard in range(n)]
+
+    def read_done(
+        self,
+        load: Load,
+        kinds: Iterable[str],
+        nbytes: int,
+        error: BaseException | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """So many bytes were read; of a load that was dropped meanwhile, perhaps not all."""
+        load.nbytes += nbytes
+        self.counts.nbytes += nbytes * load.ahead
+        self.counts.wasted += nbytes * (load.phase is Phase.DROPPED)
+        if error is None:
+            load.reads.difference_update(kinds)
+            if load.phase is not Phase.DROPPED:
+                self.reads = Reads(*(a + b for a, b in zip(self.reads, (1, seconds, nbytes))))
+        self._done(load, error)
+
+    def decode_done(
+        self, load: Load, tensor: Any, operation: str, error: BaseException | None = None
+    ) -> None:
+        if operation == "decompress":
+            load.todo[tensor] = "recover"
+        self._done(load, error)
+
+    def _batches(self) -> list[Batch]:
+        return [batch for batch in (self.running, *self.prefetched.values()) if not batch.failed]
+
+    def _put(
+        self, batch: Batch, wanted: list[tuple[Any, State | None, dict[str, int]]], order: Order
+    ) -> None:
+        """Line up loads in their order, behind those that are in the batch already."""
+        kinds, loads = ("full",) if self.in_place else KINDS, {}
+        for request, keep, slots in wanted:
+            todo = {} if self.in_place else dict.fromkeys(self.tensors(request.key), "decode")
+            loads[request.key.expert] = Load(request.key, keep, slots, kinds, todo, batch)
+        if set(order.decode) != loads.keys():
+            raise ValueError(
+                f"the order has experts {sorted(order.decode)}, but the requests leave {sorted(loads)} to "
+                "decode; make the order from the same requests"
+            )
+        reads = [(expert, FILLS[part]) for expert, part in order.reads]
+        if self.in_place:
+            reads = [(expert, kinds) for expert in dict.fromkeys(expert for expert, _ in reads)]
+        batch.reads += [(loads[expert], fills) for expert, fills in reads]
+        batch.waiting = [
+            loads[expert]
+            for expert in dict.fromkeys([*(expert for expert, _ in reads), *order.decode])
+        ]
+        batch.loads |= {loads[expert].key: loads[expert] for expert in order.decode}
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give waiting loads the slots that they lack, the most urgent first."""
+        free, waiting = self.free, self.running.waiting
+        if waiting and free["full"]:
+            holders = sum(bool(load.slots) for load in waiting)
+            for load in list(waiting):
+                spare = 0 if load.slots else int(holders > 0)
+                if all(len(free[kind]) > spare for kind in load.lacks):
+                    holders -= bool(load.slots)
+                    self._give(load)
+                if not free["full"]:
+                    break
+        if self.running.stuck and (
+            ahead := [load for of in self.prefetched.values() for load in of.admitted()]
+        ):
+            self._drop(ahead[-1].batch.take_out(ahead[-1].key))  # of the layer that comes last
+            return None if ahead[-1].busy else self._admit()  # `_done` admits again
+        for batch in self.prefetched.values() if not self.running.waiting else ():
+            for load in list(batch.waiting):
+                if self._ahead == self.ahead or not all(len(free[kind]) > 1 for kind in load.lacks):
+                    break
+                self._give(load)
+                self._ahead += 1
+
+    def _give(self, load: Load) -> None:
+        load.slots.update({kind: self.free[kind].pop() for kind in load.lacks})
+        load.phase = Phase.LOADING
+        load.batch.waiting.remove(load)
+        self.admitted += 1
+
+    def _release(self, slots: dict[str, int], kinds: Iterable[str]) -> None:
+        for kind in slots.keys() & set(kinds):
+            self.free[kind].append(slots.pop(kind))
+
+    def _adopt(self, load: Load, keep: State, batch: Batch) -> None:
+        """The running layer wants a prefetched expert."""
+        self.counts.begun += 1
+        self.counts.used += 1
+        self.counts.early += load.phase is Phase.LOADED
+        self._ahead -= 1
+        self.held[load.key], load.keep, load.batch = load.slots, keep, batch
+        batch.loads[load.key] = load
+        if load.phase is Phase.FAILED:
+            batch.fail(load.error)
+            load.error = None
+        elif load.phase is Phase.LOADED:
+            self._loaded(load)
+
+    def _drop(self, load: Load) -> None:
+        """Nobody wants a prefetched expert that has its slots."""
+        self.counts.begun += 1
+        self.counts.wasted += load.nbytes
+        load.phase = Phase.DROPPED
+        self._free_dropped(load)
+
+    def _free_dropped(self, load: Load) -> None:
+        if not load.busy:
+            self._release(load.slots, load.lacks)  # what it held before is not its own
+            self._ahead -= 1
+
+    def _done(self, load: Load, error: BaseException | None) -> None:
+        load.busy -= 1
+        if load.phase is Phase.DROPPED:
+            self._free_dropped(load)
+            self._admit()
+        elif error is not None:
+            load.phase = Phase.FAILED
+            load.batch.reads = [
+                (other, kinds) for other, kinds in load.batch.reads if other is not load
+            ]
+            if load.keep is None:
+                load.error = error
+            else:
+                load.batch.fail(
+                    error
+                )  # and not kept: who raises it hangs frames, and so the model, on it
+        elif load.phase is Phase.LOADING and not (load.todo or load.reads or load.busy):
+            load.phase = Phase.LOADED
+            self._loaded(load)
+            self._admit()
+
+    def _loaded(self, load: Load) -> None:
+        """Keep of its chunks what shall be kept, and let it be computed; one that is prefetched
+        waits for its layer."""
+        del load.batch.loads[load.key]
+        if load.keep is None:
+            load.batch.loaded[load.key] = load
+            return
+        if load.keep is not State.FULL:
+            load.batch.leaving.add(load.key)
+        self._release(load.slots, [kind for kind in ("e", "sm") if kind not in HOLDS[load.keep]])
+        load.batch.ready(load.key)

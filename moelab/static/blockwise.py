@@ -1,0 +1,151 @@
+"""Blockwise matrix multiplication: any routing in blocks of fixed size (AWS Neuron MoE guide,
+"BWMM").
+
+Tokens are packed into blocks of B, each of one expert; a static number N of blocks holds every
+routing. Padded slots load no token, consecutive blocks of one expert load its weights once and are
+one product [m·B, H], and blocks without any token are not computed. Each kind of skipping can be
+switched off, so that its effect is counted.
+
+    blocks_e = ⌈n_e/B⌉    slot of a choice = rank within its expert + B · (blocks before that expert)
+    block_to_expert [N]    token position table [N, B], −1 where a slot is empty
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.experts.executor import Executor, dispatch, zeros
+from moelab.experts.sharding import Sharding
+from moelab.static.blocks import PROVISION
+
+
+@dataclass
+class Loads:
+    loaded: int = 0
+    skipped: int = 0  # that an algorithm without skipping does, too
+
+    @property
+    def savings(self) -> float:
+        return self.skipped / max(self.loaded + self.skipped, 1)
+
+    def add(self, loaded: int, skipped: int) -> None:
+        self.loaded, self.skipped = self.loaded + loaded, self.skipped + skipped
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMap:
+    block_to_expert: (
+        Tensor  # int64 [N]; blocks that no token needs are the last expert's, as in the SDK
+    )
+    tokens: Tensor  # [N, B], whose choice is in a slot; −1 in empty slots
+    choices: Tensor  # [N, B], which of its K
+
+    @property
+    def live(self) -> Tensor:
+        """bool [N], whether a block holds any token."""
+        return (self.tokens >= 0).any(1)
+
+
+def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
+    """Map the choices ids [T, K] to blocks of B; within an expert, tokens keep their order."""
+    T, K = ids.shape
+    d = dispatch(ids, E)
+    N = PROVISION[provision](T, K, E, B) if T else 0
+    before = torch.cat([d.counts.new_zeros(1), (-(-d.counts // B)).cumsum(0)])  # [E + 1]
+    # The blocks of experts 0 … e end at before[e + 1]: a block's expert is how many of these ends
+    # it has passed.
+    block_to_expert = torch.bucketize(torch.arange(N, device=ids.device), before[1:E], right=True)
+    expert = torch.arange(E, device=ids.device).repeat_interleave(d.counts)
+    slot = before[expert] * B + torch.arange(len(d), device=ids.device) - d.offsets[expert]
+    empty = d.tokens.new_full((N * B,), -1)
+    tokens, choices = (empty.index_copy(0, slot, of).view(N, B) for of in (d.tokens, d.choices))
+    return BlockMap(block_to_expert, tokens, choices)
+
+
+class Blockwise(Executor):
+    """Experts in blocks of fixed size; lossless.
+
+    block_size : B. The SDK's is 512; a CPU needs tens of rows a weight.
+    provision : the formula of N, in `PROVISION`.
+    sharding : how virtual cores share the work; None is one core.
+
+    Attributes, summed over calls:
+    blocks, live, computed : blocks provisioned (N), those of them with a token, those computed.
+    row_loads, weight_loads : of token rows [H] for each slot, and of an expert's weights for each
+        block computed.
+    reduced : values that cores exchanged to add up their partial results.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 64,
+        *,
+        provision: str = "code",
+        skip_tokens: bool = True,
+        skip_weights: bool = True,
+        skip_blocks: bool = True,
+        sharding: Sharding | None = None,
+    ) -> None:
+        super().__init__()
+        if block_size < 1 or provision not in PROVISION:
+            raise ValueError(
+                f"block_size={block_size} must be at least 1, and provision={provision!r} one of "
+                f"{', '.join(PROVISION)}"
+            )
+        self.block_size, self.provision, self.sharding = block_size, provision, sharding
+        self.skip_tokens, self.skip_weights, self.skip_blocks = (
+            skip_tokens,
+            skip_weights,
+            skip_blocks,
+        )
+        self.blocks = self.live = self.computed = self.reduced = 0
+        self.row_loads, self.weight_loads = Loads(), Loads()
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        m = block_map(ids, experts.num_experts, self.block_size, self.provision)
+        live = m.live
+        todo = (live.nonzero().flatten() if self.skip_blocks else torch.arange(len(live))).tolist()
+        executed = int((m.tokens >= 0).sum())
+        self.blocks += len(live)
+        self.live += int(live.sum())
+        self.computed += len(todo)
+        self.count(executed, executed, len(todo) * self.block_size)
+        if self.sharding is None or self.sharding.on != "block":
+            return self._core(todo, m, x, weights, experts)
+        outputs = [self._core(mine, m, x, weights, experts) for mine in self.sharding.split(todo)]
+        self.reduced += (len(outputs) - 1) * x.numel()
+        return sum(outputs[1:], outputs[0])
+
+    def _core(
+        self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any
+    ) -> Tensor:
+        """What one core contributes by computing some blocks: [T, H]."""
+        out, of = zeros(x, weights, experts), m.block_to_expert.tolist()
+        for _key, group in groupby(
+            blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))
+        ):
+            run = list(group)
+            expert_weights = experts.weights(of[run[0]])
+            tokens, choices = m.tokens[run].flatten(), m.choices[run].flatten()
+            used = (tokens >= 0).nonzero().flatten()
+            t, w = tokens[used], weights.new_zeros(len(tokens))
+            w[used] = weights[t, choices[used]]
+            rows = (
+                x.new_zeros(len(tokens), x.shape[1]) if self.skip_tokens else x[tokens.clamp(min=0)]
+            )
+            rows[used] = x[t]
+            if self.sharding is None or self.sharding.on == "block":
+                y = experts.weighted(rows, w, expert_weights)
+            else:
+                y, exchanged = self.sharding.weighted(rows, w, expert_weights, experts)
+                self.reduced += exchanged
+            out.index_add_(0, t, y[used].to(out.dtype))
+            loaded = len(used) if self.skip_tokens else len(tokens)
+            self.row_loads.add(loaded, len(tokens) - loaded)
+            self.weight_loads.add(1, len(run) - 1)
+        return out.to(x.dtype)

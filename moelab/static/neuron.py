@@ -1,0 +1,131 @@
+"""All experts, selective loading, and the Neuron SDK's choice among its algorithms (AWS Neuron MoE
+guide).
+
+`AllExperts` ("All-Experts algorithm") computes T·E rows, E/K times the arithmetic, with static
+shapes. `Selective` ("Selective loading algorithm") reads each expert that any token of the step
+chose, once, and no other: 1 − unique/E of the weights are not read, which pays while batch · K is
+well below E. `NeuronRule` (`ExpertMLPsV2`) chooses by sizes alone; α is 1.0 in the code and
+"typically between 0.8-1" in the guide:
+
+    token generation:  T·K ≥ α·E → all experts, else selective
+    prompt:            a capacity factor → capacity; T·K < α·E → selective; T·K < B → all experts; else blockwise
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelab.experts.executor import Executor, Sorted, local_experts, zeros
+from moelab.static.blockwise import Blockwise, Loads
+from moelab.static.static import CapacityFactor
+
+
+class AllExperts(Executor):
+    """Every expert on every token, what was not routed masked; an expert chosen twice runs once,
+    with both weights."""
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        T, E, local = len(x), experts.num_experts, local_experts(experts)
+        affinity = weights.new_zeros(T, E + 1).scatter_add_(
+            1, ids, weights
+        )  # the last column: "no expert"
+        mask = torch.zeros(T, E + 1, dtype=torch.bool, device=x.device).scatter_(1, ids, True)
+        out = zeros(x, weights, experts)
+        for e in local if T else ():
+            y = experts.weighted(x, affinity[:, e], experts.weights(e))
+            out += torch.where(mask[:, e, None], y.to(out.dtype), 0)  # 0 · ∞ would not be 0
+        routed = int((ids < E).sum())
+        self.count(routed, routed, T * len(local))
+        return out.to(x.dtype)
+
+
+class Selective(Sorted):
+    """`Sorted`, with the unique experts of each step counted; `loads.savings` is 1 − unique/E."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads = Loads()
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        out, E = super().run(x, ids, weights, experts), experts.num_experts
+        if unique := len(ids[ids < E].unique()):
+            self.loads.add(unique, E - unique)
+        return out
+
+
+def provisioned_savings(batch: int, K: int, E: int) -> float:
+    """Share of the loads that a static graph for min(batch · K, E) experts ("max unique experts")
+    saves."""
+    return 1 - min(batch * K, E) / E
+
+
+def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
+    """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
+
+    inclusion : [E], the probability p_e that a token chooses each expert; `[K / E] * E` if
+    balanced."""
+    return sum(1 - (1 - p) ** batch for p in inclusion)
+
+
+def neuron_choice(
+    T: int,
+    K: int,
+    E: int,
+    *,
+    decode: bool,
+    block_size: int = 512,
+    capacity_factor: float | None = None,
+    alpha: float = 1.0,
+) -> str:
+    """ "selective", "all_experts", "capacity" or "blockwise", by the SDK's rule."""
+    if decode:
+        return "all_experts" if alpha * E <= T * K else "selective"
+    if capacity_factor is not None and capacity_factor < E / K:  # from E/K on it is taken for None
+        return "capacity"
+    if alpha * E > T * K:
+        return "selective"
+    return "all_experts" if block_size > T * K else "blockwise"
+
+
+class NeuronRule(Executor):
+    """Runs each step by `neuron_choice`; lossless without a capacity factor. `chosen` counts the
+    algorithms.
+
+    batch : sequences that decode together. An executor sees T tokens only: up to `batch` are taken
+    for a decode step."""
+
+    def __init__(
+        self,
+        capacity_factor: float | None = None,
+        block_size: int = 512,
+        alpha: float = 1.0,
+        batch: int = 1,
+    ) -> None:
+        super().__init__()
+        self.settings = {
+            "capacity_factor": capacity_factor,
+            "block_size": block_size,
+            "alpha": alpha,
+        }
+        self.lossless, self.batch = capacity_factor is None, batch
+        self.chosen: Counter[str] = Counter()
+        self.executors: dict[str, Executor] = {
+            "selective": Selective(),
+            "all_experts": AllExperts(),
+            "blockwise": Blockwise(block_size),
+        }
+        if capacity_factor is not None:
+            self.executors["capacity"] = CapacityFactor(capacity_factor)
+        for executor in self.executors.values():
+            executor.tally = self.tally
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        T, K = ids.shape
+        name = neuron_choice(T, K, experts.num_experts, decode=self.batch >= T, **self.settings)
+        self.chosen[name] += 1
+        return self.executors[name](x, ids, weights, experts)

@@ -1,0 +1,370 @@
+"""Static capacities: experts with a fixed number of rows, and what happens to tokens beyond it.
+
+A static graph has room for C tokens of an expert. If more come, either it is launched again until
+all are served (*pad*), or the least important are dropped (*prune*): a dropped choice contributes
+nothing. Importance is an entry of `ORDERS`; NPUMoE's (§3.2) is saliency, the L2 norm of the token's
+attention output.
+
+    CapacityFactor  one capacity for all experts, set by the step's size      AWS Neuron MoE guide, "Dropping MoE"
+    Tiered          a capacity an expert, set by calibration                  NPUMoE §4.1, see `moelab.static.tiers`
+    Grouped         experts of one tier share one launch                      NPUMoE §4.2, Fig. 11
+
+    capacity [E]    a launch: experts of equal capacity, C rows of each, zero-padded; the valid ones are scattered
+
+Launches are counted as a static graph would have them; here an expert computes the rows of all its
+launches at once.
+
+All tokens of a chunk, padding included, compete for the same places, so the cost of dropping is
+evaluated on texts of one length, a chunk each, or one by one. A step of one token is never dropped
+by an expert that has any capacity."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, local_experts, zeros
+from moelab.registry import require
+from moelab.static.tiers import Group
+
+#: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens'
+#: saliency [T], and chance
+Order = Callable[[Dispatch, Tensor, Tensor, torch.Generator], Tensor]
+#: name → importance: the least important are dropped first, and of equals the later token
+ORDERS: dict[str, Order] = {
+    "saliency": lambda d, weights, saliency, rng: saliency[d.tokens],
+    "router": lambda d, weights, saliency, rng: weights[d.tokens, d.choices],
+    "random": lambda d, weights, saliency, rng: torch.rand(len(d), generator=rng).to(
+        d.tokens.device
+    ),
+    "token": lambda d, weights, saliency, rng: -d.tokens,
+    # the opposite of saliency, for control: the strongest are dropped first
+    "strongest": lambda d, weights, saliency, rng: -saliency[d.tokens],
+}
+NEED_SALIENCY = ("saliency", "strongest")
+#: names under which architectures keep a decoder layer's attention
+ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
+
+
+class Saliency:
+    """Context manager: while it is open, `saliency[layer]` are the norms [T] of that layer's latest
+    pass (NPUMoE §3.2).
+
+    The L2 norm of each token's attention output [batch, S, H], before the residual is added, T =
+    batch·S. ValueError for a layer without an attention module beside its MoE block (Switch).
+
+    layers : the model's MoE layers (`moelab.models.discover`, `plug`).
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[Any]) -> None:
+        self._attention = {layer.index: _attention_beside(model, layer.name) for layer in layers}
+        self._norms: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Saliency:
+        self._hooks = [
+            attention.register_forward_hook(self._keep(index))
+            for index, attention in self._attention.items()
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._norms.clear()
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if layer not in self._norms:
+            raise KeyError(
+                f"no saliency was recorded for layer {layer}: run the model inside `with saliency:`"
+            )
+        return self._norms[layer]
+
+    def _keep(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            output = output if isinstance(output, Tensor) else output[0]
+            self._norms[index] = torch.linalg.vector_norm(output.detach().float(), dim=-1).flatten()
+
+        return hook
+
+
+def _attention_beside(model: nn.Module, name: str) -> nn.Module:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    found = next(
+        (getattr(parent, n) for n in ATTENTION if isinstance(getattr(parent, n, None), nn.Module)),
+        None,
+    )
+    if found is None:
+        have = ", ".join(child for child, _ in parent.named_children())
+        raise ValueError(
+            f"beside the MoE block {name} there is no attention module named {', '.join(ATTENTION)} "
+            f"(there are: {have}), so this model has no saliency; choose another order, such as 'router'"
+        )
+    return found
+
+
+def experts_of(d: Dispatch) -> Tensor:
+    """The expert of each choice: int64 [n]."""
+    return torch.arange(len(d.counts), device=d.counts.device).repeat_interleave(d.counts)
+
+
+def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor:
+    """Which choices stay: bool [n]. Each expert keeps its capacity [E] of its most important; of
+    equals the earlier."""
+    expert = experts_of(d)
+    by_importance = torch.argsort(importance, descending=True, stable=True)
+    order = by_importance[
+        torch.argsort(expert[by_importance], stable=True)
+    ]  # by expert, then by importance
+    rank = torch.empty_like(order)
+    rank[order] = (
+        torch.arange(len(d), device=order.device) - d.offsets[expert]
+    )  # sorted by expert, as `order` is
+    return rank < capacity[expert]
+
+
+def by_chunk(d: Dispatch, size: int, chunks: int) -> Dispatch:
+    """The dispatch as if every chunk of `size` tokens had experts of its own: expert e of chunk c
+    is number c·E + e."""
+    chunk, E = d.tokens // size, len(d.counts)
+    order = torch.argsort(chunk, stable=True)
+    counts = torch.bincount(experts_of(d) + E * chunk, minlength=E * chunks)
+    return Dispatch(
+        d.tokens[order],
+        d.choices[order],
+        counts,
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+    )
+
+
+def select(d: Dispatch, keep: Tensor) -> Dispatch:
+    """The dispatch of those choices for which `keep` [n] is true."""
+    counts = torch.bincount(experts_of(d)[keep], minlength=len(d.counts))
+    return Dispatch(
+        d.tokens[keep], d.choices[keep], counts, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    )
+
+
+def rows_for(count: int, capacity: int) -> int:
+    """Rows of the launches that hold `count` tokens: multiples of the capacity, at least one;
+    unpadded without any."""
+    return max(-(-count // capacity), 1) * capacity if capacity else count
+
+
+class StaticExecutor(Executor):
+    """Base of executors whose experts have static capacities: subclasses have `capacities`, and
+    perhaps `launches`.
+
+    overflow : "prune" or "pad"; with "pad" the executor is lossless.
+    order : which tokens "prune" drops first, a name in `ORDERS`; `saliency` and `seed` are what
+        some need.
+    chunk : consecutive tokens, of batch and sequence flattened, that the capacities are for; None
+    takes each call."""
+
+    lossless = False
+
+    def __init__(
+        self, overflow: str, order: str, saliency: Saliency | None, chunk: int | None, seed: int
+    ) -> None:
+        super().__init__()
+        if overflow not in ("prune", "pad"):
+            raise ValueError(f"overflow is {overflow!r}; it must be 'prune' or 'pad'")
+        require("order", order, ORDERS)
+        if overflow == "prune" and order in NEED_SALIENCY and saliency is None:
+            raise ValueError(
+                f"order={order!r} needs the tokens' saliency: pass saliency=Saliency(model, layers) and "
+                f"run the model inside `with saliency:`, or choose order='router', 'token' or 'random'"
+            )
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
+        self.overflow, self.order, self.saliency, self.chunk = overflow, order, saliency, chunk
+        self.lossless = overflow == "pad"
+        self.by_layer: dict[int, Tally] = {}
+        self._rng = torch.Generator().manual_seed(seed)
+
+    @abstractmethod
+    def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
+        """Capacity of each expert of a layer for a chunk of T tokens: [E]."""
+
+    def launches(
+        self, layer: int, counts: list[int], capacity: Sequence[int]
+    ) -> Iterable[tuple[Sequence[int], int]]:
+        """(experts, rows of each) of what is launched for `counts` [E] admitted tokens."""
+        return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity)) if n]
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        (T, K), E, layer, out = (
+            ids.shape,
+            experts.num_experts,
+            experts.layer,
+            zeros(x, weights, experts),
+        )
+        size, saliency = self.chunk or max(T, 1), self._saliency(layer, T)
+        lengths = [min(size, T - start) for start in range(0, T, size)]
+        if not lengths:
+            return out.to(x.dtype)
+        capacity = [self.capacities(layer, n, K, E) for n in lengths]
+        routed = kept = by_chunk(dispatch(ids, E), size, len(lengths))
+        if self.overflow == "prune":
+            # one token alone is dropped only by experts without any capacity
+            room = torch.tensor(
+                [[K * (C > 0) if n == 1 else C for C in of] for n, of in zip(lengths, capacity)]
+            )
+            importance = ORDERS[self.order](routed, weights, saliency, self._rng)
+            kept = select(routed, within_capacity(routed, room.flatten().to(x.device), importance))
+        rows, local = [[0] * E for _ in lengths], set(local_experts(experts))
+        for chunk, counts in enumerate(kept.counts.view(-1, E).tolist()):
+            for members, n in self.launches(layer, counts, capacity[chunk]):
+                for e in local.intersection(members):
+                    rows[chunk][e] = n
+        self._compute(out, x, weights, kept, torch.tensor(rows, device=x.device), experts)
+        counted = len(routed), len(kept), sum(map(sum, rows))
+        self.count(*counted)
+        self.by_layer.setdefault(layer, Tally()).add(*counted)
+        return out.to(x.dtype)
+
+    def _compute(
+        self, out: Tensor, x: Tensor, weights: Tensor, kept: Dispatch, rows: Tensor, experts: Any
+    ) -> None:
+        """Gather, run every expert on its rows [chunks, E] of all chunks, padding included, and
+        scatter the valid."""
+        number = experts_of(kept)
+        if not bool((held := rows.flatten()[number] > 0).all()):  # the others are another rank's
+            kept = select(kept, held)
+            number = number[held]
+        ends = (
+            rows.T.flatten().cumsum(0).view(rows.T.shape).T
+        )  # an expert's chunks are beside each other
+        slot = (
+            (ends - rows).flatten()[number]
+            + torch.arange(len(kept), device=x.device)
+            - kept.offsets[number]
+        )
+        bounds = [0, *ends[-1].tolist()]
+        buffer, scale = x.new_zeros(bounds[-1], x.shape[1]), weights.new_zeros(bounds[-1])
+        buffer[slot], scale[slot] = x[kept.tokens], weights[kept.tokens, kept.choices]
+        y = [
+            experts.weighted(buffer[a:b], scale[a:b], experts.weights(e))
+            for e, (a, b) in enumerate(zip(bounds, bounds[1:]))
+            if b > a
+        ]
+        if y:
+            out.index_add_(0, kept.tokens, torch.cat(y)[slot].to(out.dtype))
+
+    def _saliency(self, layer: int, T: int) -> Tensor:
+        if self.overflow == "pad" or self.order not in NEED_SALIENCY:
+            return torch.zeros(T)
+        saliency = self.saliency[layer]
+        if len(saliency) != T:
+            raise ValueError(
+                f"layer {layer} runs {T} tokens, but the saliency kept for it is of {len(saliency)}: it "
+                f"must be recorded in the same forward pass, from all tokens of the batch"
+            )
+        return saliency
+
+
+def capacity_of(T: int, K: int, E: int, factor: float) -> int:
+    """C = min(⌈T·K·cf/E⌉, T); T, the full capacity, from cf = E/K on."""
+    return T if factor >= E / K else min(math.ceil(T * K * factor / E), T)
+
+
+class CapacityFactor(StaticExecutor):
+    """One capacity for all experts (`capacity_of`); experts without tokens are computed, too.
+
+    order : who is dropped first, "token" (the later tokens, as the guide does), "router" or
+    "random" by `seed`."""
+
+    def __init__(self, factor: float = 1.25, order: str = "token", seed: int = 0) -> None:
+        super().__init__("prune", order, saliency=None, chunk=None, seed=seed)
+        if not factor > 0:
+            raise ValueError(
+                f"the capacity factor is {factor}; it must be above 0, or use a lossless executor"
+            )
+        self.factor = factor
+
+    def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
+        return [capacity_of(T, K, E, self.factor)] * E
+
+    def launches(
+        self, layer: int, counts: list[int], capacity: Sequence[int]
+    ) -> Iterable[tuple[Sequence[int], int]]:
+        return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity))]
+
+
+class Tiered(StaticExecutor):
+    """Experts with static capacities of their own; one without tokens is not launched.
+
+    capacities : [L][E], e.g. `[tiers.capacity for tiers in capacity_tiers(…)]`; 0 is an expert that
+        never runs ("pad": that runs unpadded). The other parameters are those of `StaticExecutor`.
+    """
+
+    def __init__(
+        self,
+        capacities: Sequence[Sequence[int]],
+        overflow: str = "prune",
+        order: str = "saliency",
+        saliency: Saliency | None = None,
+        chunk: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(overflow, order, saliency, chunk, seed)
+        self._capacities = [[int(c) for c in of] for of in capacities]
+        if not self._capacities or any(c < 0 for of in self._capacities for c in of):
+            raise ValueError(
+                "capacities must be a list for each MoE layer, and none of them negative"
+            )
+
+    def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
+        if not 0 <= layer < len(self._capacities) or len(self._capacities[layer]) != E:
+            have = ", ".join(str(len(of)) for of in self._capacities)
+            raise ValueError(
+                f"layer {layer} has {E} experts, but these capacities are for {len(self._capacities)} "
+                f"layers with {have} experts: calibrate this model"
+            )
+        return self._capacities[layer]
+
+
+class Grouped(Tiered):
+    """Groups of experts of equal capacity, each launched as one, with all its G·C rows, if any
+    expert has a token.
+
+    groups : [L][…], e.g. from `moelab.static.tiers.form_groups`; each layer's hold every expert
+    once."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Group]],
+        overflow: str = "prune",
+        order: str = "saliency",
+        saliency: Saliency | None = None,
+        chunk: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        capacities = []
+        for layer, of in enumerate(groups):
+            capacity = {e: group.capacity for group in of for e in group.experts}
+            if (members := sorted(e for group in of for e in group.experts)) != list(
+                range(len(capacity))
+            ):
+                raise ValueError(
+                    f"the groups of layer {layer} must hold every expert from 0 up exactly once, and hold "
+                    f"{members}"
+                )
+            capacities.append([capacity[e] for e in range(len(capacity))])
+        super().__init__(capacities, overflow, order, saliency, chunk, seed)
+        self.groups = [list(of) for of in groups]
+        self.launched = 0  # launches of groups
+
+    def launches(
+        self, layer: int, counts: list[int], capacity: Sequence[int]
+    ) -> Iterable[tuple[Sequence[int], int]]:
+        for group in self.groups[layer]:
+            most = max((counts[e] for e in group.experts), default=0)
+            if most:
+                rows = rows_for(most, group.capacity)
+                self.launched += rows // group.capacity if group.capacity else 1
+                yield group.experts, rows

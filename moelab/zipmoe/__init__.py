@@ -1,0 +1,1 @@
+"""ZipMoE: planning of pools (§3.4), cache-affinity scheduling (Algorithm 1) and its bounds."""

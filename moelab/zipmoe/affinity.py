@@ -1,0 +1,202 @@
+"""Cache-affinity scheduling: ZipMoE §3.3, Algorithm 1 and Definition A.1.
+
+Tasks whose SM-chunk must be read (type I) keep the disk busy, those whose SM-chunk is in memory
+(type II) only the workers. Blocks are built around a type-I task: type-II tasks, then further
+type-I tasks are inserted until the workers lag so far behind the disk that the next block's
+E-chunks arrive before a worker runs dry. Within a block all E-chunks are read before all SM-chunks;
+disk and workers always take the first operation of this order that is ready.
+
+Where the listing has gaps:
+- All chunks of a layer have the same delays, so "a position that introduces no additional idle
+  period" (line 13) exists everywhere in a block or nowhere. The earliest would be the block's head,
+  against the order by p of lines 4 and 5; here a task never goes ahead of one of its own type with
+  as large a p, which is nearer to the optimum.
+- Type-II tasks that are left when σ_I is empty found blocks of their own.
+- Lines 16 and 18 need a task i* with p_i* ≥ p_j*; without one, j* goes to the head.
+- Times count from the start of the layer, not of the block, as the proof needs what earlier blocks
+left behind."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from heapq import heapreplace
+from typing import Any, NamedTuple
+
+from moelab.offloading.requests import Delays, Task
+from moelab.registry import Entry
+from moelab.specs import State
+
+Block = list[Task]
+
+
+class Order(NamedTuple):
+    """The order of one layer's operations, by expert id: what the disk reads, (expert, "E" or
+    "SM"); in which order of priority workers take experts."""
+
+    io: list[tuple[int, str]]
+    decode: list[int]
+
+    @property
+    def reads(self) -> list[tuple[int, str]]:
+        """`io` with neighbouring E and SM of an expert as one request, "both"."""
+        merged: list[tuple[int, str]] = []
+        for expert, part in self.io:
+            if merged and merged[-1][0] == expert:
+                merged[-1] = expert, "both"
+            else:
+                merged.append((expert, part))
+        return merged
+
+
+def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
+    """Algorithm 1 for a layer's requests, an expert as one task.
+
+    requests : objects with `.key.expert`, `.tokens` and `.state`; those in state FULL have nothing
+        to order.
+    workers : decompression threads; ValueError below 1.
+    """
+    blocks = schedule(
+        [delays.whole(request) for request in requests if request.state is not State.FULL], workers
+    )
+    io = [
+        (task.expert, part)
+        for block in blocks
+        for part in ("E", "SM")
+        for task in block
+        if (task.reads_e if part == "E" else task.type_1)
+    ]
+    return Order(io, [task.expert for block in blocks for task in block])
+
+
+def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
+    """Algorithm 1's order of experts, but the chunks of each in one request, so that they are
+    decoded in one go."""
+    plan = order(requests, delays, workers)
+    parts: dict[int, list[str]] = {}
+    for expert, part in plan.io:
+        parts.setdefault(expert, []).append(part)
+    return plan._replace(
+        io=[(expert, part) for expert in plan.decode for part in sorted(parts.get(expert, ()))]
+    )
+
+
+def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
+    """`order_by_expert` where `Delays.by_expert` says so, else `order`."""
+    return (order_by_expert if delays.by_expert else order)(requests, delays, workers)
+
+
+def naive_order(requests: Iterable[Any], delays: Delays | None = None, workers: int = 1) -> Order:
+    """The baseline: experts in ascending id, of each first E, then SM."""
+    return given_order(sorted(requests, key=lambda r: r.key.expert))
+
+
+def given_order(requests: Iterable[Any]) -> Order:
+    """Experts as they are given, of each first E, then SM."""
+    missing = [request for request in requests if request.state is not State.FULL]
+    io = [
+        (request.key.expert, part)
+        for request in missing
+        for part in ("E", "SM")
+        if not (request.state.has_e if part == "E" else request.state.has_sm)
+    ]
+    return Order(io, [request.key.expert for request in missing])
+
+
+#: name → how to order a layer's reads and decoding: (requests, delays, workers) → `Order`
+SCHEDULERS = {
+    "default": Entry(
+        default_order, "Algorithm 1, or by expert where reading is slower than decompressing"
+    ),
+    "affinity": Entry(
+        order, "ZipMoE's Algorithm 1: E-chunks of a block first, SM-chunks behind them"
+    ),
+    "expert": Entry(
+        order_by_expert, "Algorithm 1's order of experts, each in one read and one decode"
+    ),
+    "naive": Entry(naive_order, "ascending experts, the baseline", teaching=True),
+}
+
+
+def schedule(tasks: Sequence[Task], workers: int) -> list[Block]:
+    """Algorithm 1: the tasks as blocks, in order of execution. ValueError without workers, for a
+    task in state FULL, or for tasks that differ in u, v, c or K."""
+    if workers < 1:
+        raise ValueError(f"{workers} workers; decompression needs at least 1")
+    if not tasks:
+        return []
+    u, v, c, K = tasks[0][3:7]
+    for task in tasks:
+        if task.state is State.FULL:
+            raise ValueError(
+                f"expert {task.expert} is FULL: it has nothing to schedule; leave it out"
+            )
+        if task[3:7] != (u, v, c, K):
+            raise ValueError(
+                "all tasks of a layer have the same u, v, c and K; schedule layers one by one"
+            )
+
+    ranked = sorted(tasks, key=lambda task: (-task.p, task.expert, task.tensor))
+    sigma_1 = deque(task for task in ranked if task.type_1)  # line 4
+    sigma_2 = deque(task for task in ranked if not task.type_1)  # line 5
+    blocks: list[Block] = []
+    clock, threads = 0.0, [0.0] * workers  # when disk and workers are done with the blocks so far
+    while sigma_1 or sigma_2:
+        base = (sigma_1 or sigma_2).popleft()  # line 10
+        block = [base]
+        ready, reads, sms = (0, K, base.type_1) if base.reads_e else (K, 0, base.type_1)
+        idle, busy_until = _decompress(threads, clock, ready, reads, v, c)
+        while (sigma_2 or sigma_1) and not _compute_dominant(
+            busy_until, clock + reads * v + sms * u, v, K
+        ):  # lines 11, 22
+            task = (sigma_2 or sigma_1).popleft()  # lines 12, 21
+            reads, ready = (reads + K, ready) if task.reads_e else (reads, ready + K)
+            sms += task.type_1
+            before = idle
+            idle, busy_until = _decompress(threads, clock, ready, reads, v, c)
+            _insert(block, task, adds_idle=idle > before + 1e-9 * (v + c))
+        blocks.append(block)  # line 26
+        clock, threads = clock + reads * v + sms * u, sorted(busy_until)
+    return blocks
+
+
+def _decompress(
+    threads: list[float], clock: float, ready: int, reads: int, v: float, c: float
+) -> tuple[float, list[float]]:
+    """A block's decompression: (idle seconds before its chunks, a heap of when each worker is
+    done). `threads` is when the workers become free, ascending; `ready` chunks are in memory,
+    `reads` more arrive every v s from `clock` on."""
+    threads, idle = threads.copy(), 0.0
+    for _ in range(ready):
+        heapreplace(threads, threads[0] + c)
+    for chunk in range(1, reads + 1):
+        begin, arrival = threads[0], clock + chunk * v
+        if arrival > begin:
+            idle += arrival - begin
+            begin = arrival
+        heapreplace(threads, begin + c)
+    return idle, threads
+
+
+def _compute_dominant(busy_until: list[float], io_end: float, v: float, K: int) -> bool:
+    """Definition A.1, with v = ρu/K.
+
+    The definition doesn't bind its k, and §3.3 prints "(l−p)/K·u" for the l-th earliest thread,
+    where p must be ρ and the minus a product. k = l is what the proof of Lemma B.5 needs: the l-th
+    E-chunk of the next block arrives l·ρu/K after the disk is done with this one, and the thread
+    that comes free l-th must still be busy then."""
+    return all(end - io_end >= k * v for k, end in enumerate(sorted(busy_until)[:K], 1))
+
+
+def _insert(block: Block, task: Task, adds_idle: bool) -> None:
+    """Lines 13 to 20: behind the tasks of its own type with as large a p; if it makes workers idle,
+    also behind such type-II tasks or, where the block has none, such type-I tasks."""
+    behind = {task.type_1}
+    if adds_idle:
+        behind.add(all(other.type_1 for other in block))
+    position = len(block)
+    while position and not (
+        block[position - 1].type_1 in behind and block[position - 1].p >= task.p
+    ):
+        position -= 1
+    block.insert(position, task)

@@ -1,0 +1,133 @@
+"""What to keep, and how to store it, so that tokens come fastest within a budget: chosen by
+simulation.
+
+Source: ZipMoE §3.4 and appendix C, whose planner takes popularity by rank, independent steps and a
+formula for a layer's time. Here the best of its divisions only become candidates, beside the caches
+that keep one state only; each is played by the simulator on the same tokens, from a warm cache, and
+the fastest wins: in simulation no plan is slower than the best single state.
+
+Tokens are drawn from a calibration's counts, each layer by itself, as the planner sees them: a real
+token repeats more of the one before. Only TPOT is compared; of the prompts nothing counts, neither
+their time nor what they leave in the cache. Left out: prefetching, and what `simulator` leaves out.
+
+Shapes: shares [L, E] of tokens that need each expert, their sum in a layer K.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moelab.cache.policies import DEFAULT_POLICY
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.calibration import Calibration
+from moelab.offloading.requests import Delays
+from moelab.offloading.slots import Sizes
+from moelab.progress import progress
+from moelab.simulation.simulator import Linear, Steps, flat, simulate
+from moelab.trace import DECODE
+from moelab.zipmoe import selection
+from moelab.zipmoe.planning import plan
+
+#: tokens that are played to fill the cache, and then to be timed
+WARM, TIMED = 64, 16
+
+
+class Tried(NamedTuple):
+    """A division of the budget, mean seconds of a decode step with it, and share of experts found
+    in any state."""
+
+    pools: Pools
+    tpot: float
+    hit_rate: float
+
+
+def drawn(shares: np.ndarray, tokens: int, seed: int = 0) -> list[list[tuple[int, dict[int, int]]]]:
+    """Decode steps of so many tokens, each expert of a layer as often as `shares` [L, E] says,
+    independently."""
+    layers = []
+    for layer, f in enumerate(shares):
+        f, k = selection.whole(f)
+        layers.append(
+            selection.sample(selection.selection_probabilities(f, k), k, tokens, seed + layer)
+        )
+    return [
+        [
+            (layer, dict.fromkeys(np.flatnonzero(found[token]).tolist(), 1))
+            for layer, found in enumerate(layers)
+        ]
+        for token in range(tokens)
+    ]
+
+
+def shares_of(calibration: Calibration) -> np.ndarray:
+    """Share of decoded tokens that need each expert: [L, E]; ValueError without decoded tokens."""
+    if not calibration.tokens[DECODE]:
+        raise ValueError(
+            "this calibration has seen no decoded tokens, whose popularity a plan is for; calibrate with "
+            "--new-tokens 2 or more"
+        )
+    return calibration.counts(DECODE).double().numpy() / calibration.tokens[DECODE]
+
+
+def best_pools(
+    shares: np.ndarray,
+    steps: Steps,
+    room: int,
+    sizes: Sizes,
+    delays: Delays,
+    *,
+    workers: int,
+    staging: int,
+    policy: Any = DEFAULT_POLICY,
+    scope: str = "model",
+    margin: float | None = None,
+    warm: int = WARM,
+    other: Linear = (0.0, 0.0),
+    most: int = 10,
+) -> list[Tried]:
+    """The `most` best plans and the caches of one state on the same tokens, fastest first.
+
+    shares : [L, E].    steps : tokens one by one, of which the first `warm` only fill the cache.
+    room : bytes for the pools.    policy, scope, margin : of the `Residency`.    other : as of `simulate`.
+
+    Where chunks are not kept apart (raw, bf12, few bits) there is only one: all FULL.
+    """
+    L, E = shares.shape
+    f, k = selection.whole(np.sort(shares, 1)[:, ::-1].mean(0))
+    copies, layers = (L, 1) if scope == "layer" else (1, L)
+    each = room // copies
+    full, sm, e = sizes.full, sizes.sm, sizes.e
+    bytes_of = {"F": full} | ({"C": sm + e, "S": sm, "E": e} if sm and e else {})
+    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
+    if len(pools) > 1 and each >= layers * min(sm, e):
+        pools += [
+            found.pools
+            for found in plan(f, each, (full, sm, e), k, delays, workers, layers=layers).best(most)
+        ]
+    tried = []
+    for one in progress(list(dict.fromkeys(pools)), "choosing pools") if len(pools) > 1 else pools:
+        residency = Residency(L, E, one, deepcopy(policy), scope, margin)
+        for step in flat(steps[:warm]):
+            residency.begin(*step)
+        timed = steps[warm:]
+        run = simulate(
+            timed,
+            [(1, "decode")] * len(timed),
+            residency,
+            delays,
+            workers=workers,
+            staging=staging,
+            other=other,
+            quiet=True,
+        )
+        tried.append(
+            Tried(
+                one, fmean(end - start for start, end, *_ in run.forwards), run.counters.hit_rate()
+            )
+        )
+    return sorted(tried, key=lambda one: one.tpot)

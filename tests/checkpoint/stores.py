@@ -1,0 +1,27 @@
+"""What tests ask of stores and checkpoints: the model of a store by its `StoreExperts`, and whose a
+folder is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moelab.checkpoint.checkpoint import Checkpoint, load_config
+from moelab.checkpoint.opening import open_checkpoint
+from moelab.models import plug
+from moelab.models.identity import of_checkpoint
+from moelab.store.layout import ExpertStore
+from moelab.store.reader import StoreExperts
+
+
+def open_store(store: ExpertStore | Path, **options: Any) -> Any:
+    """The model of a store, its experts read from there one by one; options as of `Reader`."""
+    store = store if isinstance(store, ExpertStore) else ExpertStore(store)
+    model = open_checkpoint(store.folder, experts="external")
+    plug(model, source=StoreExperts(store, model.dtype, **options))
+    return model
+
+
+def identity_of(folder: Path) -> str:
+    """The identity of a checkpoint or store."""
+    return of_checkpoint(Checkpoint.at(folder), load_config(folder))

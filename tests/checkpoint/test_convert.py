@@ -1,0 +1,347 @@
+"""Conversion, restoring and opening: bit-identical to transformers on every architecture; faults
+are survived."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab import open_model
+from moelab.__main__ import main as moelab_main
+from moelab.checkpoint import convert as converting
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.convert import convert
+from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.restore import places, restore
+from moelab.checkpoint.synthesize import synthesize
+from moelab.models import discover, plug
+from moelab.store.layout import ExpertStore, StoreError
+from moelab.store.reader import StoreExperts
+from moelab.store.verify import main as verify_main
+from moelab.store.verify import verify
+from tests.checkpoint.stores import identity_of, open_store
+from tests.models import tiny
+from tests.models.test_seam import generate
+from tests.store.faults import small_checkpoint
+
+
+def source_of(name, folder, **changes):
+    return (
+        tiny.save(name, folder, torch.bfloat16, **changes)
+        if changes
+        else tiny.save_few(name, folder)
+    )
+
+
+def same_tensors(a, b):
+    first, second = a.state_dict(), b.state_dict()
+    assert first.keys() == second.keys()
+    assert not [
+        k
+        for k in first
+        if first[k].dtype != second[k].dtype or not torch.equal(first[k], second[k])
+    ]
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "mxfp4", "fp8"])
+def test_restored_is_what_was_converted(name, tmp_path):
+    """The same files, byte for byte."""
+    source = source_of(name, tmp_path / "m")
+    for stray, content in {
+        "merges.txt": b"\xff\x00",
+        "index.json": b"[]",
+        "source.index.json": b"1",
+        "layout.json": b"",
+        "README.md": b"#",
+        "tokenizer.tiktoken": b"QQ== 0",
+    }.items():
+        (source / stray).write_bytes(content)
+    store = convert(source, tmp_path / "s", "zstd-huffman")
+    assert store.identity == identity_of(source)
+    restored = tmp_path / "r"
+    assert moelab_main(["restore", str(store.folder), str(restored)]) == 0
+    assert files(restored) == files(source)
+    found = verify(store)
+    assert found["experts"] == store.spec.L * store.spec.E
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "switch_transformers", "llama4_text"])
+def test_restored_in_the_sources_shards(name, tmp_path):
+    """Sharded, with odd headers: padded, another order of the keys, metadata; through two stores,
+    one made of the other."""
+    open_model(source_of(name, tmp_path / "whole")).save_pretrained(
+        tmp_path / "m", max_shard_size="20KB"
+    )
+    shards = sorted((tmp_path / "m").glob("*.safetensors"))
+    assert len(shards) > 3
+    raw = shards[1].read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + n])
+    text = json.dumps(
+        {**dict(reversed(header.items())), "__metadata__": {"é": "ü"}}, ensure_ascii=False, indent=1
+    )
+    text = text.encode() + b" " * 37
+    shards[1].write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n :])
+    first = convert(tmp_path / "m", tmp_path / "s")
+    second = convert(first.folder, tmp_path / "t", "raw")
+    assert first.identity == second.identity == identity_of(tmp_path / "m")
+    for store in (first, second):
+        assert files(restore(store, tmp_path / f"{store.folder.name}-r")) == files(tmp_path / "m")
+
+
+@given(data=st.data())
+def test_places_of_source_tensors(data):
+    """Of tensors cut, transposed, joined and interleaved at will; the naive oracle reads single
+    weights."""
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.uint8, torch.float64]))
+    values = torch.randint(0, data.draw(st.sampled_from([2, 250])), [2, *shape]).to(dtype)
+    if dtype.is_floating_point:
+        values.view(-1)[0] = torch.nan
+    first, second = values
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    made, sources = data.draw(
+        st.sampled_from(
+            [
+                ({"w": torch.cat([first, second], dim)}, [first, second]),
+                (
+                    {"w": torch.stack([first, second], dim + 1).flatten(dim, dim + 1)},
+                    [first, second],
+                ),
+                ({"w": first, "v": second}, [second, first]),
+                ({"w": first.transpose(0, -1) if len(shape) == 2 else first}, [first]),
+                (
+                    {"w": torch.cat([first, second], dim)},
+                    [torch.stack([first, second], dim + 1).flatten(dim, dim + 1)],
+                ),
+                (
+                    {
+                        "w": torch.cat([first, second], -1).transpose(0, -1)
+                        if len(shape) == 2
+                        else second
+                    },
+                    [first.transpose(0, -1), second.transpose(0, -1)]
+                    if len(shape) == 2
+                    else [second],
+                ),
+            ]
+        )
+    )
+    made = {name: t.contiguous() for name, t in made.items()}
+    found = places(
+        [(str(i), 0, t.contiguous()[None]) for i, t in enumerate(sources)], made, lambda bits: ""
+    )
+    assert [place[0] for place in found] == [str(i) for i in range(len(sources))]
+    for (_, _, name, size, offset, strides, _), source in zip(found, sources):
+        flat, wanted = made[name].reshape(-1), source.reshape(-1).tolist()
+        got = [
+            flat[offset + sum(i * stride for i, stride in zip(where, strides))].item()
+            for where in itertools.product(*map(range, size))
+        ]
+        assert str(got) == str(wanted)  # NaN is NaN here
+    if dtype.is_floating_point:  # negative now, as no other weight is
+        other = sources[0].reshape(-1).view(torch.uint8).clone()
+        other[-1] ^= 255
+        assert (
+            places([("x", 0, other.view(dtype).view(sources[0].shape))], made, lambda bits: "")
+            is None
+        )
+
+
+def test_files_of_a_store_are_closed(tmp_path):
+    store = convert(small_checkpoint(tmp_path / "m"), tmp_path / "s")
+
+    def opened():
+        return sum(
+            os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path))
+            for fd in os.listdir("/proc/self/fd")
+        )
+
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("needs /proc")
+    before = opened()
+    with StoreExperts(store, mode="buffered") as source:
+        source(0, 0), source(1, 0)
+        assert opened() == before + 2
+    assert opened() == before
+    model = open_store(store, mode="buffered")
+    model(torch.arange(9)[None])
+    assert opened() > before
+    del model
+    gc.collect()
+    assert opened() == before
+
+
+def test_a_command_that_cannot_be_does_not_block_the_next(tmp_path, capsys):
+    source = str(small_checkpoint(tmp_path / "m"))
+    for shards in ("0", "-5"):
+        try:
+            assert moelab_main(["convert", source, str(tmp_path / "s"), "--shards", shards])
+        except SystemExit as refused:  # the parser's own word
+            assert refused.code
+        assert not list(tmp_path.glob("s*"))
+    assert moelab_main(["convert", source, str(tmp_path / "s"), "--shards", "2"]) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "switch_transformers", "mxfp4", "fp8"])
+def test_a_model_runs_from_its_store_bit_for_bit(name, tmp_path):
+    source = source_of(name, tmp_path / "m")
+    store = convert(source, tmp_path / "s")
+    tokens, logits = generate(open_model(source), 0)
+    external = open_model(source, experts="external")
+    plug(external, source=StoreExperts(store))
+    for model in (external, open_store(store.folder, mode="buffered")):
+        assert all(isinstance(layer.experts.source, StoreExperts) for layer in discover(model))
+        tokens_stored, logits_stored = generate(model, 0)
+        assert torch.equal(tokens, tokens_stored) and torch.equal(logits, logits_stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_other_dtypes(dtype, tmp_path):
+    source = tiny.save("mixtral", tmp_path / "m", dtype)
+    store = convert(source, tmp_path / "s")
+    same_tensors(open_model(source), open_model(restore(store, tmp_path / "r")))
+
+
+def test_tied_weights_and_shards(tmp_path):
+    torch.manual_seed(0)
+    source = tiny.save("qwen2_moe", tmp_path / "m", torch.bfloat16, tie_word_embeddings=True)
+    model = open_model(source)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    for folder in (source, tmp_path / "sharded"):
+        store = convert(folder, tmp_path / (folder.name + "-store"))
+        assert "lm_head.weight" not in store.weights
+        restored = open_model(restore(store, tmp_path / (folder.name + "-restored")))
+        same_tensors(model, restored)
+        assert restored.lm_head.weight.data_ptr() == restored.model.embed_tokens.weight.data_ptr()
+
+
+def test_the_stores_tensors_are_the_checkpoints(tmp_path):
+    """Straight against the source for the seam, casting included."""
+    source = tiny.save("qwen3_moe", tmp_path / "m", torch.bfloat16)
+    truth = CheckpointExperts(Checkpoint.at(source), open_model(source).config)
+    stored = StoreExperts(convert(source, tmp_path / "s"))
+    for layer in range(2):
+        for expert in range(8):
+            a, b = truth(layer, expert), stored(layer, expert)
+            assert a.keys() == b.keys() and all(
+                torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a
+            )
+
+
+def test_refusals(tmp_path, monkeypatch):
+    source, other = small_checkpoint(tmp_path / "m"), small_checkpoint(tmp_path / "n", seed=1)
+    assert identity_of(source) != identity_of(other)
+    with pytest.raises(ValueError, match="unknown codec"):
+        convert(source, tmp_path / "s", "gzip")
+    store = convert(source, tmp_path / "s")
+    with pytest.raises(FileExistsError, match="not overwritten"):
+        convert(source, tmp_path / "s")
+    assert store.identity == identity_of(source)
+    for model in (open_model(other), open_model(tiny.save("olmoe", tmp_path / "o"))):
+        with pytest.raises(ValueError, match="these are weights of m in "):
+            plug(model, source=StoreExperts(store))
+    with pytest.raises(FileExistsError, match="not overwritten"):
+        restore(store, tmp_path / "m")
+
+
+def test_a_destination_that_cannot_be_made_is_told_before_the_work(tmp_path, monkeypatch):
+    store = convert(small_checkpoint(tmp_path / "m"), tmp_path / "s")
+    monkeypatch.setattr(Checkpoint, "at", lambda folder: pytest.fail("the source was read"))
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, words in (
+        ("file", "not overwritten"),
+        ("link", "not overwritten"),
+        ("file/below", "Not a directory"),
+        ("file/further/below", "Not a directory"),
+    ):
+        for make in (
+            lambda to: convert(tmp_path / "m", to),
+            lambda to: restore(store, to),
+            lambda to: synthesize(to, "Mixtral-8x7B"),
+        ):
+            with pytest.raises(OSError, match=f"{name}.* {words}"):
+                make(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_an_interrupted_conversion_goes_on_and_not_with_another_source(tmp_path, monkeypatch):
+    source, other = small_checkpoint(tmp_path / "m"), small_checkpoint(tmp_path / "n", seed=1)
+    truth = {p.name: p.read_bytes() for p in convert(source, tmp_path / "truth").folder.iterdir()}
+    monkeypatch.setattr("moelab.store.writer.COMMIT", 1)
+    call, calls = CheckpointExperts.made, []
+
+    def interrupted(self, layer, expert):
+        calls.append((layer, expert))
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return call(self, layer, expert)
+
+    monkeypatch.setattr(CheckpointExperts, "made", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "s")
+    with pytest.raises(FileNotFoundError, match="was cut off; run the same convert command again"):
+        ExpertStore(tmp_path / "s")
+    with pytest.raises(ValueError, match="unfinished store with another identity"):
+        convert(other, tmp_path / "s")
+    calls[:] = [None] * 10
+    source.rename(tmp_path / "elsewhere")  # the same checkpoint under another name
+    done = convert(tmp_path / "elsewhere", tmp_path / "s").folder
+    assert (0, 0) not in calls and {p.name: p.read_bytes() for p in done.iterdir()} == truth
+
+
+def test_verify_finds_what_the_writing_got_wrong(tmp_path, monkeypatch, capsys):
+    """A codec that is not lossless is found by the re-reading at the end, and nothing is
+    published."""
+    source = small_checkpoint(tmp_path / "m")
+    real = converting.codecs.compress_tensor
+
+    def lossy(weights, *options):
+        return real(weights.clone().fill_(0) if weights.dim() > 1 else weights, *options)
+
+    monkeypatch.setattr("moelab.store.writer.codecs.compress_tensor", lossy)
+    with pytest.raises(StoreError, match="does not decode to what was converted"):
+        convert(source, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+    monkeypatch.undo()
+    store = convert(source, tmp_path / "t")
+    args = argparse.Namespace(store=str(store.folder))
+    assert verify_main(args) == 0 and "is whole: 8 experts" in capsys.readouterr().out
+    with open(store.folder / "weights.safetensors", "r+b") as f:
+        f.seek(-3, 2)
+        f.write(b"abc")
+    assert verify_main(args) == 1 and "does not match its checksum" in capsys.readouterr().out
+
+
+def test_killed_conversions_resume_to_the_same_bytes():
+    """In a process of its own, which forks: threads of the test runner would not survive that."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import json; from tests.store.faults import kills; "
+            "print(json.dumps(kills(5, seed=3)))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["killed"] >= 1

@@ -1,0 +1,291 @@
+"""Opening models: what is read, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import moelab
+from moelab import open_model
+from moelab.advice.model import find_model
+from moelab.bench.external_engines import write_unstacked
+from moelab.bench.measure import in_process
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.opening import open_checkpoint, require_tokenizer
+from moelab.checkpoint.synthesize import synthesize
+from moelab.files import small_model
+from moelab.models import discover, plug, unplug
+from moelab.specs import MoESpec
+from tests.models import tiny
+
+
+def test_the_small_model_opens_by_default():
+    model = moelab.open_model()
+    assert model.spec.L >= 4 and model.spec.E >= 16 and model.spec.name == "small"
+    assert model.tokenizer.padding_side == "left"
+    text = model.tokenizer("\nkey = 123")["input_ids"]
+    assert model(torch.tensor([text])).logits.shape == (1, len(text), model.config.vocab_size)
+
+
+def test_a_config_imports_no_model():
+    code = (
+        "import sys, moelab.checkpoint.checkpoint as c, moelab.files as f; c.load_config(f.small_model())\n"
+        "print('transformers.modeling_utils' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
+
+
+def test_resident_is_plain_transformers(tmp_path):
+    folder = tiny.save("qwen3_moe", tmp_path / "m")
+    ours = open_checkpoint(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager"
+    ).eval()
+    ids = torch.arange(3, 20)[None]
+    assert type(ours) is type(theirs) and torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_checkpoint_experts_are_the_models_own(name, tmp_path):
+    folder = tiny.save(name, tmp_path / "m")
+    resident = open_model(folder)
+    source = CheckpointExperts(Checkpoint.at(folder), resident.config, torch.float32)
+    plug(resident)
+    for layer in discover(resident):
+        for expert in range(resident.spec.E):
+            own, read = layer.experts.own(expert), source(layer.index, expert)
+            assert own.keys() == read.keys()
+            assert all(torch.equal(own[n], read[n]) and read[n].data_ptr() % 64 == 0 for n in own)
+    unplug(resident)
+
+
+def test_external_never_reads_the_experts(tmp_path):
+    """With its expert bytes destroyed, the checkpoint still opens, and only using an expert shows
+    the damage."""
+    folder = tiny.save("mixtral", tmp_path / "m")
+    file = next(folder.glob("*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    for key, entry in header.items():
+        if ".experts." in key:
+            start, end = (8 + size + offset for offset in entry["data_offsets"])
+            raw[start:end] = b"\xff" * (end - start)  # NaN in every float type
+    file.write_bytes(raw)
+    model = open_model(folder, experts="external")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert not any(".experts." in name for name, _ in model.named_parameters())
+    assert model(torch.arange(3, 9)[None]).logits.isnan().any()
+
+
+OPEN = """
+import json, sys
+import moelab
+from moelab.offloading.metrics import process
+moelab.open_model(experts="external")           # all that is imported
+before = process()["peak_rss_bytes"]
+moelab.open_model(sys.argv[1], experts="external")
+print(json.dumps(process()["peak_rss_bytes"] - before))
+"""
+
+
+def test_peak_memory_of_external_experts_does_not_hold_them(tmp_path):
+    """Of 100 MB of experts."""
+    spec = MoESpec(
+        "two layers",
+        "qwen3_moe",
+        2,
+        (0, 1),
+        32,
+        4,
+        1024,
+        256,
+        vocab=1024,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+    )
+    write_unstacked(synthesize(tmp_path / "stacked", spec), tmp_path / "model")
+    size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert in_process(OPEN, tmp_path / "model") < size / 2
+
+
+def test_unplug_gives_the_stock_classes_back(tmp_path):
+    model = open_model(tiny.save("llama4_text", tmp_path / "m"))
+    before = [type(m) for m in model.modules()]
+    plug(model)
+    assert [type(m) for m in model.modules()] != before
+    unplug(model)
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_unplugging_external_experts_is_refused(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"), experts="external")
+    with pytest.raises(ValueError, match="resident"):
+        unplug(model)
+
+
+def test_external_without_a_source_says_so(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"), experts="external")
+    for layer in discover(model):
+        layer.experts.source = None
+    with pytest.raises(RuntimeError, match="nothing supplies them"):
+        model(torch.tensor([[5]]))
+
+
+# ----------------------------------------------------------------------------------------------------
+# bad input
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
+        open_model(tmp_path / "nowhere" / "model")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_the_error_says_so(tmp_path):
+    code = (
+        "import time, moelab; from moelab.advice.model import find_model\n"
+        "def waits(seconds): raise SystemExit('waits to ask again')\n"
+        "time.sleep = waits\n"
+        "for open_it in (moelab.open_model, find_model):\n"
+        "    try: open_it('some-where/else')\n"
+        "    except FileNotFoundError as error: print(error)"
+    )
+    environment = os.environ | {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert (
+        done.stdout.count("the hub cannot be reached")
+        == done.stdout.count("check the network")
+        == 2
+    ), done.stderr
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [("RepositoryNotFoundError", "check the spelling"), ("GatedRepoError", "accept its terms")],
+)
+def test_what_the_hub_refuses_is_told_apart(kind, words, monkeypatch):
+    from huggingface_hub import errors
+
+    refusal = getattr(errors, kind)
+
+    def refused(*_, **__):
+        raise refusal.__new__(refusal)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refused)
+    with pytest.raises(FileNotFoundError, match=words):
+        open_model("some/model")
+
+
+def test_a_repository_without_a_config_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    for open_it in (open_model, find_model):
+        with pytest.raises(FileNotFoundError, match="no config.json"):
+            open_it("some/model-GGUF")
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("empty", "no config.json"),
+        ("file", "is a file; give the folder"),
+        ("config", "no .safetensors"),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_told_to_get_a_tokenizer(what, words, tmp_path):
+    path = tmp_path / "model"
+    if what == "file":
+        path.write_text("text")
+    else:
+        path.mkdir()
+    if what == "config":
+        shutil.copy(small_model() / "config.json", path)
+    with pytest.raises((FileNotFoundError, ValueError), match=words):
+        require_tokenizer(path)
+
+
+def test_a_dense_model(tmp_path):
+    config = transformers.LlamaConfig(**tiny.COMMON, intermediate_size=48)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="dense"):
+        open_model(tmp_path)
+
+
+def test_an_unknown_architecture(tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "moonbeam"}))
+    with pytest.raises(ValueError, match="moonbeam.*upgrade transformers"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("how", ["cut off", "no header", "empty", "header cut"])
+def test_a_damaged_file(tmp_path, how):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    file = next(folder.glob("*.safetensors"))
+    raw = file.read_bytes()
+    file.write_bytes(
+        {
+            "cut off": raw[:-7],
+            "no header": raw[:8] + b"{" * (len(raw) - 8),
+            "empty": b"",
+            "header cut": raw[:40],
+        }[how]
+    )
+    for experts in ("resident", "external"):
+        with pytest.raises(ValueError, match=f"{file.name}.*again"):
+            open_model(folder, experts=experts)
+
+
+def test_a_missing_shard_no_weights_no_config(tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "model-00002.safetensors"}})
+    )
+    with pytest.raises(FileNotFoundError, match="model-00002.safetensors"):
+        open_model(folder)
+    for file in folder.glob("model*"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="no .safetensors files"):
+        open_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        open_model(folder)
+
+
+def test_an_unknown_way_to_open(tmp_path):
+    with pytest.raises(ValueError, match="resident.*external"):
+        open_model(tmp_path, experts="disk")
+
+
+def test_where_in_its_file_a_weight_lies_changes_no_bit(tmp_path):
+    """The last bits of an fp32 product with one row depend on it, on some processors."""
+    folder = tiny.save("qwen2_moe", tmp_path / "m", torch.float32)
+    file, found = folder / "model.safetensors", []
+    for padding in range(0, 64, 8):  # a longer header moves all weights
+        save_file(load_file(file), file, {"format": "pt", "padding": "x" * padding})
+        model = open_model(folder)
+        assert all(weight.data_ptr() % 64 == 0 for weight in model.parameters())
+        found.append(model(torch.tensor([[5]])).logits)
+    assert all(torch.equal(logits, found[0]) for logits in found)

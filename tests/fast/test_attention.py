@@ -1,0 +1,258 @@
+"""Attention of a single token against softmax by hand, in double precision, and against
+transformers' own modules."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+from moelab import open_model
+from tests.models import tiny
+
+pytest.importorskip("numba")
+from moelab.fast import attention as short
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def past_of(tensors, window=None):
+    """A cache of keys and values, perhaps one that forgets."""
+    cache = DynamicCache()
+    cache.update(*tensors, 0)
+    if window:
+        cache.layers[0] = DynamicSlidingWindowLayer(window)
+        cache.layers[0].update(*tensors)
+    return cache
+
+
+class Config:
+    _attn_implementation = "sdpa"
+
+
+class MixtralAttention(nn.Module):
+    """Grouped attention with any sizes, norm ("head", "full", None) and biases; computed in double
+    precision."""
+
+    def __init__(self, H, heads, kv_heads, D, norm, bias, dtype):
+        super().__init__()
+        self.head_dim, self.scaling, self.layer_idx, self.config, self.training = (
+            D,
+            1 / math.sqrt(D),
+            0,
+            Config,
+            False,
+        )
+        for name, n, m in (
+            ("q_proj", H, heads * D),
+            ("k_proj", H, kv_heads * D),
+            ("v_proj", H, kv_heads * D),
+            ("o_proj", heads * D, H),
+        ):
+            linear = nn.Linear(n, m, bias).requires_grad_(False)
+            linear.weight.normal_(0, n**-0.5)
+            setattr(self, name, linear.to(dtype))
+        for name, n in (("q_norm", heads), ("k_norm", kv_heads)) if norm else ():
+            module = nn.RMSNorm(D if norm == "head" else n * D, eps=1e-3).requires_grad_(False)
+            module.weight.normal_(1, 0.3)
+            setattr(self, name, module.to(dtype))
+
+    def forward(self, x, position_embeddings, attention_mask, past_key_values):
+        D, (cos, sin) = self.head_dim, (t.double() for t in position_embeddings)
+
+        def heads(name, norm):
+            linear, module = getattr(self, name), getattr(self, norm, None)
+            y = x.double() @ linear.weight.double().T + (
+                0 if linear.bias is None else linear.bias.double()
+            )
+            if module is not None:
+                y = y.view(-1, len(module.weight))
+                y = (
+                    y
+                    * torch.rsqrt(y.square().mean(-1, keepdim=True) + module.eps)
+                    * module.weight.double()
+                )
+            return y.view(-1, D)
+
+        def turned(y):
+            return y * cos[0] + torch.cat([-y[:, D // 2 :], y[:, : D // 2]], 1) * sin[0]
+
+        q, k = turned(heads("q_proj", "q_norm")), turned(heads("k_proj", "k_norm"))
+        keys, values = past_key_values.update(
+            k[None, :, None], heads("v_proj", "")[None, :, None], 0
+        )
+        shared = len(q) // keys.shape[1]
+        keys, values = (t[0].double().repeat_interleave(shared, 0) for t in (keys, values))
+        shares = torch.softmax(torch.einsum("hd,hsd->hs", q, keys) * self.scaling, -1)
+        y = torch.einsum("hs,hsd->hd", shares, values).flatten()
+        bias = 0 if self.o_proj.bias is None else self.o_proj.bias.double()
+        weight = self.o_proj.weight.double().T
+        type(self).summed = float(
+            (y.abs() @ weight.abs() + abs(bias)).max()
+        )  # what rounding is relative to
+        return (y @ weight + bias)[None, None], None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    st.integers(1, 90),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.integers(0, 70),
+    st.sampled_from([None, "head", "full"]),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+    st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_one_token_equals_softmax_by_hand(
+    dtype, H, kv_heads, group, half, S, norm, bias, threads, seed
+):
+    torch.manual_seed(seed)
+    D = 2 * half
+    module = MixtralAttention(H, kv_heads * group, kv_heads, D, norm, bias, dtype)
+    past, angle = (
+        [torch.randn(1, kv_heads, S, D).to(dtype) for _ in range(2)],
+        torch.randn(1, 1, half).repeat(1, 1, 2),
+    )
+    given = {
+        "position_embeddings": (angle.cos().to(dtype), angle.sin().to(dtype)),
+        "attention_mask": None,
+    }
+    x, kept, before = torch.randn(1, 1, H).to(dtype), past_of(past), torch.get_num_threads()
+    with torch.inference_mode():
+        wanted, _ = module(x, **given, past_key_values=past_of(past))
+        torch.set_num_threads(threads)
+        try:
+            got, _ = short.DecodeAttention(module)(x, **given, past_key_values=kept)
+        finally:
+            torch.set_num_threads(before)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance * module.summed)
+
+
+def test_windows_slide_as_transformers_would_have_it():
+    """Until a window is full the kernel continues it, then the module does; what is kept stays the
+    same."""
+    torch.manual_seed(0)
+    module, past = (
+        MixtralAttention(64, 4, 2, 32, None, False, torch.float32),
+        torch.randn(2, 1, 2, 3, 32).unbind(),
+    )
+    ours, mine, theirs = short.DecodeAttention(module), past_of(past, 8), past_of(past, 8)
+    angle, ran = torch.randn(1, 1, 16).repeat(1, 1, 2), []
+    ours.own = lambda *args, own=ours.own, **kwargs: ran.append(1) or own(*args, **kwargs)
+    for _ in range(9):
+        given = {"position_embeddings": (angle.cos(), angle.sin()), "attention_mask": None}
+        x = torch.randn(1, 1, 64)
+        with torch.inference_mode():
+            wanted, got = (
+                f(x, **given, past_key_values=cache)[0]
+                for f, cache in ((module, theirs), (ours, mine))
+            )
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert mine.layers[0].cumulative_length == theirs.layers[0].cumulative_length
+        for a, b in zip(
+            (mine.layers[0].keys, mine.layers[0].values),
+            (theirs.layers[0].keys, theirs.layers[0].values),
+        ):
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+    assert len(ran) == 5  # 3 and 4 tokens fill a window of 8 but for one
+
+
+def test_what_is_no_such_attention_is_left_alone():
+    module = MixtralAttention(32, 4, 2, 16, None, False, torch.float32)
+    assert short.decode_attention(module) is not None
+    module.scaling *= 2  # read when it is called, so still the same
+    assert short.decode_attention(module) is not None
+    assert short.decode_attention(nn.Linear(3, 3)) is None
+    module.q_proj = nn.utils.parametrizations.weight_norm(module.q_proj)
+    assert short.decode_attention(module) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe"])
+def test_prompts_batches_masks_and_gradients_go_where_they_went(name, tmp_path, monkeypatch):
+    model = open_model(tiny.save(name, tmp_path / "model", torch.float32))
+    attention = next(m for m in model.modules() if type(m).__name__ in short.ATTENTIONS)
+    ours, calls = short.decode_attention(attention), []
+    monkeypatch.setattr(short, "attend", lambda *args: calls.append(args) or 1 / 0)
+    attention.forward = ours
+    ours.parts.seal()
+    ids = torch.randint(3, 90, (2, 5))
+    with torch.inference_mode():
+        out = model(ids, use_cache=True)  # a batch of prompts
+        model(ids[:, :1], past_key_values=out.past_key_values)  # one token each
+        out = model(ids[:1], attention_mask=torch.tensor([[0, 1, 1, 1, 1]]), use_cache=True)
+        model(
+            ids[:1, :1],
+            attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]),
+            past_key_values=out.past_key_values,
+        )
+    model(ids[:1, :1]).logits.sum().backward() if any(
+        p.requires_grad for p in model.parameters()
+    ) else None
+    assert not calls
+    with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+        out = model(ids[:1], use_cache=True)
+        model(ids[:1, :1], past_key_values=out.past_key_values)
+    assert len(calls) == 1
+
+
+def test_replaced_weights_are_seen(tmp_path):
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    attention = next(m for m in model.modules() if type(m).__name__ in short.ATTENTIONS)
+    ids = torch.randint(3, 90, (1, 5))
+
+    def step():
+        with torch.inference_mode():
+            return model(
+                ids[:, :1], past_key_values=model(ids, use_cache=True).past_key_values
+            ).logits
+
+    attention.forward = ours = short.decode_attention(attention)
+    ours.parts.seal()
+    before = step()
+    attention.o_proj.weight = nn.Parameter(attention.o_proj.weight.detach() * 2)
+    after = step()
+    del attention.forward
+    torch.testing.assert_close(after, step(), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before, after, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch):
+    """Beyond its room, cropped, copied and continued both ways, and given away in between."""
+    monkeypatch.setattr(short, "ROOM", 3)
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    attentions = [m for m in model.modules() if type(m).__name__ in short.ATTENTIONS]
+    tokens = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    def walk():
+        def feed(cache, first, last):
+            return [
+                model(tokens[:, i : i + 1], past_key_values=cache).logits
+                for i in range(first, last)
+            ]
+
+        with torch.inference_mode():
+            cache = model(tokens[:, :5], use_cache=True).past_key_values
+            found = feed(cache, 5, 13)
+            given = cache.layers[0].keys
+            seen = given.clone()
+            other = copy.deepcopy(cache)
+            found += feed(cache, 13, 20) + feed(other, 20, 27) + feed(cache, 27, 30)
+            cache.crop(-4)
+            found += feed(cache, 30, 36)
+            assert torch.equal(given, seen)
+            return [*found, cache.layers[1].keys, cache.layers[1].values, other.layers[1].keys]
+
+    wanted = walk()
+    for attention in attentions:
+        attention.forward = ours = short.decode_attention(attention)
+        ours.parts.seal()
+    for got, plain in zip(walk(), wanted, strict=True):
+        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,244 @@
+"""The fused decode kernels on models, against transformers' own results."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from moelab import open_model
+from moelab.fast.fast_decode import DENSE, FastDecode, as_bf12
+from moelab.models import discover
+from moelab.models.patches import Patches
+from moelab.speculate.predictors import route, teacher
+from tests.models import tiny
+from tests.offloading.test_offload import generate
+
+pytest.importorskip("numba")
+from moelab.fast import dense as dense_weights
+from moelab.fast import layers as decode_layers
+from moelab.fast import modules
+from moelab.kernels import products
+
+ATTENTION = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "phimoe")
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, "deepseek_v3", "gpt_oss", "llama4_text"])
+def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_path):
+    if name not in tiny.ARCHITECTURES:
+        pytest.skip(f"there is no tiny {name}")
+    model = open_model(tiny.save(name, tmp_path / "model", torch.float32))
+    for batch in (1, 2):
+        wanted = generate(model, batch=batch, prompt=3)
+        with FastDecode(model) as found:
+            assert found.norms + found.attentions > 0 and (found.attentions > 0) == (
+                name in ATTENTION
+            )
+            assert found.layers == (
+                found.attentions if name != "phimoe" else 0
+            )  # its norms are no RMSNorms
+            tokens, logits = generate(model, batch=batch, prompt=3)
+        assert torch.equal(tokens, wanted[0])
+        torch.testing.assert_close(logits, wanted[1], rtol=2e-4, atol=2e-4)
+        assert all(
+            torch.equal(*pair) for pair in zip(generate(model, batch=batch, prompt=3), wanted)
+        )
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_router_that_is_asked_is_the_kernel_in_its_place(tmp_path, monkeypatch):
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    calls, run, layers = [], modules.route, discover(model)
+    monkeypatch.setattr(modules, "route", lambda *args: calls.append(args) or run(*args))
+    x, other = torch.randn(
+        2, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
+    with torch.inference_mode():
+        wanted = [route(each, x) for each in layers]
+        assert not calls
+        with FastDecode(model):
+            calls.clear()
+            for each, (ids, weights) in zip(layers, wanted):
+                found = route(each, x)
+                assert torch.equal(found[0], ids)
+                torch.testing.assert_close(found[1], weights, rtol=1e-4, atol=1e-5)
+            assert len(calls) == len(layers)
+            for each, (ids, _) in zip(layers, wanted):  # made into weights by the code
+                assert torch.equal(route(each, other, teacher(each, x))[0], ids)
+            assert len(calls) == 2 * len(layers)  # the teachers
+
+
+def test_a_layer_is_one_call_unless_something_lies_on_its_parts(tmp_path, monkeypatch):
+    model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
+    calls, run, ids = [], decode_layers.to_experts, torch.arange(3, 9)[None]
+    monkeypatch.setattr(decode_layers, "to_experts", lambda *args: calls.append(args) or run(*args))
+
+    def step(count):
+        calls.clear()
+        with torch.inference_mode():
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+            logits = [
+                model(token[None, None], past_key_values=cache).logits for token in ids[0, 3:]
+            ]
+        assert len(calls) == 3 * count
+        return torch.cat(logits)
+
+    wanted = step(0)
+    with FastDecode(model) as fast:
+        close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+        close(step(L := fast.layers), wanted)
+        first = model.model.layers[0]
+        for part in (first.input_layernorm, first.self_attn, first.post_attention_layernorm):
+            told = []
+            for register in (part.register_forward_hook, part.register_forward_pre_hook):
+                hook = register(lambda *_: told.append(1))
+                close(step(L - 1), wanted)
+                hook.remove()
+            assert len(told) == 8  # prompts are heard, too
+            with Patches() as patches:
+                patches.wrap(
+                    part, "forward", lambda below: lambda *a, **k: told.append(1) or below(*a, **k)
+                )
+                close(step(L - 1), wanted)
+            assert len(told) == 12
+        heard = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        close(step(0), wanted)
+        heard.remove()
+        close(step(L), wanted)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            for what in ("weight", "module"):
+                norm = getattr(first, name)
+                if what == "weight":
+                    norm.weight = torch.nn.Parameter(norm.weight.detach() * 3)
+                else:
+                    setattr(first, name, copy.deepcopy(norm))
+                    getattr(first, name).weight.data *= 2
+                before, wanted = wanted, step(L - 1)
+                assert not torch.allclose(before, wanted, rtol=1e-3, atol=1e-4)
+        fast.close()
+        close(step(0), wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_linear_layers_give_the_same_logits(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("moelab.fast.modules.LARGE", 1)
+    model = open_model(tiny.save(name, tmp_path / "m"))
+    ids = torch.arange(3, 17)[None]
+    with torch.inference_mode():
+        logits = model(ids).logits
+        with FastDecode(model, rows=1e9) as fast:
+            assert fast.linears > 10 and set(fast.rows) == {torch.float32}
+            assert torch.allclose(model(ids).logits, logits, atol=1e-4, rtol=1e-4)
+            with FastDecode(model) as again:
+                assert (
+                    again.linears == again.norms == again.routers == again.attentions == 0
+                )  # not twice
+        assert torch.equal(model(ids).logits, logits)
+
+
+def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
+    monkeypatch.setattr("moelab.fast.modules.LARGE", 1)
+    model, ids = open_model(), torch.arange(3, 17)[None]
+
+    def logits(dense):
+        with FastDecode(model, rows=1e9, dense=dense) as fast, torch.inference_mode():
+            cache = model(ids).past_key_values
+            out = [model(ids).logits, model(torch.tensor([[5]]), past_key_values=cache).logits]
+        return fast.attentions, fast.linears, torch.cat([one.flatten() for one in out]).float()
+
+    plain, bf12 = logits(None), logits("bf12")
+    assert plain[:2] == bf12[:2] and plain[0] == model.spec.num_layers
+    assert (plain[2] - bf12[2]).abs().mean() < 0.02 * plain[2].abs().mean()
+
+    for module in (products, dense_weights):
+        monkeypatch.setattr(
+            module, "KINDS", {torch.float32: np.float32}
+        )  # no other weights are read
+    attention = model.model.layers[0].self_attn
+    weight = attention.o_proj.weight
+    x = torch.randn(2, weight.shape[1]).bfloat16()
+    found = dense_weights.Matrices.of(weight, None, pack=as_bf12)
+    y = products.multiply(
+        found.kind, found.rows, np.array([0, 2]), x.float(), None, len(weight), False
+    )
+    assert found.kind == products.PACKED["bf12"] and torch.allclose(
+        y, x.float() @ weight.float().T, atol=1e-3
+    )
+
+
+def nearest(name, w):
+    """What a few-bit format makes of weights [R, n]: of each 32 the nearest of its values."""
+    groups = w.float().view(-1, 32)
+    widest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
+    if name == "mxfp4":
+        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        grid, scale = torch.cat([grid, -grid]), torch.exp2(widest.abs().log2().floor() - 2)
+    else:
+        scale = (widest / -8 if name == "int4" else widest.abs() / 127).bfloat16().float()
+        grid = torch.arange(-8.0, 8) if name == "int4" else torch.arange(-128.0, 128)
+    grid = torch.cat([grid[::2], grid[1::2]])  # even codes first, which ties go to
+    found = (groups[..., None] - grid * scale[..., None]).abs().argmin(-1)
+    return (grid[found] * scale).view(w.shape).to(w.dtype)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
+def test_rounded_layers_are_rounded_for_prompts_and_tokens_alike(name):
+    """Against a model whose linear layers have the rounded weights themselves; all experts are
+    chosen in both, as a sum in another order could else choose others."""
+    model, ids = open_model(), torch.arange(3, 17)[None]
+    twin = open_model()
+    for module in (*model.modules(), *twin.modules()):
+        if hasattr(module, "top_k"):
+            module.top_k = model.spec.E
+    for _at, module in twin.named_modules():
+        if type(module) is torch.nn.Linear:
+            module.weight = torch.nn.Parameter(
+                nearest(name, module.weight.detach()), requires_grad=False
+            )
+
+    def logits(model):
+        with torch.inference_mode():
+            cache = model(ids).past_key_values
+            steps = [
+                model(torch.tensor([[token]]), past_key_values=cache).logits for token in (5, 9)
+            ]
+            return [one.float() for one in (model(ids).logits, *steps)]
+
+    plain, wanted, exact = logits(model), logits(twin), logits(twin.float())
+    for rows in (1e9, 1):  # prompts by our kernels, and by torch's
+        with FastDecode(model, rows=rows, dense=name) as fast:
+            assert fast.attentions == model.spec.num_layers and fast.linears >= 4 * fast.attentions
+            found = logits(model)
+        for ours, theirs, before, true in zip(found, wanted, plain, exact):
+            error, size, noise = (
+                (one - theirs).norm() / theirs.norm() for one in (ours, before, true)
+            )
+            # bf16 rounds both: hardly further apart than twice as far as one is from fp32
+            assert error < 3 * noise and (error < size / 2 or name == "int8")
+    assert all(torch.equal(*pair) for pair in zip(logits(model), plain))
+
+
+def test_routers_are_not_rounded_and_wrong_models_are_refused(tmp_path):
+    model = open_model()
+    model.model.layers[0].gate, model.router = (
+        torch.nn.Linear(64, 64, bias=False).bfloat16() for _ in range(2)
+    )
+    x = torch.randn(1, 64).bfloat16()
+    with torch.inference_mode(), FastDecode(model, dense="int4"):
+        for module in (model.model.layers[0].gate, model.router):
+            torch.testing.assert_close(module(x), x @ module.weight.T, rtol=2e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="int4.*bf16"):
+        FastDecode(open_model(tiny.save("qwen3_moe", tmp_path / "m", torch.float32)), dense="int4")
+
+
+@pytest.mark.parametrize("dense", DENSE)
+def test_dense_is_an_option_of_fast(dense):
+    with open_model(executor="fast", dense=dense) as lm:
+        assert lm.generate(torch.arange(3, 9)[None], max_new_tokens=3, do_sample=False).shape == (
+            1,
+            9,
+        )
+    for wrong in ({"dense": dense}, {"dense": "int3", "executor": "fast"}):
+        with pytest.raises(ValueError, match="bf12, int8, int4, mxfp4"):
+            open_model(**wrong)

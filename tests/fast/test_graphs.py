@@ -1,0 +1,356 @@
+"""A GPU's graphs of layers against transformers' own: with a GPU, and everywhere with naive kernels
+in torch, where a graph is told anew each time. The attention kernel runs in Triton's interpreter
+where there is no GPU."""
+
+import ctypes
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import DynamicCache
+
+from moelab import experts, open_model
+from moelab import fast as kernels
+from moelab.experts import gemv
+from moelab.fast import attention, fast_decode, graphs
+from moelab.kernels import products
+from moelab.models.seam import discover
+from moelab.models.unchanged import forward
+from tests.models import tiny
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+NAMES = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "phimoe")
+
+
+def at(address, dtype, *shape):
+    """The CPU's memory there."""
+    n = torch.Size(shape).numel()
+    memory = (ctypes.c_char * (n * dtype.itemsize)).from_address(int(address))
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def turned(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def naive_attention(q, k, v, cos, sin, where, scaling):
+    (heads, D), (keys, values, S, stride) = q.shape, where.tolist()
+    cos, sin = cos.view(D), sin.view(D)
+    out = torch.empty_like(q)
+    for h in range(len(k)):
+        K, V = (
+            at(address + h * stride * q.element_size(), q.dtype, S, D) for address in (keys, values)
+        )
+        K[-1], V[-1] = turned(k[h].float(), cos, sin), v[h]
+        for head in range(heads // len(k) * h, heads // len(k) * (h + 1)):
+            scores = K.float() @ turned(q[head].float(), cos, sin) * scaling
+            out[head] = torch.softmax(scores, 0) @ V.float()
+    return out
+
+
+NAIVE = SimpleNamespace(
+    multiplies=lambda matrices: matrices[0] is products.KINDS[torch.bfloat16],
+    bank=lambda matrices, table: (table, matrices[2]),
+    feed_forward=lambda *given: naive_experts(*given),
+)
+
+
+def naive_experts(up, down, x, ids, w):
+    total, (H, I) = 0, (x.shape[1], up[1] // 2)
+    for expert, of in zip(ids.tolist(), w):
+        gate, value = (x.float() @ at(up[0][expert, 0], x.dtype, 2 * I, H).float().T).chunk(2, -1)
+        total = (
+            total + of * (F.silu(gate) * value) @ at(down[0][expert, 0], x.dtype, H, I).float().T
+        )
+    return total.to(x.dtype)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Opens a model for a device, "cpu" as if it were a GPU, and counts the calls of its graphs."""
+    called, call = [], graphs.Graph.__call__
+    monkeypatch.setattr(graphs.Graph, "__call__", lambda graph: called.append(graph) or call(graph))
+
+    def opens(folder, device, **options):
+        if device == "cpu":
+            monkeypatch.setattr(graphs, "GPUS", ("cpu",))
+            monkeypatch.setattr(gemv, "GPUS", ("cpu",))
+            monkeypatch.setattr(fast_decode, "KERNELS", {"graphs": graphs.graph_layer})
+            for package, name, of in (
+                (kernels, "attention_triton", SimpleNamespace(attend=naive_attention)),
+                (experts, "gemv_triton", NAIVE),
+            ):
+                monkeypatch.setitem(sys.modules, f"{package.__name__}.{name}", of)
+                monkeypatch.setattr(package, name, of, raising=False)
+        lm = open_model(folder, device=device, **options)
+        called.clear()
+        return lm
+
+    opens.called = called
+    return opens
+
+
+def decode(lm, tokens, cache=None):
+    """Logits of each token after a prompt of six."""
+    cache, found = cache or DynamicCache(config=lm.config), []
+    with torch.inference_mode():
+        for part in (tokens[:, :6], *tokens[:, 6:].split(1, 1)):
+            found.append(
+                lm(part.to(lm.device), past_key_values=cache, use_cache=True)
+                .logits[0, -1]
+                .float()
+                .cpu()
+            )
+    return torch.stack(found), cache
+
+
+def drawn(n, seed=0):
+    return torch.randint(3, 96, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+def close(got, wanted, dtype):
+    return (got - wanted).norm() <= {torch.float32: 1e-4, torch.bfloat16: 3e-2}[
+        dtype
+    ] * wanted.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("memory", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_transformers(
+    name, dtype, memory, device, opened, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(attention, "ROOM", 3)  # so the cache moves now and then
+    folder, tokens = tiny.save(name, tmp_path / "model", dtype), drawn(14)
+    with open_model(folder, device=device) as lm:
+        wanted, theirs = decode(lm, tokens)
+    with opened(folder, device, memory=memory, executor="fast") as lm:
+        for _ in range(2):  # another generation, another cache
+            got, ours = decode(lm, tokens)
+            assert close(got, wanted, dtype)
+        calls, layers, dense = (
+            len(opened.called),
+            lm.config.num_hidden_layers,
+            lm.config.num_hidden_layers - lm.spec.L,
+        )
+    assert [layer.keys.shape for layer in ours.layers] == [
+        layer.keys.shape for layer in theirs.layers
+    ]
+    assert all(
+        close(a.keys.float(), b.keys.float(), dtype)
+        and close(a.values.float(), b.values.float(), dtype)
+        for a, b in zip(ours.layers, theirs.layers)
+    )
+    if name == "phimoe":  # its norms are others
+        assert not calls
+    elif (
+        memory or dtype != torch.bfloat16 or name == "qwen2_moe"
+    ):  # where there is more than experts in a block
+        assert calls == 2 * 8 * layers
+    else:
+        assert calls == 2 * 8 * (
+            (2 if name == "qwen3_moe" else 1) + dense
+        )  # its second layer is dense
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whoever_listens_hears_what_was_chosen_and_may_keep_it(device, opened, tmp_path):
+    folder, tokens, found = tiny.save("mixtral", tmp_path / "model", torch.bfloat16), drawn(12), []
+    for executor in ("exact", "fast"):
+        with (open_model if executor == "exact" else opened)(
+            folder, device=device, executor=executor
+        ) as lm:
+            heard = []
+            for layer in discover(lm):
+                register, hook, options = layer.listening(
+                    lambda ids, w, i=layer.index: heard.append((i, ids, w))
+                )
+                lm.moelab._patches.hook(register, hook, **options)
+            decode(lm, tokens)
+            found.append([(i, ids.cpu(), w.float().cpu()) for i, ids, w in heard])
+    assert len(opened.called) == 6
+    for (i, ids, w), (j, others, theirs) in zip(*found, strict=True):
+        a, b = (torch.zeros(len(ids), 8).scatter(1, *of) for of in ((ids, w), (others, theirs)))
+        assert i == j and torch.allclose(a, b, atol=3e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_exactly_this_takes_its_own_way(device, opened, tmp_path):
+    with opened(
+        tiny.save("olmoe", tmp_path / "model", torch.bfloat16), device, executor="fast"
+    ) as lm:
+        layers, tokens = lm.model.layers, drawn(8)
+        wanted, _ = decode(lm, tokens)
+        assert len(opened.called) == 2
+        for part in (layers[1].self_attn, layers[0].input_layernorm, layers[1].self_attn.q_proj):
+            opened.called.clear()
+            hook = part.register_forward_hook(lambda *_: None)
+            assert close(decode(lm, tokens)[0], wanted, torch.bfloat16)
+            assert len(opened.called) < 2 * len(layers)
+            hook.remove()
+        opened.called.clear()
+        decode(lm, tokens.repeat(2, 1))
+        assert not opened.called
+        gate = layers[1].mlp.gate
+        gate.weight = torch.nn.Parameter(
+            gate.weight.detach().flip(0).contiguous(), requires_grad=False
+        )
+        got, _ = decode(lm, tokens)
+        with opened(tmp_path / "model", device) as stock:
+            stock.model.layers[1].mlp.gate.weight.data.copy_(gate.weight)
+            assert close(got, decode(stock, tokens)[0], torch.bfloat16) and not close(
+                got, wanted, torch.bfloat16
+            )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_caches_take_turns(device, opened, tmp_path):
+    with opened(
+        tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16), device, executor="fast"
+    ) as lm:
+        both, alone = [drawn(12, seed) for seed in (1, 2)], []
+        for tokens in both:
+            alone.append(decode(lm, tokens)[0])
+        caches, got = [DynamicCache(config=lm.config) for _ in both], [[], []]
+        with torch.inference_mode():
+            for begin, end in [(0, 6), *((i, i + 1) for i in range(6, 12))]:
+                for tokens, cache, to in zip(both, caches, got):
+                    part = tokens[:, begin:end].to(lm.device)
+                    to.append(
+                        lm(part, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu()
+                    )
+        assert all(close(torch.stack(a), b, torch.bfloat16) for a, b in zip(got, alone))
+        assert not close(*alone, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("which", [slice(1, 2), slice(None)])  # one layer or all, which stay alike
+def test_what_a_graph_has_of_a_module_may_change(which, name, device, opened, tmp_path):
+    def change(lm):
+        for layer in lm.model.layers[which]:
+            layer.mlp.gate.top_k = 1
+            layer.self_attn.scaling *= 3
+
+    tokens = drawn(10)
+    with opened(tiny.save(name, tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
+        before, _ = decode(lm, tokens)
+        change(lm)
+        got, _ = decode(lm, tokens)
+    with open_model(tmp_path / "model", device=device) as lm:
+        change(lm)
+        assert close(got, decode(lm, tokens)[0], torch.bfloat16) and not close(
+            got, before, torch.bfloat16
+        )
+
+
+def test_an_interrupted_token_leaves_no_cache_in_anothers_place(opened, tmp_path, monkeypatch):
+    """Ctrl-C when the GPU has the address and nobody has taken note of it."""
+    with opened(
+        tiny.save("mixtral", tmp_path / "model", torch.bfloat16), "cpu", executor="fast"
+    ) as lm:
+        one, other = drawn(12, 1), drawn(12, 2)
+        wanted, _ = decode(lm, one)
+        _, cache = decode(lm, one[:, :8])
+        with torch.inference_mode():
+            theirs = DynamicCache(config=lm.config)
+            lm(other[:, :6], past_key_values=theirs, use_cache=True)
+            layer = forward(lm.model.layers[0])
+            copy_ = layer.where.copy_
+            layer.where.copy_ = lambda source: (copy_(source), interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                lm(other[:, 6:7], past_key_values=theirs)
+            del layer.where.copy_
+            got = [
+                lm(part, past_key_values=cache).logits[0, -1].float()
+                for part in one[:, 8:].split(1, 1)
+            ]
+    assert close(torch.stack(got), wanted[-4:], torch.bfloat16)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_experts_of_nobody_are_not_asked_where_they_are(tmp_path):
+    with (
+        open_model(
+            tiny.save("mixtral", tmp_path / "model", torch.bfloat16),
+            experts="external",
+            executor="fast",
+        ) as lm,
+        open_model(tmp_path / "model") as resident,
+    ):
+        got, wanted = (decode(of, drawn(9))[0] for of in (lm, resident))
+        assert close(got, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2_moe"]
+)  # a stretch, and layers up to their experts
+def test_threads_take_turns(name, device, opened, tmp_path):
+    with opened(tiny.save(name, tmp_path / "model", torch.bfloat16), device, executor="fast") as lm:
+        texts = [drawn(30, seed) for seed in range(4)]
+        alone, interval = [decode(lm, tokens)[0] for tokens in texts], sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                together = list(pool.map(lambda tokens: decode(lm, tokens)[0], texts))
+        finally:
+            sys.setswitchinterval(interval)
+    assert all(close(a, b, torch.bfloat16) for a, b in zip(together, alone))
+    assert not close(*alone[:2], torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, D, S, dtype",
+    [
+        (8, 2, 64, 1, torch.float32),
+        (4, 4, 48, 700, torch.float32),
+        (6, 2, 128, 300, torch.bfloat16),
+        (20, 1, 16, 130, torch.float32),
+    ],
+)
+def test_attention_equals_a_naive_one(heads, kv_heads, D, S, dtype, triton_device):
+    from moelab.fast import attention_triton
+
+    rng, device = torch.Generator().manual_seed(S), triton_device
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=rng).to(device, dtype)
+
+    q, k, v, memory = (
+        drawn(heads, D),
+        drawn(kv_heads, D),
+        drawn(kv_heads, D),
+        drawn(2, kv_heads, S + 5, D),
+    )
+    angle = (6 * torch.rand(D // 2, generator=rng)).repeat(2)
+    cos, sin, before = angle.cos().to(q), angle.sin().to(q), memory.clone()
+    where = torch.tensor(
+        [memory[0].data_ptr(), memory[1].data_ptr(), S + 1, memory.stride(1)], device=device
+    )
+    got = attention_triton.attend(q, k, v, cos, sin, where, D**-0.5)
+
+    within = 1e-5 if dtype == torch.float32 else 2**-7
+    keys, values = before.double()
+    keys[:, S], values[:, S] = turned(k.double(), cos, sin), v.double()
+    assert torch.allclose(memory.double()[0, :, S], keys[:, S], rtol=within, atol=within)
+    assert torch.equal(memory[1, :, S], v)
+    memory[:, :, S] = before[:, :, S]
+    assert torch.equal(memory, before)  # nothing else was written
+    for head, x in enumerate(turned(q.double(), cos, sin)):
+        h = head // (heads // kv_heads)
+        p = torch.softmax(keys[h, : S + 1] @ x * D**-0.5, 0)
+        assert torch.allclose(
+            got[head].double(), p @ values[h, : S + 1], rtol=within, atol=2 * within
+        )

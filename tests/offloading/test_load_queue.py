@@ -1,0 +1,306 @@
+"""The state machine of loads: slots, transitions and counts against a naive account, in any order
+of events."""
+
+import random
+from collections import Counter
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cache.pools import HIERARCHY, Pools
+from moelab.cache.residency import Request, Residency
+from moelab.offloading.load_queue import HOLDS, KINDS, LoadQueue, Phase
+from moelab.offloading.requests import Delays
+from moelab.offloading.slots import slot_counts
+from moelab.specs import ExpertKey, State
+from moelab.zipmoe.affinity import given_order, naive_order, order
+
+DELAYS = Delays(1, 2, 3, 1, 1, 1)
+L, E = 3, 8
+BYTES = {"full": 11, "e": 3, "sm": 8}
+
+
+class Driver:
+    """Plays steps on a `LoadQueue` in a random order of events, and keeps its own account of
+    everything."""
+
+    def __init__(
+        self, chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, shards
+    ):
+        self.chance, self.pools, self.workers = chance, pools, workers
+        self.count = slot_counts(pools, 1, in_flight + ahead)
+        self.queue = LoadQueue(
+            self.count,
+            ahead,
+            tensors=lambda key: tensors,
+            in_place=in_place,
+            separable=lambda load, tensor: two_stages,
+            workers=workers,
+            shards=lambda load, tensor: shards,
+        )
+        self.residency = Residency(L, E, pools, "lfu")
+        self.kinds, self.tensors, self.shards = ("full",) if in_place else KINDS, tensors, shards
+        self.reading, self.working, self.ready = (
+            [],
+            [],
+            [],
+        )  # reading: what was overtaken, and what overtook it
+        self.dropped = []  # prefetched loads that nobody wanted, still busy
+        self.expected = SimpleNamespace(begun=0, used=0, early=0, nbytes=0, wasted=0)
+        self.read, self.decoded = Counter(), Counter()  # of each load: parts, tensors
+
+    def check(self):
+        queue = self.queue
+        ahead = [load for batch in queue.prefetched.values() for load in batch.admitted()]
+        self.dropped = [load for load in self.dropped if load.busy]
+        for kind in KINDS:
+            taken = [slots[kind] for slots in queue.held.values() if kind in slots]
+            taken += [load.slots[kind] for load in (*ahead, *self.dropped) if kind in load.lacks]
+            assert sorted(queue.free[kind] + taken) == list(range(self.count[kind])), (
+                "a slot has one owner"
+            )
+        assert len(ahead) + len(self.dropped) <= queue.ahead
+        assert vars(queue.counts) == vars(self.expected)
+        for load in ahead:
+            done = self.read[load] == len(load.lacks) - (
+                "full" in load.lacks and self.kinds != ("full",)
+            ) and self.decoded[load] == len(self.tensors) * (self.kinds == KINDS)
+            assert (load.phase is Phase.LOADED) == done
+
+    def account(self, load, wanted):
+        """A prefetched load that has slots meets its layer."""
+        self.expected.begun += 1
+        self.expected.used += wanted
+        self.expected.early += wanted and load.phase is Phase.LOADED
+        if not wanted:
+            self.expected.wasted += load.nbytes
+            self.dropped.append(load)
+
+    def event(self):
+        """Something begins or ends; False if nothing can."""
+        choices = [("end", i) for i in range(len(self.working))]
+        if not self.reading or self.reading[-1][0].keep is None and self.chance.random() < 0.5:  # noqa: SIM102
+            if (found := self.queue.next_read(demanded=bool(self.reading))) is not None:
+                assert found[0].phase is Phase.LOADING and all(
+                    kind in found[0].lacks for kind in found[1]
+                )
+                assert not self.reading or found[0].keep is not None
+                self.reading.append((*found, found[0].keep is None))
+        choices += [("landed", 0)] * bool(self.reading)
+        while len(self.working) < self.workers and (found := self.queue.next_decode()) is not None:
+            self.working.append(found)
+            choices.append(("end", len(self.working) - 1))
+        if not choices:
+            return False
+        what, i = self.chance.choice(choices)
+        if what == "landed":
+            load, kinds, ahead = self.reading.pop()
+            nbytes = sum(BYTES[kind] for kind in kinds)
+            if load.phase is Phase.DROPPED:  # perhaps between two pieces
+                nbytes = self.chance.randint(0, nbytes)
+            self.expected.nbytes += nbytes * ahead
+            self.expected.wasted += nbytes * (load.phase is Phase.DROPPED)
+            self.read[load] += len(kinds)
+            self.queue.read_done(load, kinds, nbytes)
+        else:
+            load, tensor, operation = self.working.pop(i)
+            self.decoded[load] += Fraction(
+                operation != "decompress", self.shards if isinstance(tensor, tuple) else 1
+            )
+            self.queue.decode_done(load, tensor, operation)
+        self.check()
+        return True
+
+    def step(self, layer, experts, guesses, distance):
+        step = self.residency.begin(layer, dict.fromkeys(experts, 1))
+        asked = [request for request in step.requests if request.state is not State.FULL]
+        evicted, keys = [key for key, _ in step.evicted], {request.key for request in asked}
+        for at, batch in self.queue.prefetched.items():
+            for load in batch.admitted():
+                if at == layer or load.key in evicted:
+                    self.account(load, at == layer and load.key in keys)
+        self.ready = []
+        left = self.queue.begin(layer, asked, evicted, self.ready.append)
+        self.check()
+        how = self.chance.choice([lambda r: order(r, DELAYS, self.workers), naive_order])
+        self.queue.demand(left, how(left))
+        self.check()
+        found = [
+            Request(ExpertKey(layer + distance, e), 1, state, State.MISSED)
+            for e in guesses
+            if (state := self.residency.state(ExpertKey(layer + distance, e))) is not State.FULL
+        ]
+        if found and layer + distance < L:
+            self.queue.prefetch(layer + distance, found, given_order(found))
+            self.check()
+        self.queue.computed(
+            [r for r in step.requests if r.state is State.FULL and r.keep is not State.FULL]
+        )
+        waiting, computed = {request.key: request for request in asked}, []
+        while waiting:
+            while self.ready and (self.chance.random() < 0.5 or not self.event()):
+                request = waiting.pop(self.ready.pop(0))
+                computed.append(request.key)
+                if request.keep is not State.FULL:
+                    self.queue.computed([request])
+                self.check()
+            assert not waiting or self.ready or self.event(), (
+                "no deadlock: every demanded load ends"
+            )
+        assert len(computed) == len(asked)
+        held = {key: HOLDS[state] for state in HIERARCHY for key in self.residency.resident(state)}
+        assert {key: set(slots) for key, slots in self.queue.held.items()} == {
+            key: {kind for kind in kinds if self.kinds == KINDS or kind == "full"}
+            for key, kinds in held.items()
+        }
+
+    def end(self):
+        for batch in self.queue.prefetched.values():
+            for load in batch.admitted():
+                self.account(load, False)
+        self.queue.drop_prefetched()
+        self.check()
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.integers(0, 1 << 40).map(random.Random),
+    st.sampled_from([Pools(F=5), Pools(2, 2, 1, 2), Pools(0, 0, 4, 2), Pools(C=6), Pools()]),
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([("",), ("up", "down")]),
+    st.booleans(),
+    st.integers(1, 2),
+    st.integers(1, 3),
+)
+def test_any_order_of_events(
+    chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, distance, shards
+):
+    in_place &= pools == Pools(F=pools.F)
+    driver = Driver(chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, shards)
+    for _ in range(6):
+        for layer in range(L):
+            driver.step(
+                layer,
+                chance.sample(range(E), chance.randint(0, E)),
+                chance.sample(range(E), 4),
+                distance,
+            )
+        driver.end()
+    while driver.event():
+        pass
+    assert not driver.queue.busy and all(
+        len(driver.queue.free[kind]) + sum(kind in slots for slots in driver.queue.held.values())
+        == driver.count[kind]
+        for kind in KINDS
+    )
+
+
+def requests(*experts, layer=0, state=State.MISSED, keep=State.MISSED):
+    return [Request(ExpertKey(layer, expert), 1, state, keep) for expert in experts]
+
+
+def demand(queue, asked, layer=0):
+    ready = []
+    left = queue.begin(layer, asked, [], ready.append)
+    queue.demand(left, given_order(left))
+    return ready
+
+
+def finish(queue, error=None):
+    """Everything that can be done, one after another; a read may fail."""
+    while (found := queue.next_read()) is not None:
+        queue.read_done(*found, 1, error)
+    while (found := queue.next_decode()) is not None:
+        queue.decode_done(*found)
+
+
+def test_a_failed_read_ends_its_layer():
+    queue = LoadQueue(dict.fromkeys(KINDS, 4))
+    ready, error = demand(queue, requests(0, 1)), OSError("the disk")
+    queue.read_done(*queue.next_read(), 0, error)
+    assert ready == [error] and queue.next_read() is None
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_an_error_of_a_prefetch_reaches_only_who_wants_the_expert(wanted):
+    queue = LoadQueue(dict.fromkeys(KINDS, 4), ahead=2)
+    demand(queue, [])
+    asked, error = requests(5, layer=1), OSError("the disk")
+    queue.prefetch(1, asked, given_order(asked))
+    finish(queue, error)
+    assert demand(queue, requests(5 if wanted else 6, layer=1), layer=1) == [error] * wanted
+    assert (queue.next_read() is None) == wanted and queue.counts.begun == 1
+
+
+def test_a_dropped_load_keeps_its_slots_until_nothing_runs_on_it():
+    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
+    demand(queue, [])
+    asked = requests(5, layer=1)
+    queue.prefetch(1, asked, given_order(asked))
+    load, kinds = queue.next_read()
+    ready = demand(queue, requests(6, 7, layer=1), layer=1)
+    others = iter(queue.next_read, None)
+    assert (
+        load.phase is Phase.DROPPED
+        and {other.key.expert for other, _ in others} == {6}
+        and not queue.free["e"]
+    )
+    queue.read_done(load, kinds, 7)
+    assert (
+        queue.next_read()[0].key == (1, 7)
+        and not ready
+        and (queue.counts.nbytes, queue.counts.wasted) == (7, 7)
+    )
+
+
+def test_what_is_prefetched_leaves_a_slot_of_each_kind():
+    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=2)
+    demand(queue, [])
+    asked = requests(4, 5, layer=1)
+    queue.prefetch(1, asked, given_order(asked))
+    assert len({load.key for load, _ in iter(queue.next_read, None)}) == 1 and all(
+        map(len, queue.free.values())
+    )
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(loaded):
+    """Two slots: one is prefetched for a layer after the next, the other is taken by an expert that
+    stays."""
+    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
+    demand(queue, [])
+    asked = requests(5, layer=2)
+    queue.prefetch(2, asked, given_order(asked))
+    if loaded:
+        finish(queue)
+    else:
+        load, kinds = queue.next_read()
+    ready = demand(queue, [*requests(0, layer=1, keep=State.FULL), *requests(1, layer=1)], layer=1)
+    finish(queue)
+    if not loaded:
+        assert load.phase is Phase.DROPPED and ready == [(1, 0)]  # the disk is still at it
+        queue.read_done(load, kinds, 1)
+    finish(queue)
+    assert ready == [(1, 0), (1, 1)] and (queue.counts.begun, queue.counts.used) == (1, 0)
+
+
+def test_whoever_holds_a_chunk_is_not_starved_by_missed_experts():
+    """One slot of each kind beside the held chunk: two missed experts may not take what expert 2
+    needs to finish."""
+    queue = LoadQueue({"full": 1, "e": 2, "sm": 1}, held={ExpertKey(0, 2): {"e": 0}})
+    ready = demand(queue, [*requests(0, 1), *requests(2, state=State.E)])
+    assert queue.next_read()[0].key == (0, 2) and not ready
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="ahead is -1"):
+        LoadQueue(dict.fromkeys(KINDS, 1), -1)
+    queue = LoadQueue(dict.fromkeys(KINDS, 1))
+    with pytest.raises(ValueError, match="the requests leave"):
+        queue.demand(requests(1), given_order(requests(2)))

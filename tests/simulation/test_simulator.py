@@ -1,0 +1,428 @@
+"""The simulator against the parts it drives, a clock kept by hand, and what must hold on any
+machine."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moelab import cards, convert, registry
+from moelab.cache.policies import POLICIES, Belady
+from moelab.cache.residency import Pools, Residency
+from moelab.offloading.metrics import Forward
+from moelab.offloading.offload import offload
+from moelab.offloading.requests import Delays
+from moelab.simulation.simulator import MachineRates, delays_of, flat, replay, simulate, steps_of
+from moelab.specs import DeviceSpec, Figure, MoESpec, State
+from moelab.store.layout import run as stored
+from moelab.trace import DECODE, PREFILL, RoutingTrace
+from moelab.zipmoe.affinity import naive_order
+from tests.models import tiny
+from tests.timelines import check
+
+L, E, K = 3, 8, 2
+SPEC = MoESpec("tiny", "tiny", L, tuple(range(L)), E, K, H=16, I=8)
+DELAYS = Delays(
+    e_read=3e-4,
+    sm_read=5e-4,
+    decompress=4e-4,
+    recover=1e-4,
+    expert_base=2e-4,
+    expert_token=1e-5,
+    e_bytes=300,
+    sm_bytes=500,
+)
+
+
+def run(n=30, seed=0):
+    """A prompt of 20 tokens and n − 1 decoded ones."""
+    draw, steps = random.Random(seed), []
+    for forward in range(n):
+        tokens = 20 if forward == 0 else 1
+        steps.append([])
+        for layer in range(L):
+            counts = {}
+            for _ in range(tokens):
+                for expert in draw.sample(range(E), K):
+                    counts[expert] = counts.get(expert, 0) + 1
+            steps[-1].append((layer, counts))
+    return steps, [(20, "prefill")] + [(1, "decode")] * (n - 1)
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "next-token"])
+@pytest.mark.parametrize("pools", [Pools(F=5), Pools(F=2, C=2, S=1, E=2), Pools()])
+def test_decisions_are_those_of_the_residency(policy, pools, scope):
+    steps, forwards = run()
+
+    def cache():
+        return Residency(L, E, pools, Belady(flat(steps)) if policy == "belady" else policy, scope)
+
+    alone, inside = cache(), cache()
+    decisions = [alone.begin(*step) for step in flat(steps)]
+    simulation = simulate(
+        steps, forwards, inside, DELAYS, workers=2, staging=3, other=(1e-4, 1e-6), head=(3e-4, 0.0)
+    )
+    assert simulation.counters == alone.counters
+    assert all(
+        inside.state(r.key) is alone.state(r.key) for step in decisions for r in step.requests
+    )
+    needed = sum(
+        (not r.state.has_e) * DELAYS.e_bytes + (not r.state.has_sm) * DELAYS.sm_bytes
+        for step in decisions
+        for r in step.requests
+        if r.state is not State.FULL
+    )
+    assert simulation.metrics().read_bytes == needed
+    assert not check(simulation.events) and simulation.kind == "simulated"
+    computed = [
+        (event.layer, event.expert) for event in simulation.events if event.kind == "expert"
+    ]
+    assert sorted(computed) == sorted(
+        (layer, expert) for layer, experts in flat(steps) for expert in experts
+    )
+
+
+def test_a_resident_model_never_reads():
+    steps, forwards = run()
+    residency = Residency(L, E, Pools(F=L * E))
+    for layer in range(L):
+        residency.begin(layer, dict.fromkeys(range(E), 1))
+    simulation = simulate(
+        steps, forwards, residency, DELAYS, other=(1e-3, 1e-4), head=(2e-3, 1e-5), start=7.0
+    )
+    assert {event.resource for event in simulation.events} == {"compute"}
+    assert not any(event.kind == "wait" for event in simulation.events)
+    clock = 7.0  # nothing to wait for: times add up
+    for forward, step, (tokens, phase) in zip(simulation.forwards, steps, forwards, strict=True):
+        took = (
+            2e-3
+            + 1e-5 * tokens
+            + sum(
+                1e-3 + 1e-4 * tokens + sum(2e-4 + 1e-5 * n for n in experts.values())
+                for _, experts in step
+            )
+        )
+        assert forward == (pytest.approx(clock), pytest.approx(clock + took), tokens, phase)
+        clock += took
+
+
+def test_one_worker_and_one_miss_by_hand():
+    """Attention 1 ms, then E and SM in one request, decompression, recovery, the expert."""
+    simulation = simulate(
+        [[(0, {3: 1})]], [(1, "decode")], Residency(L, E, Pools(F=1)), DELAYS, other=(1e-3, 0.0)
+    )
+    read_both_then_decode = 1e-3 + 3e-4 + 5e-4 + 4e-4 + 1e-4 + 2.1e-4
+    assert simulation.forwards[0].end == pytest.approx(read_both_then_decode)
+    assert simulation.metrics().tpot == pytest.approx(read_both_then_decode)
+
+
+def test_a_faster_disk_is_never_slower():
+    steps, forwards = run()
+    times = []
+    for slower in (8.0, 4.0, 2.0, 1.0, 0.5, 0.0):
+        delays = replace(DELAYS, e_read=3e-4 * slower, sm_read=5e-4 * slower)
+        simulation = simulate(steps, forwards, Residency(L, E, Pools(F=6)), delays, workers=2)
+        times.append(simulation.forwards[-1].end)
+        disk = sum(
+            event.end - event.start for event in simulation.events if event.resource == "disk"
+        )
+        assert simulation.forwards[-1].end >= disk
+    assert times == sorted(times, reverse=True) and times[0] > 3 * times[-1]
+
+
+def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
+    steps, forwards = run()
+    residency = Residency(L, E, Pools(F=L * E))
+    cold, warm = (simulate(steps, forwards, residency, DELAYS) for _ in range(2))
+    assert cold.counters.misses > 0 == warm.counters.misses
+    naive = simulate(
+        steps,
+        forwards,
+        Residency(L, E, Pools(F=4)),
+        DELAYS,
+        scheduler=registry.find("scheduler", "naive"),
+    )
+    affine = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS)
+    assert naive.counters == affine.counters
+    assert naive.metrics().read_bytes == affine.metrics().read_bytes
+
+
+def test_a_runs_own_forwards_are_accepted():
+    steps, forwards = run(3)
+    recorded = [Forward(float(n), n + 0.5, *kind) for n, kind in enumerate(forwards)]
+    one, other = (
+        simulate(steps, kinds, Residency(L, E, Pools(F=4)), DELAYS)
+        for kinds in (forwards, recorded)
+    )
+    assert one == other
+    with pytest.raises(ValueError, match="3 forwards are to be played.*given of 2"):
+        simulate(steps, forwards[:2], Residency(L, E, Pools(F=4)), DELAYS)
+
+
+def trace(lengths, seed=1):
+    """Sequences with (prompt, decoded) tokens; some experts dropped (the id E)."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = [
+        (sequence, phase)
+        for sequence, (prompt, decoded) in enumerate(lengths)
+        for phase, n in ((PREFILL, prompt), (DECODE, decoded))
+        for _ in range(n)
+    ]
+    T = len(rows)
+    ids = torch.rand(T, L, E + 1, generator=draw).argsort(-1)[..., :K].to(torch.int16)
+    position = torch.tensor(
+        [sum(rows[i][0] == rows[t][0] for i in range(t)) for t in range(T)], dtype=torch.int32
+    )
+    return RoutingTrace(
+        ids,
+        torch.zeros(T, L, K),
+        torch.tensor([p for _, p in rows], dtype=torch.uint8),
+        torch.tensor([s for s, _ in rows], dtype=torch.int32),
+        position,
+        torch.zeros(T, dtype=torch.int32),
+        SPEC,
+        "none",
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_steps_of_a_trace(batch):
+    lengths = [(4, 3), (2, 5), (3, 0)]
+    recorded = trace(lengths)
+    steps, forwards = steps_of(recorded, batch)
+    expected = []
+    for first in range(0, 3, batch):
+        group = range(first, min(first + batch, 3))
+        for n in range(-1, max(lengths[s][1] for s in group)):
+            rows = [
+                t
+                for t in range(len(recorded))
+                if int(recorded.sequence[t]) in group
+                and (
+                    recorded.phase[t] == PREFILL
+                    if n < 0
+                    else recorded.phase[t] == DECODE
+                    and int(recorded.position[t]) == lengths[int(recorded.sequence[t])][0] + n
+                )
+            ]
+            counts = torch.zeros(L, E + 1, dtype=int)
+            for t in rows:
+                for layer in range(L):
+                    counts[layer, recorded.ids[t, layer].long()] += 1
+            expected.append(
+                (
+                    (len(rows), "prefill" if n < 0 else "decode"),
+                    [
+                        (layer, {e: int(counts[layer, e]) for e in range(E) if counts[layer, e]})
+                        for layer in range(L)
+                        if counts[layer, :E].any()
+                    ],
+                )
+            )
+    assert list(zip(forwards, steps, strict=True)) == expected
+    total = sum(
+        (
+            torch.tensor([[e.get(x, 0) for x in range(E)] for _, e in forward])
+            for forward in steps
+            if len(forward) == L
+        ),
+        torch.zeros(L, E, dtype=int),
+    )
+    assert all(len(forward) == L for forward in steps) and torch.equal(total, recorded.counts())
+
+
+def test_no_batch_below_one():
+    with pytest.raises(ValueError, match="batch is 0 sequences"):
+        steps_of(trace([(1, 1)]), 0)
+
+
+def card(**figures):
+    return DeviceSpec(
+        "a board",
+        {name: Figure(value, "?", "published", "a test") for name, value in figures.items()},
+    )
+
+
+def test_delays_of_a_card_by_hand():
+    """An expert of 384 weights, 768 bytes, on a disk of 1 GB/s, memory of 10 GB/s and 0.001
+    TFLOPS."""
+    board = card(storage_read_gbs=1, memory_bandwidth_gbs=10, fp32_tflops=0.001)
+    delays, other = delays_of(board, SPEC, rho=0.5, dense_bytes=3000, decompress_gbs=2)
+    assert (delays.e_bytes, delays.sm_bytes, delays.N) == (192, 384, 3)
+    found = (
+        delays.e_read,
+        delays.sm_read,
+        delays.decompress,
+        delays.recover,
+        delays.expert_base,
+        delays.expert_token,
+    )
+    assert found == pytest.approx((192e-9, 384e-9, 192e-9, 153.6e-9, 76.8e-9, 768e-9))
+    assert other == pytest.approx((1000 / 10e9, 1000 / 1e9))
+
+
+def test_rates_of_a_card_prefer_the_link_and_16_bit():
+    assert MachineRates.of(cards.load_device("jetson-agx-orin-64gb")) == MachineRates(
+        3.5e9, 204.8e9, 42.5e12
+    )
+    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
+    assert MachineRates.of(cards.load_device("oneplus-12")).flops == pytest.approx(0.355e12)
+    with pytest.raises(
+        ValueError, match="Apple M2 Ultra: .* no host link and no disk .*storage_read_gbs"
+    ):
+        MachineRates.of(cards.load_device("m2-ultra"))
+    bare = DeviceSpec("bare", {"storage_read_gbs": Figure(1, "GB/s", "measured", "here")})
+    with pytest.raises(ValueError, match="no TFLOPS .*fp32_tflops"):
+        MachineRates.of(bare)
+
+
+def test_cards_of_the_package_and_what_they_lack():
+    orin = cards.load_device("jetson-agx-orin-64gb")
+    delays, _ = delays_of(
+        orin, cards.load_model("Qwen3-30B-A3B"), 0.32, dense_bytes=2e9, decompress_gbs=1.5
+    )
+    assert delays.e_bytes / delays.e_read == pytest.approx(3.5e9)
+    with pytest.raises(ValueError, match="doesn't say how fast a thread decompresses"):
+        delays_of(card(storage_read_gbs=1, memory_bandwidth_gbs=1, fp32_tflops=1), SPEC, 0.5, 0)
+    with pytest.raises(ValueError, match="rho is 0"):
+        delays_of(orin, SPEC, 0, 0, 1)
+    with pytest.raises(ValueError, match=r"with_dtype\('bfloat16'\)"):
+        delays_of(orin, SPEC.with_dtype("mxfp4"), 0.5, 0, 1)
+    assert delays_of(
+        card(storage_read_gbs=1, memory_bandwidth_gbs=1, fp32_tflops=1, decompress_gbs=4),
+        SPEC,
+        1,
+        0,
+    )[0].decompress == pytest.approx(384 / 4e9)
+
+
+@pytest.mark.parametrize(
+    "codec, pools",
+    [("huffman", Pools(F=4)), ("huffman", Pools(F=1, C=3, S=2, E=2)), ("raw", Pools(F=4))],
+    ids=["whole", "parts", "in place"],
+)
+def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
+    """Experts that compress differently: engine and simulator do the same reads, whole or of a
+    chunk, of the same bytes, expert by expert."""
+    checkpoint = tiny.save_uneven(
+        tmp_path / "model",
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        mlp_only_layers=[],
+    )
+    store = convert(checkpoint, tmp_path / "store", codec=codec)
+    model = offload(store, "100MB", plan=pools, policy="lfu", staging=3)
+    with model.moelab as engine:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+        )
+        found = simulate(
+            engine.steps,
+            engine.forwards,
+            Residency(2, 8, pools, "lfu"),
+            engine.engine.delays,
+            staging=3,
+        )
+        read = [Counter(), Counter()]
+        for total, events in zip(read, (found.events, engine.timeline)):
+            for event in events:
+                if event.resource == "disk":
+                    total[event.layer, event.expert, event.kind, event.bytes] += 1
+        assert codec == "raw" or len({stored(store.entries(0, e), "E")[1] for e in range(8)}) > 2, (
+            "compress alike"
+        )
+        assert read[0] == read[1] and found.counters == engine.residency.counters
+        assert found.metrics().read_bytes == engine.metrics().read_bytes
+    took = {round((e.end - e.start) / e.bytes, 15) for e in found.events if e.kind == "read E"}
+    assert len(took) <= 1, "a read takes as long as its bytes, relative to the mean expert's"
+
+
+def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
+    """The engine's decisions on its own run; the optimum hits at least as often; a card's clock is
+    another clock."""
+    model = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 1), policy="lfu", staging=3)
+    with model.moelab as offloading:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+        )
+        run, found = offloading.run, offloading.metrics()
+    played = replay(run)
+    assert played.counters == run.counters and played.hit_rate == found.hit_rate
+    assert played.metrics().read_bytes == found.read_bytes
+    assert (played.tpot, played.ttft) == (played.metrics().tpot, played.metrics().ttft)
+    whole = {name: replay(run, cache=name, pools=Pools(F=6)) for name in ("lru", "belady")}
+    assert whole["belady"].hit_rate >= whole["lru"].hit_rate
+    there = replay(run, device="jetson-agx-orin-32gb")
+    assert there.counters == run.counters and 0 < there.tpot < played.tpot
+    calls = []
+
+    def mine(requests, delays, workers):
+        calls.append(workers)
+        return naive_order(requests, delays, workers)
+
+    ordered = replay(run, scheduler=mine)
+    assert calls and ordered.counters == run.counters
+    assert ordered.metrics() == replay(run, scheduler="naive").metrics()
+    with pytest.raises(ValueError, match="there is no scheduler 'niave'. Did you mean 'naive'"):
+        replay(run, scheduler="niave")
+    with pytest.raises(
+        TypeError, match="ForCausalLM; what is simulated is a run, such as lm.moelab.run"
+    ):
+        replay(model)
+
+
+def test_a_run_of_an_executor_is_replayed_with_its_calls(qwen):
+    """All experts of a layer that are in memory are one call, in the run and in its replay."""
+    with offload(qwen[1], "10MB", plan=Pools(F=7), executor="fast") as model:
+        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+        )
+        run = model.moelab.run
+        calls, played = (
+            Counter((event.layer, event.expert) for event in events if event.kind == "expert")
+            for events in (run.timeline, replay(run).events)
+        )
+        assert (
+            calls == played
+            and any(expert < 0 for _, expert in calls)
+            and any(expert >= 0 for _, expert in calls)
+        )
+
+
+def test_what_comes_before_experts_is_shorter_after_a_layer_that_loaded_nothing():
+    """Two layers of an expert each, read in the first token: 3 s before each layer, then 3 and 1,
+    then 1 and 1."""
+    steps = [[(0, {0: 1}), (1, {0: 1})]] * 3
+    played = simulate(
+        steps,
+        [(1, "decode")] * 3,
+        Residency(2, 1, Pools(F=2)),
+        Delays(1, 0, 0, 0, 5.0, 0),
+        other=(3.0, 0.0),
+        awake=1.0,
+        quiet=True,
+    )
+    assert [forward.end - forward.start for forward in played.forwards] == [
+        2 * (3 + 1 + 5),
+        3 + 5 + 1 + 5,
+        2 * (1 + 5),
+    ]

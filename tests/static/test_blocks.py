@@ -1,0 +1,300 @@
+"""Blocks: the mapping, N, padding, what skipping saves, sharding, and the worked examples of the
+guide."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import cards
+from moelab.experts.sharding import Sharding
+from moelab.static import blocks
+from moelab.static.blockwise import Blockwise, block_map
+from tests.experts.toy import make_experts, make_routing, naive
+from tests.static.test_neuron import cases
+
+
+def mapped_by_a_loop(ids, E, B):
+    """[(expert, [(token, choice), …])] block by block, filled in order."""
+    found = []
+    for e in range(E):
+        chosen = [
+            (t, k) for t, row in enumerate(ids.tolist()) for k, of in enumerate(row) if of == e
+        ]
+        found += [(e, chosen[i : i + B]) for i in range(0, len(chosen), B)]
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(1, 12), st.sampled_from(sorted(blocks.PROVISION)))
+def test_the_block_mapping_is_that_of_a_loop(case, B, provision):
+    _, ids, _, experts = case
+    E, (T, K) = experts.num_experts, ids.shape
+    m, expected = block_map(ids, E, B, provision), mapped_by_a_loop(ids, E, B)
+    assert m.tokens.shape == m.choices.shape == (len(m.block_to_expert), B)
+    assert (
+        len(m.block_to_expert)
+        == (blocks.PROVISION[provision](T, K, E, B) if T else 0)
+        >= len(expected)
+    )
+    assert m.live.tolist() == [True] * len(expected) + [False] * (len(m.live) - len(expected))
+    for b, (e, chosen) in enumerate(expected):
+        assert int(m.block_to_expert[b]) == e
+        padded = chosen + [(-1, -1)] * (B - len(chosen))
+        assert list(zip(m.tokens[b].tolist(), m.choices[b].tolist())) == padded
+    assert (m.block_to_expert[len(expected) :] == E - 1).all()
+
+
+def test_the_guides_example_of_blocks():
+    m = block_map(torch.tensor([[0], [1], [0], [2], [1], [0]]), 3, 4)
+    assert m.block_to_expert.tolist()[:3] == [0, 1, 2]
+    assert m.tokens.tolist()[:3] == [[0, 2, 5, -1], [1, 4, -1, -1], [3, -1, -1, -1]]
+
+
+# ---------------------------------------------------------------------------------------------------
+# N and padding
+
+
+def compositions(total, parts, most):
+    if parts == 1:
+        return [(total,)] if total <= most else []
+    return [
+        (n, *rest)
+        for n in range(min(total, most) + 1)
+        for rest in compositions(total - n, parts - 1, most)
+    ]
+
+
+@pytest.mark.parametrize("T, E", list(product(range(0, 8), range(1, 6))))
+def test_n_blocks_are_always_enough_by_brute_force(T, E):
+    for K, B in product(range(1, E + 1), range(1, 8)):
+        worst = max(blocks.blocks_needed(counts, B) for counts in compositions(T * K, E, T))
+        assert (
+            worst <= blocks.blocks_by_code(T, K, E, B) <= max(blocks.blocks_by_text(T, K, E, B), 0)
+        )
+
+
+def test_the_codes_n_is_the_worst_case_itself_with_one_expert_a_token():
+    for T, E, B in product(range(8), range(1, 6), range(1, 8)):
+        worst = max(blocks.blocks_needed(counts, B) for counts in compositions(T, E, T))
+        assert blocks.blocks_by_code(T, 1, E, B) == worst
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 12), st.sampled_from(sorted(blocks.PROVISION)))
+def test_padding_equals_the_formulas(case, B, provision):
+    x, ids, weights, experts = case
+    (T, K), E = ids.shape, experts.num_experts
+    counts = torch.bincount(ids.flatten(), minlength=E + 1)[:E]
+    found = blocks.padding(counts, T, K, B, provision)
+    static = Blockwise(B, provision=provision, skip_blocks=False)
+    static(x, ids, weights, experts)
+    assert static.tally.slots == (found.slots if T else 0)
+    if T:
+        assert (
+            static.tally.slots - static.tally.executed
+            == found.padded
+            == found.provisioned * B - int(counts.sum())
+        )
+    skipping = Blockwise(B, provision=provision)
+    skipping(x, ids, weights, experts)
+    assert skipping.tally.slots == found.needed * B
+    if found.pairs:
+        assert skipping.tally.slots / found.pairs - 1 == pytest.approx(found.algorithmic)
+        assert static.tally.slots / skipping.tally.slots - 1 == pytest.approx(found.worst_case)
+
+
+def test_the_guides_worked_example_of_padding():
+    best = blocks.padding([250] * 8, 1000, 2, 256, "text")
+    assert (best.provisioned, best.needed, best.slots, best.needed * 256) == (15, 8, 3840, 2048)
+    assert best.worst_case == 0.875 and best.algorithmic == pytest.approx(0.024)
+    worst = blocks.padding([1750] + [36] * 6 + [34], 1000, 2, 256, "text")
+    assert (worst.needed, worst.needed * 256) == (14, 3584)
+    assert worst.worst_case == pytest.approx(
+        0.0714, abs=5e-5
+    ) and worst.algorithmic == pytest.approx(0.792)
+    # 1750 of 1000 tokens cannot choose one expert: the worst that distinct top-2 can do is 1000
+    possible = blocks.padding([1000] + [143] * 6 + [142], 1000, 2, 256, "text")
+    assert possible.needed == 11 < worst.needed
+
+
+def test_bad_blocks_are_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        Blockwise(0)
+    with pytest.raises(ValueError, match="code, text"):
+        Blockwise(8, provision="guess")
+    with pytest.raises(ValueError, match="code, text"):
+        blocks.padding([1], 1, 1, 8, "guess")
+
+
+# -------------------------------------------------------------------------------------------- what
+# skipping saves
+
+
+def test_token_skipping_in_the_guides_example():
+    """[T0, T2, T5, −1]: three loads for four."""
+    experts = make_experts(1, 4, 4)
+    executor = Blockwise(4)
+    executor(
+        torch.randn(6, 4), torch.tensor([[0], [1], [0], [1], [1], [0]]), torch.ones(6, 1), experts
+    )
+    assert (executor.row_loads.loaded, executor.row_loads.skipped) == (3, 1)
+    assert executor.row_loads.savings == 0.25
+
+
+def test_weight_skipping_in_the_guides_example():
+    """Blocks [E0, E0, E1, E2, E2]: three loads for five."""
+    experts = make_experts(3, 4, 4)
+    ids = torch.tensor([0] * 4 + [1] * 2 + [2] * 3)[:, None]
+    for skip, loaded in ((True, 3), (False, 5)):
+        executor = Blockwise(2, skip_weights=skip)
+        executor(torch.randn(9, 4), ids, torch.ones(9, 1), experts)
+        loads = executor.weight_loads
+        assert (loads.loaded, loads.loaded + loads.skipped) == (loaded, 5)
+
+
+def test_dynamic_skipping_computes_live_blocks_only():
+    experts = make_experts(5, 4, 4)
+    ids = torch.ones(12, 1, dtype=torch.long)
+    static, dynamic = Blockwise(2, skip_blocks=False), Blockwise(2)
+    for executor in (static, dynamic):
+        executor(torch.randn(12, 4), ids, torch.ones(12, 1), experts)
+    assert (
+        static.blocks == dynamic.blocks == static.computed == 8
+        and static.live == dynamic.computed == 6
+    )
+    assert static.tally.padded_fraction == 0.25 and dynamic.tally.padded_fraction == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["PING_PONG", "HI_LO"]))
+def test_loads_are_those_of_a_walk_over_the_blocks(case, B, cores, order):
+    x, ids, weights, experts = case
+    executor = Blockwise(B, sharding=Sharding("block", cores, order))
+    executor(x, ids, weights, experts)
+    walked = [e for e, _ in mapped_by_a_loop(ids, experts.num_experts, B)]
+    share = -(-len(walked) // cores)
+    lists = [
+        walked[c::cores] if order == "PING_PONG" else walked[c * share : (c + 1) * share]
+        for c in range(cores)
+    ]
+    loads = sum(i == 0 or mine[i] != mine[i - 1] for mine in lists for i in range(len(mine)))
+    assert (executor.weight_loads.loaded, executor.weight_loads.skipped) == (
+        loads,
+        len(walked) - loads,
+    )
+    assert executor.row_loads.loaded == executor.tally.executed
+    assert executor.row_loads.loaded + executor.row_loads.skipped == executor.tally.slots
+    assert executor.reduced == (cores - 1) * x.numel()
+
+
+# --------------------------------------------------------------------------------------------------------
+# sharding
+
+
+def test_what_cores_exchange():
+    T, E, K, H, I, B = 20, 4, 2, 12, 10, 8
+    experts = make_experts(E, H, I)
+    x, (ids, weights) = torch.randn(T, H), make_routing(T, E, K)
+    for on, a_slot in (("H", 2 * I), ("I", H)):
+        for cores in (1, 2, 3):
+            executor = Blockwise(B, sharding=Sharding(on, cores))
+            got = executor(x, ids, weights, experts)
+            torch.testing.assert_close(
+                got.double(), naive(x, ids, weights, experts), rtol=2e-4, atol=2e-5
+            )
+            assert executor.reduced == (cores - 1) * executor.tally.slots * a_slot
+
+
+def test_one_core_is_the_unsharded_computation():
+    experts = make_experts(4, 12, 10, "bias")
+    x, routing = torch.randn(20, 12), make_routing(20, 4, 2)
+    whole = Blockwise(8)(x, *routing, experts)
+    assert torch.equal(whole, Blockwise(8, sharding=Sharding("block", 1))(x, *routing, experts))
+
+
+def test_a_way_of_sharding_that_there_is_not():
+    for wrong in ({"on": "E"}, {"order": "ZIG_ZAG"}, {"cores": 0}):
+        with pytest.raises(ValueError, match="PING_PONG"):
+            Sharding(**wrong)
+
+
+# -------------------------------------------------------------------------------------------
+# intensity and advice
+
+
+def test_the_intensity_factor_is_flops_over_bytes():
+    B, N, E, H, I = 256, 15, 8, 64, 48
+    assert (
+        blocks.intensity_factor(B, N, E) == 2 * 3 * B * H * I * N / (2 * 3 * E * H * I) == B * N / E
+    )
+    assert blocks.intensity_factor(B, N, E, 1) == 2 * B * N / E
+
+
+def test_trainium2_has_the_guides_ratio_in_fp8_only():
+    trn2 = cards.load_device("trn2")
+    assert 400 <= blocks.intensity_target(trn2, "fp8") <= 500
+    assert blocks.intensity_target(trn2) == pytest.approx(667e12 / 2.9e12)
+    with pytest.raises(ValueError, match="bf16"):
+        blocks.intensity_target(trn2, "int3")
+
+
+def test_the_advice_is_the_smallest_compute_bound_block():
+    trn2 = cards.load_device("trn2")
+    for reuse, dtype in product((True, False), ("bf16", "fp8")):
+        advice = blocks.advise_block_size(trn2, 1000, 2, 8, reuse=reuse, dtype=dtype)
+        assert [B for B, *_ in advice.table] == [64, 128, 256, 512, 1024]
+        size, peak = {"bf16": (2, 667e12), "fp8": (1, 1299e12)}[dtype]
+        reached = []
+        for B in (
+            64,
+            128,
+            256,
+            512,
+            1024,
+        ):  # seconds of arithmetic and of reading, an expert of H = I = 1
+            N = -(-(2000 - 7) // B) + 7
+            flops, read = 6 * B * N, 3 * size * (8 if reuse else N)
+            reached += [B] if flops / peak >= read / 2.9e12 else []
+        assert reached and advice.compute_bound and advice.block_size == reached[0]
+        assert f"B = {advice.block_size}" in advice.explanation
+    # weights read again for every block: 2·B/2 FLOPs a byte must reach 230
+    assert blocks.advise_block_size(trn2, 1000, 2, 8, reuse=False).block_size == 256
+    assert (
+        "only padding makes it look compute-bound"
+        in blocks.advise_block_size(trn2, 200, 2, 8).explanation
+    )
+
+
+def test_what_there_is_no_arithmetic_for_is_refused():
+    trn2 = cards.load_device("trn2")
+    for wrong in (dict(T=0), dict(K=0), dict(E=0), dict(sizes=()), dict(sizes=(0, 64))):
+        with pytest.raises(ValueError, match="at least 1"):
+            blocks.advise_block_size(trn2, **dict(T=10, K=2, E=8) | wrong)
+    for counts in ([5, 5], [], [-1, 2]):
+        with pytest.raises(ValueError, match="1 tokens with 1 experts"):
+            blocks.padding(counts, 1, 1, 2)
+    assert blocks.padding([0, 0], 1, 1, 2).padded == 2  # "no expert" is chosen
+
+
+def test_ids_of_32_bits():
+    experts, x, (ids, weights) = make_experts(5, 6, 4), torch.randn(9, 6), make_routing(9, 5, 2)
+    assert torch.equal(
+        Blockwise(4)(x, ids.int(), weights, experts), Blockwise(4)(x, ids, weights, experts)
+    )
+
+
+def test_without_a_compute_bound_block_the_advice_pads_least():
+    advice = blocks.advise_block_size(cards.load_device("trn2"), 16, 1, 8, sizes=(1, 2, 4))
+    assert not advice.compute_bound and advice.block_size == 1
+    assert "No block of 1 to 4 reaches this; B = 1 pads least" in advice.explanation
+
+
+def test_the_guides_routers():
+    gpt_oss = cards.load_model("GPT-OSS-120B")
+    assert blocks.router_bytes(gpt_oss.H, gpt_oss.E) == 737_280  # and not "0.07 MB"
+    assert blocks.router_bytes(gpt_oss.H, gpt_oss.E, gpt_oss.L) == 26_542_080  # and not "2.4 MB"

@@ -1,0 +1,262 @@
+"""All-experts, selective, blockwise and the SDK's rule give what a loop over tokens gives, and
+count what they do."""
+
+from __future__ import annotations
+
+from math import comb
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import models
+from moelab.checkpoint.opening import open_checkpoint
+from moelab.experts.executor import Sorted
+from moelab.experts.sharding import Sharding
+from moelab.models.seam import eager
+from moelab.static.blockwise import Blockwise
+from moelab.static.neuron import (
+    AllExperts,
+    NeuronRule,
+    Selective,
+    expected_unique,
+    neuron_choice,
+    provisioned_savings,
+)
+from tests.depth import in_turn
+from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
+from tests.models import tiny
+
+H, I = 12, 10
+
+
+@st.composite
+def cases(draw, most_tokens=40, most_experts=24):
+    """(x, ids, weights, experts) of any shape, skew and layout; some choices are "no expert"."""
+    E = draw(st.integers(1, most_experts))
+    K = draw(st.integers(1, min(8, E)))
+    T = draw(st.integers(0, most_tokens))
+    seed = draw(st.integers(0, 2**16))
+    ids, weights = make_routing(T, E, K, draw(st.sampled_from([0.0, 1.0, 4.0])), seed)
+    if draw(st.booleans()):
+        ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E
+    if draw(st.integers(0, 4)) == 0:
+        ids[:, 0] = draw(st.integers(0, E - 1))  # one expert hot, perhaps twice for a token
+    experts = make_experts(E, H, I, draw(st.sampled_from(sorted(LAYOUTS))), seed=seed)
+    return torch.randn(T, H, generator=torch.Generator().manual_seed(seed)), ids, weights, experts
+
+
+def check(executor, x, ids, weights, experts):
+    """Equal to the oracle, and every routed choice executed."""
+    got = executor(x, ids, weights, experts)
+    assert got.dtype == x.dtype
+    torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=2e-4, atol=2e-5)
+    tally = executor.tally
+    assert tally.routed == tally.executed == int((ids < experts.num_experts).sum()) <= tally.slots
+    return tally
+
+
+SHARDINGS = [
+    None,
+    *(Sharding(on, cores) for on in "HI" for cores in (2, 3)),
+    *(Sharding("block", cores, order) for cores in (2, 3) for order in ("PING_PONG", "HI_LO")),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cases(),
+    st.sampled_from([1, 3, 8, 64]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["code", "text"]),
+    st.sampled_from(SHARDINGS),
+)
+def test_blockwise_is_lossless_whatever_is_skipped_or_shared(
+    case, B, tokens, weights, blocks, provision, sharding
+):
+    check(
+        Blockwise(
+            B,
+            provision=provision,
+            skip_tokens=tokens,
+            skip_weights=weights,
+            skip_blocks=blocks,
+            sharding=sharding,
+        ),
+        *case,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_all_experts_computes_every_token_with_every_expert(case):
+    assert check(AllExperts(), *case).slots == len(case[0]) * case[3].num_experts
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_selective_loads_each_needed_expert_once(case):
+    x, ids, weights, experts = case
+    fetched = []
+    plain = experts.weights
+    experts.weights = lambda e: fetched.append(e) or plain(e)
+    executor = Selective()
+    assert check(executor, *case).padded_fraction == 0
+    unique = {e for row in ids.tolist() for e in row if e < experts.num_experts}
+    assert sorted(fetched) == sorted(unique) and executor.loads.loaded == len(unique)
+    if unique:
+        assert executor.loads.savings == pytest.approx(1 - len(unique) / experts.num_experts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_with_one_choice_a_token_it_is_eager_bit_for_bit(case):
+    """Then the rows of a product come in the same order; eager has first choices before second
+    ones."""
+    x, ids, weights, experts = case
+    for executor in (Selective(), Sorted()):
+        one = x, ids[:, :1], weights[:, :1], experts
+        assert torch.equal(executor(*one), eager(*one))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.sampled_from([4, 16, 512]), st.sampled_from([0.8, 1.0]), st.integers(1, 4))
+def test_the_rule_is_lossless_and_counts_once(case, B, alpha, batch):
+    executor = NeuronRule(block_size=B, alpha=alpha, batch=batch)
+    check(executor, *case)
+    assert sum(executor.chosen.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "T, E, K, skew",
+    [(600, 256, 8, 0.5), (600, 4, 2, 3.0), (1, 256, 8, 0.0), (0, 8, 2, 0.0), (513, 1, 1, 0.0)],
+)
+def test_large_and_empty_steps(T, E, K, skew):
+    experts, x, (ids, weights) = (
+        make_experts(E, 6, 4),
+        torch.randn(T, 6),
+        make_routing(T, E, K, skew),
+    )
+    expected = naive(x, ids, weights, experts)
+    for executor in (AllExperts(), Selective(), Blockwise(), NeuronRule()):
+        torch.testing.assert_close(
+            executor(x, ids, weights, experts).double(), expected, rtol=2e-4, atol=2e-5
+        )
+        assert executor.tally.routed == executor.tally.executed == T * K
+
+
+@pytest.mark.parametrize("make", [AllExperts, Selective, Blockwise, NeuronRule])
+def test_bfloat16_stays_bfloat16(make):
+    experts = make_experts(8, 32, 16, dtype=torch.bfloat16)
+    x = torch.randn(50, 32).bfloat16()
+    ids, weights = make_routing(50, 8, 2, dtype=torch.bfloat16)
+    got = make()(x, ids, weights, experts)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=0.05, atol=0.05)
+
+
+def test_what_is_not_routed_is_masked_and_not_multiplied_by_zero():
+    """An expert that overflows for tokens that did not choose it must not make them NaN."""
+    experts = make_experts(2, 4, 4)
+    experts.gate_up_proj[1] = 1e30
+    x, ids, weights = torch.ones(3, 4), torch.tensor([[0], [0], [0]]), torch.ones(3, 1)
+    got = AllExperts()(x, ids, weights, experts)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, Selective()(x, ids, weights, experts))
+
+
+def test_a_token_may_choose_an_expert_twice():
+    experts, x = make_experts(3, 4, 4), torch.randn(2, 4)
+    ids, weights = torch.tensor([[1, 1], [2, 1]]), torch.tensor([[0.25, 0.5], [0.5, 0.5]])
+    for make in (AllExperts, Selective, Blockwise, NeuronRule):
+        check(make(), x, ids, weights, experts)
+
+
+# -----------------------------------------------------------------------------------------
+# selective against the rest
+
+
+@pytest.mark.parametrize(
+    "batch, K, E, saved", [(16, 8, 256, 0.5), (8, 8, 128, 0.5), (8, 1, 16, 0.5), (32, 8, 256, 0)]
+)
+def test_the_guides_examples_of_selective_loading(batch, K, E, saved):
+    assert provisioned_savings(batch, K, E) == saved
+
+
+@pytest.mark.parametrize("E, K, batch", [(4, 2, 3), (5, 1, 4), (6, 3, 2)])
+def test_expected_unique_experts_counted_by_brute_force(E, K, batch):
+    from itertools import combinations, product
+
+    choices = list(combinations(range(E), K))
+    sizes = [len(set().union(*step)) for step in product(choices, repeat=batch)]
+    assert len(sizes) == comb(E, K) ** batch
+    assert expected_unique(batch, [K / E] * E) == pytest.approx(sum(sizes) / len(sizes))
+
+
+@pytest.mark.parametrize(
+    "T, K, E, B, factor, decode, expected",
+    [
+        (1, 8, 128, 512, None, True, "selective"),
+        (16, 8, 128, 512, None, True, "all_experts"),
+        (15, 8, 128, 512, None, True, "selective"),
+        (1, 8, 128, 512, 1.0, True, "selective"),
+        (15, 8, 128, 512, None, False, "selective"),
+        (16, 8, 128, 512, None, False, "all_experts"),
+        (63, 8, 128, 512, None, False, "all_experts"),
+        (64, 8, 128, 512, None, False, "blockwise"),
+        (2, 8, 128, 512, 1.0, False, "capacity"),
+        (64, 8, 128, 512, 16.0, False, "blockwise"),
+        (600, 1, 4, 512, 3.9, False, "capacity"),
+        (2, 1, 2, 512, None, False, "all_experts"),
+    ],
+)
+def test_the_sdks_rule(T, K, E, B, factor, decode, expected):
+    assert neuron_choice(T, K, E, decode=decode, block_size=B, capacity_factor=factor) == expected
+
+
+def test_the_rule_with_a_capacity_factor_drops_in_prompts_only():
+    experts = make_experts(8, 4, 4)
+    ids = torch.zeros(40, 1, dtype=torch.long)
+    executor = NeuronRule(capacity_factor=1.0)
+    assert not executor.lossless and NeuronRule().lossless
+    executor(torch.randn(40, 4), ids, torch.ones(40, 1), experts)
+    assert (executor.tally.routed, executor.tally.executed) == (40, 5)
+    executor(torch.randn(1, 4), ids[:1], torch.ones(1, 1), experts)
+    assert (executor.tally.routed, executor.tally.executed) == (41, 6)
+    assert executor.chosen == {"capacity": 1, "selective": 1}
+
+
+# ---------------------------------------------------------------------------------------------------
+# in whole models
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    "name, opened",
+    in_turn(
+        ["llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"], ["resident", "external"]
+    ),
+)
+def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_path):
+    tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": tokens} | (
+        {"decoder_input_ids": tokens} if name == "switch_transformers" else {}
+    )
+    model = open_checkpoint(tiny.save(name, tmp_path), experts=opened)
+    executors = [
+        AllExperts(),
+        Selective(),
+        NeuronRule(block_size=16),
+        Blockwise(4),
+        Blockwise(4, skip_blocks=False),
+        *(Blockwise(4, sharding=sharding) for sharding in SHARDINGS[1::2]),
+    ]
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        for executor in executors:
+            models.plug(model, executor)
+            torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+            assert executor.tally.routed == executor.tally.executed > 0

@@ -1,0 +1,365 @@
+"""Static capacities: exactly those are dropped that a naive loop drops; padded, nothing is; slots
+are counted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import models
+from moelab.checkpoint.opening import open_checkpoint
+from moelab.experts import EXECUTORS
+from moelab.registry import make
+from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered, capacity_of
+from moelab.static.tiers import Group, capacity_tiers, form_groups
+from tests.experts.toy import make_experts, make_routing, naive
+from tests.models import tiny
+from tests.static.test_neuron import cases
+
+
+def kept_by_a_loop(ids, weights, capacity, chunk, order, saliency, seed):
+    """Choices that stay, as a mask [T, K], chunk by chunk and expert by expert."""
+    T, K = ids.shape
+    keep, rng = torch.zeros(T, K, dtype=torch.bool), torch.Generator().manual_seed(seed)
+    for start in range(0, T, chunk):
+        tokens = range(start, min(start + chunk, T))
+        chosen = [
+            [(t, k) for t in tokens for k in range(K) if int(ids[t, k]) == e]
+            for e in range(len(capacity))
+        ]
+        luck = iter(torch.rand(sum(map(len, chosen)), generator=rng).tolist())
+        for C, mine in zip(capacity, chosen):
+            score = {
+                "saliency": lambda t, k: float(saliency[t]),
+                "strongest": lambda t, k: -float(saliency[t]),
+                "router": lambda t, k: float(weights[t, k]),
+                "token": lambda t, k: 0,
+                "random": lambda t, k: next(luck),
+            }[order]
+            ranked = sorted(((-score(t, k), t, k) for t, k in mine))
+            for _, t, k in ranked if len(tokens) == 1 and C else ranked[:C]:
+                keep[t, k] = True
+    return keep
+
+
+def without_dropped(ids, keep, E):
+    return torch.where(keep, ids, E)
+
+
+@st.composite
+def static_cases(draw):
+    """A case with capacities [E] (some 0), a chunk, and saliency with ties."""
+    x, ids, weights, experts = draw(cases(most_experts=12))
+    E = experts.num_experts
+    capacity = draw(st.lists(st.integers(0, 6), min_size=E, max_size=E))
+    saliency = torch.tensor(
+        draw(st.lists(st.integers(0, 5), min_size=len(x), max_size=len(x))), dtype=torch.float32
+    )
+    return (
+        x,
+        ids,
+        weights,
+        experts,
+        capacity,
+        draw(st.sampled_from([None, 1, 7, 16])),
+        {0: saliency},
+    )
+
+
+def partition(E, capacity, size):
+    """Groups of up to `size` experts of equal capacity."""
+    groups = []
+    for C in sorted(set(capacity)):
+        of = [e for e in range(E) if capacity[e] == C]
+        groups += [Group(tuple(reversed(of[i : i + size])), C) for i in range(0, len(of), size)]
+    return groups
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    static_cases(),
+    st.sampled_from(sorted(ORDERS)),
+    st.integers(0, 3),
+    st.sampled_from([None, 1, 3]),
+)
+def test_pruning_drops_whom_a_loop_drops(case, order, seed, group_size):
+    x, ids, weights, experts, capacity, chunk, saliency = case
+    keep = kept_by_a_loop(ids, weights, capacity, chunk or max(len(x), 1), order, saliency[0], seed)
+    options = {"order": order, "saliency": saliency, "chunk": chunk, "seed": seed}
+    executor = (
+        Grouped([partition(len(capacity), capacity, group_size)], **options)
+        if group_size
+        else Tiered([capacity], **options)
+    )
+    got = executor(x, ids, weights, experts)
+    expected = naive(x, without_dropped(ids, keep, experts.num_experts), weights, experts)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-4, atol=2e-5)
+    tally = executor.tally
+    assert not executor.lossless
+    assert tally.routed == int((ids < experts.num_experts).sum())
+    assert (tally.executed, tally.dropped) == (int(keep.sum()), tally.routed - int(keep.sum()))
+    assert tally.slots >= tally.executed
+    if len(x):
+        assert executor.by_layer == {0: tally}
+
+
+@settings(max_examples=60, deadline=None)
+@given(static_cases(), st.sampled_from([None, 1, 3]))
+def test_padding_drops_nobody_and_its_slots_are_counted(case, group_size):
+    x, ids, weights, experts, capacity, chunk, _ = case
+    E = experts.num_experts
+    groups = partition(E, capacity, group_size or 1)
+    executor = (
+        Grouped([groups], "pad", chunk=chunk)
+        if group_size
+        else Tiered([capacity], "pad", chunk=chunk)
+    )
+    got = executor(x, ids, weights, experts)
+    torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=2e-4, atol=2e-5)
+    slots = 0
+    for start in range(0, len(x), chunk or max(len(x), 1)):
+        counts = torch.bincount(
+            ids[start : start + (chunk or len(x))].flatten(), minlength=E + 1
+        ).tolist()
+        for group in groups:
+            most = max(counts[e] for e in group.experts)
+            rows = math.ceil(most / group.capacity) * group.capacity if group.capacity else most
+            slots += len(group.experts) * rows
+    assert executor.lossless and executor.tally.dropped == 0
+    assert executor.tally.slots == slots
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cases(),
+    st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, 30.0]),
+    st.sampled_from(["token", "router", "random"]),
+)
+def test_the_capacity_factor_drops_the_last_of_its_order(case, factor, order):
+    x, ids, weights, experts = case
+    (T, K), E = ids.shape, experts.num_experts
+    C = capacity_of(T, K, E, factor)
+    keep = kept_by_a_loop(ids, weights, [C] * E, max(T, 1), order, None, 0)
+    executor = CapacityFactor(factor, order)
+    got = executor(x, ids, weights, experts)
+    torch.testing.assert_close(
+        got.double(),
+        naive(x, without_dropped(ids, keep, E), weights, experts),
+        rtol=2e-4,
+        atol=2e-5,
+    )
+    assert executor.tally.executed == int(keep.sum())
+    distinct = all(len(set(row)) == K for row in ids.tolist())
+    if distinct:
+        assert executor.tally.slots == E * C and C <= T
+
+
+def made_with_a_plan(name, E, capacity):
+    """An executor of the registry; those that drop, with these capacities."""
+    if name in ("tiered", "grouped"):
+        plan = (
+            {"capacities": [capacity]}
+            if name == "tiered"
+            else {"groups": [partition(E, capacity, 3)]}
+        )
+        return make("executor", name, **plan, order="router")
+    return make("executor", name, **{"factor": 0.6} if name == "capacity" else {})
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_counts_are_of_what_was_really_computed(name):
+    """Expert e gives 1 in column e and 0 elsewhere, so the result says who was computed by whom,
+    and how often."""
+    E, T, K, dropped = 8, 40, 3, 0
+    experts = make_experts(E, 16, 6, "ungated bias")
+    for parameter in experts.parameters():
+        parameter.zero_()
+    experts.down_proj_bias.copy_(torch.eye(E, 16))
+    for seed in range(6):
+        ids, _ = make_routing(T, E, K, seed / 2, seed)
+        ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E
+        executor = made_with_a_plan(name, E, [4, 9, 30, 2, 0, 7, 5, 40])
+        done = executor(torch.randn(T, 16), ids, torch.ones(T, K), experts)
+        asked = torch.tensor([[sum(int(of) == e for of in row) for e in range(E)] for row in ids])
+        assert (
+            (done[:, :E] <= asked).all()
+            and not done[:, E:].any()
+            and torch.equal(done, done.round())
+        )
+        tally = executor.tally
+        assert (tally.routed, tally.executed) == (
+            int(asked.sum()),
+            int(done.sum()),
+        ) and tally.slots >= tally.executed
+        dropped += int(asked.sum() - done.sum())
+        assert tally.dropped == int(asked.sum() - done.sum())
+    assert (dropped == 0) == made_with_a_plan(name, E, [1] * E).lossless
+
+
+@pytest.mark.parametrize(
+    "T, K, E, factor, C",
+    [
+        (1000, 2, 8, 1.0, 250),
+        (1000, 2, 8, 1.25, 313),
+        (1000, 2, 8, 4.0, 1000),
+        (1000, 2, 8, 3.999, 1000),
+        (1, 1, 256, 0.01, 1),
+        (7, 2, 4, 1.0, 4),
+    ],
+)
+def test_capacities_by_factor(T, K, E, factor, C):
+    assert capacity_of(T, K, E, factor) == C
+
+
+@pytest.mark.parametrize("order", ["router", "token", "random"])
+def test_a_decode_step_is_never_dropped(order):
+    experts, x = make_experts(4, 6, 4), torch.randn(1, 6)
+    for ids in (torch.tensor([[0, 3]]), torch.tensor([[2, 2]])):
+        weights = torch.tensor([[0.5, 0.5]])
+        executor = Tiered([[1, 1, 1, 1]], order=order)
+        got, expected = executor(x, ids, weights, experts).double(), naive(x, ids, weights, experts)
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+        assert executor.tally.dropped == 0
+
+
+def test_a_group_runs_whole_or_not_at_all():
+    """The paper's example, §4.2: (64, 32, 32, 0) tokens in slices of 64."""
+    experts = make_experts(8, 6, 4)
+    ids = torch.tensor([0] * 64 + [1] * 32 + [2] * 32)[:, None]
+    executor = Grouped([[Group((0, 1, 2, 3), 64), Group((4, 5, 6, 7), 64)]], order="token")
+    executor(torch.randn(128, 6), ids, torch.ones(128, 1), experts)
+    assert (
+        executor.tally.slots == 4 * 64 and executor.tally.executed == 128 and executor.launched == 1
+    )
+
+
+def test_tiers_from_calibration_fit_together():
+    T, E, K, chunk = 600, 16, 2, 128
+    ids, weights = make_routing(T, E, K, 1.0, 3)
+    counts = torch.bincount(ids.flatten(), minlength=E)
+    tiers = capacity_tiers(counts, T, chunk)
+    experts, x = make_experts(E, 6, 4), torch.randn(T, 6)
+    one = Tiered([of.capacity for of in tiers], order="router", chunk=chunk)
+    many = Grouped([form_groups(tiers[0], counts, 4)], order="router", chunk=chunk)
+    torch.testing.assert_close(one(x, ids, weights, experts), many(x, ids, weights, experts))
+    assert one.tally.executed == many.tally.executed and one.tally.slots <= many.tally.slots
+    assert 0 < one.tally.dropped < one.tally.routed
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Tiered([[1]], "spill"), "'prune' or 'pad'"),
+        (lambda: Tiered([[1]], order="loudest"), "saliency, router"),
+        (lambda: Tiered([[1]]), "pass saliency="),
+        (lambda: Tiered([[1]], order="token", chunk=0), "at least 1"),
+        (lambda: Tiered([], "pad"), "each MoE layer"),
+        (lambda: Tiered([[-1]], "pad"), "negative"),
+        (lambda: Grouped([[Group((0, 2), 4)]], "pad"), "exactly once"),
+        (lambda: Grouped([[Group((0, 1), 4), Group((1,), 4)]], "pad"), "exactly once"),
+        (lambda: CapacityFactor(0), "above 0"),
+    ],
+)
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_capacities_of_another_model_and_saliency_of_another_pass_are_refused():
+    experts, x, (ids, weights) = make_experts(4, 6, 4), torch.randn(5, 6), make_routing(5, 4, 2)
+    with pytest.raises(ValueError, match="calibrate this model"):
+        Tiered([[1, 1]], "pad")(x, ids, weights, experts)
+    with pytest.raises(ValueError, match="same forward pass"):
+        Tiered([[1] * 4], saliency={0: torch.ones(3)})(x, ids, weights, experts)
+
+
+# ---------------------------------------------------------------------------------------------------
+# in whole models
+
+
+def opened(tmp_path, name="qwen3_moe"):
+    """(model, its MoE layers behind the seam)."""
+    model = open_checkpoint(tiny.save(name, tmp_path / name))
+    return model, models.plug(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v3"])
+def test_saliency_is_the_norm_of_the_attention_output(name, tmp_path):
+    (model, layers), seen = opened(tmp_path, name), {}
+    hooks = [
+        model.get_submodule(layer.name.rpartition(".")[0]).self_attn.register_forward_hook(
+            lambda module, args, output, i=layer.index: seen.__setitem__(i, output[0])
+        )
+        for layer in layers
+    ]
+    tokens = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    with Saliency(model, layers) as saliency, torch.no_grad():
+        model(tokens)
+        for layer in layers:
+            by_hand = [
+                sum(float(v) ** 2 for v in row) ** 0.5 for row in seen[layer.index].reshape(14, -1)
+            ]
+            torch.testing.assert_close(
+                saliency[layer.index], torch.tensor(by_hand), rtol=1e-5, atol=1e-6
+            )
+    for hook in hooks:
+        hook.remove()
+
+
+def test_saliency_follows_generation_and_undoes_itself(tmp_path):
+    (model, layers), lengths = opened(tmp_path), []
+
+    class Watched(Saliency):
+        def __getitem__(self, layer):
+            found = super().__getitem__(layer)
+            lengths.append(len(found))
+            return found
+
+    E = layers[0].experts.num_experts
+    saliency = Watched(model, layers)
+    models.plug(model, executor := Tiered([[2] * E] * len(layers), saliency=saliency, chunk=8))
+    prompt = torch.randint(3, 90, (1, 10), generator=torch.Generator().manual_seed(0))
+    with saliency:
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=3,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    assert lengths == [10] * len(layers) + [1] * len(layers) * 2
+    assert executor.tally.dropped > 0 and set(executor.by_layer) == set(range(len(layers)))
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(KeyError, match="with saliency"):
+        model(prompt)
+
+
+def test_padded_tiers_and_groups_give_the_models_own_tokens(tmp_path):
+    model, layers = opened(tmp_path, "qwen2_moe")
+    prompt = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    options = {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
+    expected = model.generate(prompt, **options)
+    E, L = layers[0].experts.num_experts, len(layers)
+    for executor in (
+        Tiered([[3] * E] * L, "pad", chunk=4),
+        Grouped([[Group(tuple(range(E)), 2)]] * L, "pad"),
+        CapacityFactor(100.0),
+    ):
+        models.plug(model, executor)
+        assert torch.equal(model.generate(prompt, **options), expected)
+        assert executor.tally.dropped == 0 and executor.tally.padded_fraction > 0
+
+
+def test_a_model_without_attention_beside_its_experts(tmp_path):
+    model, layers = opened(tmp_path, "switch_transformers")
+    with pytest.raises(ValueError, match="no attention module named self_attn"):
+        Saliency(model, layers)

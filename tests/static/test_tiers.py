@@ -1,0 +1,158 @@
+"""Tiers and groups against their definitions, written out naively, and the paper's own numbers."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
+
+counts_strategy = st.lists(st.integers(0, 1000), min_size=1, max_size=24).filter(any)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    counts_strategy,
+    st.integers(1, 4000),
+    st.sampled_from([16, 100, 256, 1024]),
+    st.integers(1, 4),
+    st.sampled_from(["topk", "paper"]),
+    st.sampled_from([0.5, 1.0, 1.7]),
+)
+def test_every_expert_gets_the_smallest_level_that_holds_its_expected_load(
+    counts, tokens, chunk, levels, rule, slack
+):
+    tokens = max(tokens, max(counts))  # an expert gets a token once at most
+    (tiers,) = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    assert (
+        list(tiers.levels) == sorted(set(tiers.levels), reverse=True)
+        and len(tiers.levels) <= levels
+    )
+    assert len(tiers.capacity) == len(counts)
+    for count, capacity in zip(counts, tiers.capacity):
+        assert capacity % 16 == 0 and capacity > 0 and capacity in tiers.levels
+        expected = slack * count / tokens * chunk
+        holding = [level for level in tiers.levels if level >= expected - 1e-6]
+        assert capacity == (min(holding) if holding else max(tiers.levels))
+    assert max(tiers.levels) <= -(-chunk // 16) * 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    counts_strategy,
+    st.sampled_from([64, 256, 1024]),
+    st.integers(2, 4),
+    st.sampled_from(["topk", "paper"]),
+    st.sampled_from([0.5, 1.0, 1.7]),
+)
+def test_levels_lie_in_a_geometric_sequence_up_to_the_imbalance(counts, chunk, levels, rule, slack):
+    """§4.1: from slack · B/E, times K as our rule has it, to r times that; rounded up to 16, none
+    above the chunk."""
+    tokens, E = max(counts), len(counts)
+    (tiers,) = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    r, K = max(counts) * E / sum(counts), sum(counts) / tokens
+    low = slack * chunk / E * (K if rule == "topk" else 1)
+    wanted = {
+        min(-(-(low * r ** (j / (levels - 1)) - 1e-6) // 16) * 16, chunk) for j in range(levels)
+    }
+    assert list(tiers.levels) == sorted((max(level, 16) for level in wanted), reverse=True)
+
+
+def test_the_papers_example_and_the_factor_k_that_its_formula_lacks():
+    """§4.1: B = 256, E = 8, r = 2 gives 2 · 256/8 = 64 tokens; with top-2 the busiest expert really
+    gets 128."""
+    counts = np.array(
+        [512, 300, 300, 300, 200, 200, 136, 100]
+    )  # 1024 tokens, top-2, mean 256, r = 2
+    (paper,) = capacity_tiers(counts, 1024, 256, rule="paper")
+    (ours,) = capacity_tiers(counts, 1024, 256)
+    assert paper.levels[0] == 64 and paper.levels[-1] == 32 == 256 // 8
+    assert ours.levels == (128, 96, 64)  # 64 · 2^(1, 1/2, 0): 90.5 rounds up to 96
+    assert ours.capacity == (128, 96, 96, 96, 64, 64, 64, 64)
+    assert set(paper.capacity[:4]) == {64}  # loads of 75 and more exceed all levels
+
+
+def test_four_times_the_mean_gives_the_papers_one_two_and_four():
+    """§1: "top quartile gets 4x base capacity"; PhiMoE, chunks of 256: 32, 64 and 128, the
+    capacities of §5.1."""
+    counts = np.array([128] + [40] * 4 + [20] * 11)
+    counts[-1] += 512 - counts.sum()  # 256 tokens, top-2, 16 experts
+    (tiers,) = capacity_tiers(counts, 256, 256)
+    assert tiers.levels == (128, 64, 32)
+
+
+def test_layers_are_apart_and_torch_counts_do():
+    counts = torch.tensor([[30, 10, 10, 10], [15, 15, 15, 15]])
+    first, second = capacity_tiers(counts, 30, 480)
+    assert first.levels[0] == 480 and second.levels == (240,)
+    assert [first, second] == [capacity_tiers(row.numpy(), 30, 480)[0] for row in counts]
+
+
+def test_more_slack_drops_less_and_pads_more():
+    rng = np.random.default_rng(0)
+    loads = rng.multinomial(512, rng.dirichlet(np.full(16, 3.0)), size=64)
+    dropped, slots = [], []
+    for slack in (0.6, 1.0, 1.4, 2.0):
+        capacity = np.array(capacity_tiers(loads.sum(0), 64 * 256, 256, slack=slack)[0].capacity)
+        dropped.append(np.maximum(loads - capacity, 0).sum())
+        slots.append(capacity.sum())
+    assert dropped == sorted(dropped, reverse=True) and dropped[0] > dropped[-1]
+    assert slots == sorted(slots) and slots[0] < slots[-1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([16, 48, 128]), st.integers(0, 50)), min_size=1, max_size=40
+    ),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.one_of(st.none(), st.integers(1, 20)),
+)
+def test_groups_hold_every_expert_once_in_equal_tiers_hot_with_hot(experts, size, most):
+    capacity, counts = zip(*experts)
+    tiers = Tiers(tuple(sorted(set(capacity), reverse=True)), capacity)
+    groups = form_groups(tiers, counts, size, most)
+    assert sorted(e for group in groups for e in group.experts) == list(range(len(experts)))
+    limit = min(size, most or size)
+    for group in groups:
+        assert {capacity[e] for e in group.experts} == {group.capacity} and 1 <= len(
+            group.experts
+        ) <= limit
+        assert group.slots == len(group.experts) * group.capacity
+    for level in tiers.levels:  # no group is hotter than an earlier one of its tier
+        of_level = [group for group in groups if group.capacity == level]
+        flat = [counts[e] for group in of_level for e in group.experts]
+        assert flat == sorted(flat, reverse=True)
+        assert all(len(group.experts) == limit for group in of_level[:-1])
+
+
+def test_only_the_named_experts_are_grouped():
+    tiers = Tiers((32, 16), (16, 32, 16, 16))
+    assert form_groups(tiers, [5, 9, 7, 7], 2, experts=[0, 2, 3]) == [
+        Group((2, 3), 16),
+        Group((0,), 16),
+    ]
+
+
+def test_rounding_up():
+    assert [round_up(n, 16) for n in (0, 0.1, 16, 16.01, 33)] == [16, 16, 16, 32, 48]
+
+
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda: capacity_tiers([1, 2], 3, 256, rule="best"), "no rule 'best'"),
+        (lambda: capacity_tiers([1, 2], 0, 256), "tokens=0"),
+        (lambda: capacity_tiers([1, 2], 3, 256, slack=0), "slack=0"),
+        (lambda: capacity_tiers([1, 2], 3, 0), "chunk=0"),
+        (lambda: capacity_tiers([[1, 2], [0, 0]], 3, 256), "layer 1"),
+        (lambda: capacity_tiers([1, -2], 3, 256), "not negative"),
+        (lambda: capacity_tiers([1, 2], 3, 256, levels=0), "levels=0"),
+        (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2, 3], 2), r"\[2\]"),
+        (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2], 0), "size=0"),
+    ],
+)
+def test_bad_input_is_told(call, told):
+    with pytest.raises(ValueError, match=told):
+        call()

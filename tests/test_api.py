@@ -1,0 +1,373 @@
+"""The one way in: what an opened model is, resident and offloaded, and how it is run otherwise for
+a while."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import transformers
+
+import moelab
+from moelab import api as opening
+from moelab import registry
+from moelab.experts import EXECUTORS
+from moelab.experts.executor import Sorted
+from moelab.models import discover
+from moelab.offloading import session
+from moelab.offloading.prefetch_gate import ungated
+from moelab.speculate import Predictor
+from tests.models import tiny
+
+IDS = torch.tensor([[5, 9, 33, 12, 60, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("opening") / "model", torch.bfloat16)
+
+
+def tokens(model, new=4):
+    return model.generate(
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+    )
+
+
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_an_opened_model_is_transformers_and_closes_itself(folder, memory, tmp_path):
+    with moelab.open_model(folder, memory=memory) as lm:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, experts_implementation="eager"
+        )
+        assert isinstance(lm, type(theirs)) and type(lm).__name__ == type(theirs).__name__
+        assert torch.equal(tokens(lm), tokens(theirs))
+        found, run = lm.moelab.metrics(), lm.moelab.run
+        assert found.tpot > 0 and found.prefill_tokens == IDS.numel() and found.decode_tokens == 3
+        assert (found.hit_rate is None) == (memory is None)
+    assert len(run.steps) == len(run.forwards) == 4
+    tokens(theirs)
+    if memory is None:  # its hooks are gone, and it is a model as before
+        tokens(lm)
+        assert len(run.steps) == 4
+    else:
+        with pytest.raises(RuntimeError, match="closed"):
+            tokens(lm)
+
+
+def test_what_is_saved_is_transformers_own(folder, tmp_path):
+    lm = moelab.open_model(folder)
+    lm.save_pretrained(tmp_path / "saved")
+    assert torch.equal(tokens(moelab.open_model(tmp_path / "saved")), tokens(lm))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"]
+)
+def test_a_resident_model_says_the_steps_that_the_engine_sees(name, tmp_path):
+    folder, runs = tiny.save(name, tmp_path / "model"), []
+    for memory in (None, "60%"):
+        with moelab.open_model(folder, memory=memory) as lm:
+            tokens(lm)
+            runs.append(lm.moelab.run)
+    assert runs[0].steps == runs[1].steps and len(runs[0].steps) > 1
+    assert [forward[2:] for forward in runs[0].forwards] == [
+        forward[2:] for forward in runs[1].forwards
+    ]
+
+
+def test_a_long_run_of_a_resident_model_keeps_the_latest(folder, monkeypatch):
+    monkeypatch.setattr(session, "LONGEST", 4)
+    lm = moelab.open_model(folder)
+    tokens(lm, new=8)
+    assert (
+        len(lm.moelab.run.steps) == len(lm.moelab.run.forwards) == 4
+        and lm.moelab.metrics().tpot > 0
+    )
+
+
+def test_a_resident_run_is_simulated_on_a_device(folder):
+    lm = moelab.open_model(folder)
+    tokens(lm)
+    assert moelab.simulate(lm.moelab.run, device="raspberry-pi-5").tpot > 0
+    with pytest.raises(ValueError, match="give device="):
+        moelab.simulate(lm.moelab.run, cache="lru")
+
+
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_using_is_for_a_block(folder, memory):
+    with moelab.open_model(folder, memory=memory) as lm:
+        expected, calls = tokens(lm), []
+
+        def listening(x, ids, weights, experts):
+            calls.append(len(ids))
+            return moelab.models.eager(x, ids, weights, experts)
+
+        with moelab.using(lm, executor=listening), moelab.using(lm, executor="exact"):
+            assert torch.equal(tokens(lm), expected) and not calls
+        with moelab.using(lm, executor=listening):
+            assert torch.equal(tokens(lm), expected) and calls
+        calls.clear()
+        assert torch.equal(tokens(lm), expected) and not calls
+        for name in moelab.names("executor"):
+            with moelab.using(lm, executor=name):
+                assert lm.moelab.engine is None or (lm.moelab.engine.executor is None) == (
+                    name == "exact"
+                )
+
+
+def test_fast_is_fast_everywhere(folder):
+    """The fused decode kernels come with the executor, and go with it."""
+    own = moelab.open_model(folder)
+    forwards = lambda model: sum("forward" in vars(module) for module in model.modules())  # noqa: E731
+    before = forwards(own)
+    with moelab.using(own, executor="fast"):
+        assert forwards(own) > before
+    assert forwards(own) == before
+    for memory in (None, "60%"):
+        with moelab.open_model(folder, memory=memory, executor="fast") as lm:
+            assert forwards(lm) > before
+            assert tokens(lm).shape == tokens(own).shape
+
+
+def test_default_vectors_are_measured_on_prompts_of_the_models_own_tokens(monkeypatch):
+    """A tokenizer of letters; what is measured is not looked at."""
+    monkeypatch.setattr(opening, "default_vectors", lambda model, prompts: prompts)
+    monkeypatch.setattr(opening.registry, "make", lambda kind, name, model, vectors: vectors)
+    with moelab.open_model(None, memory="60%") as lm:
+        lm.tokenizer = lambda text, **_: {"input_ids": list(text)}
+        prompts = opening.make_predictor(lm, "quasi")
+        assert len(prompts) == opening.PROMPTS and all(
+            len(p.text + p.answer) <= 128 for p in prompts
+        )
+        lm.tokenizer = None
+        with pytest.raises(ValueError, match="no tokenizer"):
+            opening.make_predictor(lm, "quasi")
+
+
+class Same(Predictor):
+    def predict(self, layer, s, r, ids, weights):
+        return (ids, weights) if layer in self.targets else None
+
+
+@pytest.mark.parametrize("prefetch", ["router", "previous", Same])
+def test_prefetching_changes_no_token(folder, prefetch):
+    with moelab.open_model(folder, memory="60%", prefetch=prefetch) as lm:
+        assert not lm.moelab.run.forwards  # what measured default vectors does not count
+        with ungated(lm.moelab.engine):
+            assert torch.equal(tokens(lm, 8), tokens(moelab.open_model(folder), 8))
+        assert lm.moelab.run.settings.ahead > 0 and lm.moelab.speculation.requests.sum() > 0
+        with moelab.using(lm, prefetch="random"):
+            assert type(lm.moelab.speculation.predictor).__name__ == "Random"
+        assert type(lm.moelab.speculation.predictor).__name__ != "Random"
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"cache": "lfu"}, "cache: for experts that are loaded"),
+        ({"verify": False}, "verify: for experts"),
+        ({"prefetch": "router"}, "memory="),
+        ({"executor": "fsat"}, "there is no executor 'fsat'. Did you mean 'fast'"),
+        ({"memory": "60%", "cache": "lur"}, "'lur'"),
+        ({"memory": "60%", "prefetch": "oracle"}, "trace"),
+        ({"memory": "1kB"}, "the least that works"),
+        ({"memory": "60%", "workers": 0}, "at least one thread"),
+        ({"memory": "130%"}, "all of them are 100%"),
+        ({"memory": "0%"}, "bytes.* are the least that works"),
+        ({"memory": "8"}, "would be 8 bytes: write .8GB."),
+        ({"memory": "60%", "cache": "belady"}, r"needs the future.*simulate\(run"),
+    ],
+)
+def test_what_cannot_be_is_explained(folder, options, told):
+    with pytest.raises(ValueError, match=told):
+        moelab.open_model(folder, **options)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"executor": True}, "the executor is True; it must be a function of"),
+        ({"executor": Sorted}, "the executor is <class"),
+        ({"cache": lambda: 1}, "the cache is <function"),
+        ({"cache": 7}, r"the cache is 7; it must be .* touch\(key, step\)"),
+        ({"prefetch": True}, "the predictor is True; it must be a Predictor.*, or one of router"),
+        ({"calibration": "counts.safetensors"}, r"a moelab.Calibration.*Calibration.load\(path\)"),
+        ({"prefetch": lambda model: 3}, "the predictor is 3"),
+    ],
+)
+def test_what_is_no_part_of_a_model_is_refused(folder, options, told):
+    with pytest.raises(TypeError, match=told):
+        moelab.open_model(folder, memory="60%", **options)
+
+
+@pytest.mark.parametrize(
+    "returned, told",
+    [
+        (lambda x: None, "None"),
+        (lambda x: x[:, :-1], r"bfloat16 \[7, 31\].*here torch.bfloat16 \[7, 32\]"),
+        (lambda x: x.double(), "float64"),
+        (lambda x: x[None], r"\[1, 7, 32\]"),
+        (lambda x: [x], r"\[tensor"),
+    ],
+)
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_what_an_executor_returns_is_checked(folder, returned, told, memory):
+    def mine(x, ids, weights, experts):
+        return returned(x)
+
+    with moelab.open_model(folder, memory=memory, executor=mine) as lm:
+        with pytest.raises(
+            ValueError, match=f"the executor mine returned.*{told if memory is None else ''}"
+        ):
+            lm(IDS)
+        with moelab.using(lm, executor="exact"):
+            assert lm(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "guess, told",
+    [
+        (lambda ids, weights: ids, "predicted a Tensor"),
+        (lambda ids, weights: (ids, None), "predicted a tuple"),
+        (
+            lambda ids, weights: (ids[:-1], weights[:-1]),
+            r"int64 \[6, 3\].*expected are \(ids, weights\), \[7, K\]",
+        ),
+        (lambda ids, weights: (ids, weights[:, :1]), r"\[7, 3\] and .*\[7, 1\]"),
+        (lambda ids, weights: (ids.float(), weights), "float32"),
+        (lambda ids, weights: (ids - 9, weights), "ids from -"),
+        (lambda ids, weights: (ids + 9, weights), "ids from .* 0 to 7, or 8"),
+    ],
+)
+def test_what_a_predictor_predicts_is_checked(folder, guess, told):
+    class Mine(Predictor):
+        def predict(self, layer, s, r, ids, weights):
+            return guess(ids, weights)
+
+    with moelab.open_model(folder, memory="60%", prefetch=Mine) as lm:
+        with pytest.raises(ValueError, match=f"the predictor Mine .*{told}"):
+            lm(IDS)
+
+
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_what_is_opened_cannot_be_copied(folder, memory):
+    with moelab.open_model(folder, memory=memory) as lm:
+        for again in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="bound to hooks, threads, files and memory"):
+                again(lm)
+        assert lm(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "changed, error, told",
+    [
+        ({"executor": Sorted}, TypeError, "the executor is <class"),
+        ({"cache": "lru"}, ValueError, "using takes no cache"),
+        ({"exector": "fast"}, ValueError, "using takes no exector"),
+        ({"executor": moelab.models.eager, "factor": 2.0}, ValueError, "using takes no factor"),
+    ],
+)
+def test_using_refuses_what_it_would_not_use(folder, changed, error, told):
+    with (
+        moelab.open_model(folder) as lm,
+        pytest.raises(error, match=told),
+        moelab.using(lm, **changed),
+    ):
+        pass
+
+
+def test_using_is_for_opened_models(folder):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    moelab.models.plug(theirs)
+    with (
+        pytest.raises(ValueError, match="not opened by moelab.open_model"),
+        moelab.using(theirs, executor="sorted"),
+    ):
+        pass
+
+
+def test_they_tell_about_themselves_in_a_line(folder):
+    with moelab.open_model(
+        folder, memory="60%", executor="sorted", prefetch="router", cache="lfu"
+    ) as lm:
+        assert repr(lm.moelab.metrics()) == "<Metrics: no forward pass yet>"
+        tokens(lm)
+        assert re.fullmatch(
+            r"<moelab: offloaded, [\d.e-]+ GB for experts, lfu, sorted, prefetch NextRouter; "
+            r"4 forward passes>",
+            repr(lm.moelab),
+        )
+        with moelab.using(lm, executor=Sorted()):
+            assert "Sorted" in repr(lm.moelab)
+        played = moelab.simulate(lm.moelab.run)
+        for told in map(repr, (lm.moelab.metrics(), played, lm.moelab.run)):
+            assert len(told) < 120 and "\n" not in told
+        assert all(
+            "TTFT" in told and "hit rate" in told
+            for told in map(repr, (lm.moelab.metrics(), played))
+        )
+    assert (
+        repr(moelab.open_model(folder).moelab)
+        == "<moelab: all experts in memory, exact; 0 forward passes>"
+    )
+
+
+@pytest.mark.parametrize(
+    "home",
+    [
+        "moelab.nothing:Sorted",
+        "moelab.experts.executor:Sroted",
+        "nothing.at.all:X",
+        "moelab.experts",
+    ],
+)
+def test_a_wrong_line_in_a_registry_is_named(home, monkeypatch):
+    monkeypatch.setitem(EXECUTORS, "mine", registry.Entry(home, "for a test"))
+    with pytest.raises(
+        ValueError, match=f"executor 'mine' is registered as '{home}' in moelab.experts:EXECUTORS"
+    ):
+        registry.find("executor", "mine")
+
+
+def test_another_models_calibration_is_refused(folder):
+    lm = moelab.open_model()
+    calibration = moelab.calibrate(moelab.record(lm, [[5, 6, 7]]))
+    assert moelab.open_model(calibration=calibration).moelab
+    with pytest.raises(ValueError, match="belongs to small"):
+        moelab.open_model(folder, memory="60%", calibration=calibration)
+    with moelab.using(lm, executor="tiered", calibration=calibration):
+        assert discover(lm)[0].experts.executor.capacities(0, 8, 2, lm.spec.E)
+
+
+def test_every_name_says_what_it_is_for():
+    for kind in moelab.registry.KINDS:
+        for name, (purpose, use) in moelab.describe(kind).items():
+            assert purpose and use in ("use", "teaching"), f"{kind} {name}"
+    assert opening.make_executor(None, "exact") is None
+
+
+def test_a_model_whose_experts_are_elsewhere_is_not_saved(tmp_path):
+    """transformers would write it without them, and fill them with random numbers when it is
+    loaded."""
+    for options in ({"memory": "50%"}, {"experts": "external"}):
+        with (
+            moelab.open_model(**options) as lm,
+            pytest.raises(ValueError, match="not in memory, so they would not be saved"),
+        ):
+            lm.save_pretrained(tmp_path / "saved")
+    with moelab.open_model() as lm:
+        lm.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").stat().st_size > 5e6
+
+
+@pytest.mark.parametrize(
+    "options", [{"device_map": "auto"}, {"memory": "50%", "load_in_8bit": True}]
+)
+def test_an_unknown_option_is_named(options):
+    with pytest.raises(ValueError, match=f"open_model takes no {list(options)[-1]}"):
+        moelab.open_model(**options)

@@ -1,0 +1,297 @@
+"""Planning against the paper's loops written out, enumeration of all steps, and what must hold of
+any plan."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Request
+from moelab.offloading.requests import Delays
+from moelab.simulation.execution import execute
+from moelab.specs import ExpertKey, State
+from moelab.zipmoe.affinity import default_order
+from moelab.zipmoe.planning import (
+    hit_patterns,
+    interval_hits,
+    makespan,
+    pattern_probabilities,
+    plan,
+    reading,
+)
+from moelab.zipmoe.selection import selection_probabilities
+
+SIZES = (12, 6, 2)  # bytes of full tensors, SM-chunks, E-chunks
+
+
+def Seconds(e_read=1.0, sm_read=3.0, decompress=2.0, recover=0.5, compute=1.5, read_both=None):
+    return Delays(e_read, sm_read, decompress, recover, 0.0, compute, read_both=read_both)
+
+
+@st.composite
+def layers(draw, most=7):
+    """(f, k) counted in steps of k experts each, by rank."""
+    E = draw(st.integers(1, most))
+    k = draw(st.integers(1, min(E, 3)))
+    steps = draw(st.lists(st.permutations(range(E)).map(lambda p: p[:k]), min_size=1, max_size=9))
+    return np.sort(np.bincount(np.concatenate(steps), minlength=E) / len(steps))[::-1], k
+
+
+# nothing, or a millisecond and more: beside the tolerances less is nothing, and then a tie is a
+# matter of opinion
+seconds = st.just(0.0) | st.floats(1e-3, 10)
+delays = st.builds(Seconds, seconds, seconds, seconds, seconds, seconds, st.none() | seconds)
+
+
+# ------------------------------------------------------------------------------------ the paper's
+# loops, literally
+
+
+def algorithm_2(q):
+    hits = np.zeros(len(q) + 1)
+    hits[0] = 1
+    for chance in q:
+        for h in range(len(q), 0, -1):
+            hits[h] = hits[h] * (1 - chance) + hits[h - 1] * chance
+        hits[0] *= 1 - chance
+    return hits
+
+
+def algorithm_4(f, budget, k, estimate, step, pools="FCSE"):
+    """[(ratios, sizes, cost)] of every configuration, by four loops over hits."""
+    q, parts, found = selection_probabilities(f, k), round(1 / step), []
+    sizes = dict(zip("FCSE", (SIZES[0], SIZES[1] + SIZES[2], SIZES[1], SIZES[2])))
+    for ratio in itertools.product(range(parts + 1), repeat=4):
+        if sum(ratio) != parts or any(r and p not in pools for r, p in zip(ratio, "FCSE")):
+            continue
+        held, u, hits = [], 0, []
+        for r, p in zip(ratio, "FCSE"):
+            held.append(min(r * budget // (parts * sizes[p]), len(f) - u))
+            hits.append(algorithm_2(q[u : u + held[-1]]))
+            u += held[-1]
+        missed, everything, cost = algorithm_2(q[u:]), algorithm_2(q), 0.0
+        for h in itertools.product(*(range(S + 1) for S in held)):
+            rest = k - sum(h)
+            if 0 <= rest < len(missed):
+                cost += (
+                    estimate(h)
+                    * missed[rest]
+                    / everything[k]
+                    * math.prod(d[i] for d, i in zip(hits, h))
+                )
+        found.append((tuple(r / parts for r in ratio), tuple(held), cost))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers(),
+    delays,
+    st.integers(1, 4),
+    st.integers(2, 90),
+    st.sampled_from(["FCSE", "FC", "SE", "F", "CE"]),
+)
+def test_a_plan_equals_the_four_loops(layer, seconds, workers, budget, pools):
+    (f, k), step = layer, 0.25
+    least = min({"F": 12, "C": 8, "S": 6, "E": 2}[p] for p in pools)
+    budget = max(budget, least)
+
+    def estimate(h):
+        return float(makespan(np.array([h]), k, seconds, workers)[0])
+
+    truth = algorithm_4(f, budget, k, estimate, step, pools)
+    ours = plan(f, budget, SIZES, k, seconds, workers, pools, step)
+    costs = {ratios: cost for ratios, _, cost in truth}
+    assert {c.ratios: pytest.approx(c.seconds, rel=1e-12, abs=1e-12) for c in ours.table} == costs
+    assert {c.ratios: c.pools for c in ours.table} == {
+        ratios: Pools(*held) for ratios, held, _ in truth
+    }
+    best = min(costs.values())
+    equals = [ratios for ratios, cost in costs.items() if cost <= best * (1 + 1e-10) + 1e-12]
+    assert ours.ratios in equals and ours.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
+    if best > 0:
+        assert ours.ratios == max(equals)  # ties: most in F, then C, then S
+
+
+@settings(max_examples=25, deadline=None)
+@given(layers(), st.data())
+def test_probabilities_of_patterns_equal_enumeration(layer, data):
+    f, k = layer
+    E, q = len(f), selection_probabilities(f, k)
+    cuts = sorted(data.draw(st.lists(st.integers(0, E), min_size=4, max_size=4)))
+    sizes = tuple(b - a for a, b in zip([0, *cuts], cuts))
+    truth, total = {}, 0.0
+    for chosen in itertools.combinations(range(E), k):
+        p = math.prod(q[i] if i in chosen else 1 - q[i] for i in range(E))
+        h = tuple(sum(a <= i < b for i in chosen) for a, b in zip([0, *cuts], cuts))
+        truth[h], total = truth.get(h, 0) + p, total + p
+    patterns = hit_patterns(k)
+    found = pattern_probabilities(interval_hits(q, k), patterns, sizes)
+    assert np.allclose(
+        found, [truth.get(tuple(h), 0) / total for h in patterns.tolist()], rtol=1e-12, atol=1e-15
+    )
+    assert found.sum() == pytest.approx(1, abs=1e-12) and len(patterns) == math.comb(k + 4, 4)
+    means = np.append(
+        found @ patterns, k - found @ patterns.sum(1)
+    )  # hits in each pool, and misses
+    assert np.allclose(means, [f[a:b].sum() for a, b in zip([0, *cuts], [*cuts, E])], atol=1e-8)
+
+
+def scheduled(h, k, d, workers):
+    """The best of all orders of a layer: one disk, workers that decode whole experts, one thread
+    that computes."""
+    states = [s for s, n in zip("FCSE", h) for _ in range(n)] + ["M"] * (k - sum(h))
+    best = math.inf
+    for order in set(itertools.permutations(states)):
+        disk, free, ready = 0.0, [0.0] * workers, []
+        for state in order:
+            disk += {"S": d.e_read, "E": d.sm_read, "M": d.miss_read}.get(state, 0.0)
+            if state == "F":
+                ready.append(0.0)
+                continue
+            start = max(min(free), disk if state in "SEM" else 0.0)
+            free[free.index(min(free))] = start + d.decompress + d.recover
+            ready.append(start + d.decompress + d.recover)
+        clock = 0.0
+        for moment in sorted(ready):
+            clock = max(clock, moment) + d.expert(1)
+        best = min(best, clock)
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    delays,
+    st.integers(1, 3),
+    st.lists(st.integers(0, 2), min_size=4, max_size=4).filter(lambda h: sum(h) <= 4),
+)
+def test_the_makespan_is_never_above_the_best_schedule(seconds, workers, h):
+    k = 4
+    assert (
+        makespan(np.array([h]), k, seconds, workers)[0] <= scheduled(h, k, seconds, workers) + 1e-9
+    )
+
+
+def test_the_makespan_of_plain_cases():
+    d, slow, busy = Seconds(), Seconds(decompress=3.5), Seconds(compute=3.0)
+    for h, d, expected in (  # noqa: B020
+        ((4, 0, 0, 0), d, 4 * 1.5),  # computing is all there is
+        ((0, 4, 0, 0), d, 1.25 + 4 * 1.5),  # both workers begin with one expert
+        ((3, 0, 0, 0), busy, 4 * 3),  # computing, in spite of the disk
+        ((0, 0, 0, 0), d, 16 + 1.25 + 1.5),  # the disk, then one decoding and expert
+        ((0, 0, 0, 1), d, 15 + 0.25 + 1.5),  # or recovery: the exponents were there
+        ((0, 0, 0, 0), slow, 16 + 0.25 + 1.5),
+    ):  # or were read before all SM-chunks
+        assert makespan(np.array([h]), 4, d, 2)[0] == expected
+
+
+# ------------------------------------------------------------------------------------- planned
+# against simulated
+
+
+def simulated(states, d, workers):
+    asked = [Request(ExpertKey(0, i), 1, State(s), State.MISSED) for i, s in enumerate(states)]
+    events, end = execute(asked, default_order(asked, d, workers), d, workers)
+    return sum(event.end - event.start for event in events if event.resource == "disk"), end
+
+
+def test_a_plan_charges_what_the_simulator_charges_by_hand():
+    """Two misses, each one read of 3.5 s, and one read of 1 s beside exponents; then 0.75 s of
+    decoding and an expert. Two reads a miss would be 9 s of reading."""
+    d = Seconds(decompress=0.5, recover=0.25, compute=1.0, read_both=3.5)
+    hits = np.array([[0, 0, 1, 0]])
+    assert reading(hits, 3, d)[0] == 8.0 and makespan(hits, 3, d, 1)[0] == 9.75
+    assert simulated("MMS", d, 1) == (8.0, 9.75)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text("FCSEM", max_size=6), delays, st.integers(1, 3))
+def test_reading_equals_the_simulators_and_no_schedule_of_it_is_shorter(states, d, workers):
+    hits, k = np.array([[states.count(s) for s in "FCSE"]]), len(states)
+    read, end = simulated(states, d, workers)
+    if d.by_expert or d.read_both is None:  # else a lone miss of a block is one read all the same
+        assert reading(hits, k, d)[0] == pytest.approx(read)
+        assert k == 0 or makespan(hits, k, d, workers)[0] <= end + 1e-9
+
+
+# ----------------------------------------------------------------------------------------------
+# whole plans
+
+F, K = np.array([0.9, 0.8, 0.6, 0.4, 0.2, 0.1]), 3
+
+
+def test_more_memory_and_more_pools_are_never_slower_and_all_of_it_leaves_computing():
+    times = [plan(F, budget, SIZES, K, Seconds(), 2).seconds for budget in range(2, 73, 10)]
+    assert times == sorted(times, reverse=True)
+    assert plan(F, 72, SIZES, K, Seconds(), 2).seconds == pytest.approx(K * 1.5)
+    assert plan(F, 72, SIZES, K, Seconds(), 2).pools == Pools(F=6)
+    for budget in (24, 36):
+        assert plan(F, budget, SIZES, K, Seconds(), 2).seconds <= min(
+            plan(F, budget, SIZES, K, Seconds(), 2, pools).seconds for pools in "FCSE"
+        )
+
+
+def test_a_slow_disk_wants_compressed_experts_and_slow_decompression_full_ones():
+    assert plan(F, 36, SIZES, K, Seconds(decompress=0.01), 2).pools.F == 0
+    assert plan(F, 36, SIZES, K, Seconds(decompress=1e3), 2).pools.F == 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(layers(), st.integers(2, 300), st.integers(1, 4))
+def test_pools_fit_into_the_budget_and_hold_no_more_than_there_is(layer, budget, n_layers):
+    f, k = layer
+    budget = max(budget, 2 * n_layers)
+    for c in plan(f, budget, SIZES, k, Seconds(), 2, step=0.25, layers=n_layers).table:
+        assert c.pools.nbytes(*SIZES) <= budget and c.pools.capacity <= len(f) * n_layers
+
+
+def test_layers_that_share_the_budget_are_planned_alike():
+    one, four = plan(F, 30, SIZES, K, Seconds(), 2), plan(F, 120, SIZES, K, Seconds(), 2, layers=4)
+    assert four.ratios == one.ratios and four.seconds == one.seconds
+    assert all(getattr(four.pools, p) >= 4 * getattr(one.pools, p) for p in "FCSE")
+
+
+def test_the_best_are_different_and_in_order():
+    planned = plan(F, 40, SIZES, K, Seconds(), 2)
+    best = planned.best(5)
+    assert best[0][1:] == (planned.pools, planned.seconds) and len({c.pools for c in best}) == 5
+    assert [c.seconds for c in best] == sorted(c.seconds for c in best)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"budget_bytes": 1}, "at least 2 bytes"),
+        ({"budget_bytes": 7, "layers": 4}, "4 layer"),
+        ({"pools": "FX"}, "FCSE"),
+        ({"pools": ""}, "FCSE"),
+        ({"pools": "FF"}, "once"),
+        ({"step": 0.3}, "0.3"),
+        ({"step": 0}, "step"),
+        ({"k": 2}, "sum to 3"),
+        ({"workers": 0}, "workers"),
+        ({"sizes": (12, 0, 2)}, "pool S"),
+    ],
+)
+def test_errors_say_what_to_do(changes, words):
+    arguments = {
+        "f": F,
+        "budget_bytes": 36,
+        "sizes": SIZES,
+        "k": K,
+        "delays": Seconds(),
+        "workers": 2,
+    }
+    with pytest.raises(ValueError, match=words):
+        plan(**{**arguments, **changes})
+
+
+def test_experts_without_sm_chunks_can_be_planned_without_those_pools():
+    assert plan(F, 36, (12, 0, 8), K, Seconds(), 2, "C").pools == Pools(C=4)
+    assert plan(F, 36, (12, 0, 8), K, Seconds(), 2, "FC").pools.capacity in (3, 4)

@@ -1,0 +1,210 @@
+"""Selection probabilities against enumeration of all subsets, leave-one-out programs and the
+paper's iteration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.zipmoe.selection import inclusion, sample, selection_probabilities, whole
+
+
+def enumerated(q, k):
+    """(f, pairs) of independent coins given k, over all subsets; pairs are symmetric."""
+    E, total = len(q), 0.0
+    f, pairs = np.zeros(E), np.zeros((E, E))
+    for chosen in itertools.combinations(range(E), k):
+        p = math.prod(q[i] if i in chosen else 1 - q[i] for i in range(E))
+        total += p
+        for i in chosen:
+            f[i] += p
+            for j in chosen:
+                pairs[i, j] += p
+    return f / total, pairs / total
+
+
+def left_out(q, k, ranks):
+    """f of some ranks by a dynamic program for each of them left out."""
+
+    def hits(others):
+        p = np.eye(1, k + 1)[0]
+        for chance in others:
+            p = np.append(p[0] * (1 - chance), p[1:] * (1 - chance) + p[:-1] * chance)
+        return p
+
+    return np.array([q[i] * hits(np.delete(q, i))[k - 1] for i in ranks]) / hits(q)[k]
+
+
+@st.composite
+def observed(draw, most=8):
+    """(f, k) counted in steps of k experts each: ties, zeros and ones included."""
+    E = draw(st.integers(1, most))
+    k = draw(st.integers(1, E))
+    steps = draw(st.lists(st.permutations(range(E)).map(lambda p: p[:k]), min_size=1, max_size=12))
+    return np.bincount(np.concatenate(steps), minlength=E) / len(steps), k
+
+
+@settings(max_examples=80, deadline=None)
+@given(observed())
+def test_they_reproduce_what_was_counted(case):
+    f, k = case
+    q = selection_probabilities(f, k)
+    assert np.abs(enumerated(q, k)[0] - f).max() < 1e-8
+    assert ((q == 0) == (f == 0)).all() and ((q == 1) == (f == 1)).all()
+    assert abs(q.sum() - k) < 1e-6
+    assert all(
+        abs(q[i] - q[j]) < 1e-6 for i in range(len(f)) for j in range(len(f)) if f[i] == f[j]
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(2, 7).flatmap(
+        lambda E: st.tuples(
+            st.lists(st.floats(1e-6, 1 - 1e-6), min_size=E, max_size=E), st.integers(1, E)
+        )
+    )
+)
+def test_inclusion_equals_enumeration(case):
+    q, k = np.array(case[0]), case[1]
+    f, pairs = inclusion(q, k)
+    truth, true_pairs = enumerated(q, k)
+    assert np.allclose(f, truth, rtol=1e-9, atol=0)
+    assert np.allclose(pairs + pairs.T, true_pairs - np.diag(truth), rtol=1e-9, atol=1e-300)
+    assert np.triu(pairs).sum() == 0
+
+
+def skewed(E, k, how):
+    ranks = np.arange(1, E + 1)
+    f = {
+        "zipf": ranks**-1.5,
+        "steep": ranks**-5.0,
+        "geometric": 0.8**ranks,
+        "equal": ranks**0.0,
+        "two kinds": np.where(ranks < k, 1 - 1e-9, 1e-9),
+    }[how]
+    f = np.minimum(k * f / f.sum(), 1 - 1e-9) if how != "two kinds" else f
+    odds = f / (1 - f)
+    low, high = -80.0, 80.0
+    for _ in range(100):  # multiply the odds until they sum to k
+        middle = (low + high) / 2
+        f = odds / (odds + math.exp(-middle))
+        low, high = (middle, high) if f.sum() < k else (low, middle)
+    return f
+
+
+@pytest.mark.parametrize("how", ["zipf", "steep", "geometric", "equal", "two kinds"])
+@pytest.mark.parametrize("E, k", [(128, 8), (64, 1), (60, 59), (256, 16)])
+def test_skewed_layers_of_real_size(E, k, how):
+    f = skewed(E, k, how)
+    q = selection_probabilities(f, k)
+    ranks = range(0, E, 1 if E <= 128 else 7)
+    assert np.abs(left_out(q, k, ranks) - f[ranks]).max() < 1e-8
+
+
+def test_the_papers_iteration_finds_the_same_and_its_misprint_does_not():
+    """Appendix D with f / f(w) in place of f / R(k, N), which has other fixed points."""
+    f, k = np.array([0.9, 0.7, 0.5, 0.5, 0.3, 0.1]), 3
+    q = selection_probabilities(f, k)
+
+    def polynomial(w, n):
+        return sum(math.prod(chosen) for chosen in itertools.combinations(w, n))
+
+    def current(w):  # eq. 24
+        return np.array(
+            [w[i] * polynomial(np.delete(w, i), k - 1) for i in range(len(w))]
+        ) / polynomial(w, k)
+
+    right, printed = f.copy(), f.copy()
+    for _ in range(400):
+        right = right * f / current(right)
+        printed = printed * f / polynomial(printed, k)
+        printed /= printed.max()  # a factor changes nothing but keeps it finite
+    assert np.allclose(current(right), f, atol=1e-12)
+    odds = q / (1 - q)
+    assert np.allclose(right / right[0], odds / odds[0], rtol=1e-9)
+    assert np.abs(current(printed) - f).max() > 0.05
+
+
+def test_where_all_is_almost_certain():
+    """Two experts nearly always, five others hardly ever: the starting point has no gradient to
+    speak of."""
+    f = np.array(
+        [
+            0.9999999968585322,
+            0.999999999768014,
+            2.170909633759995e-09,
+            1.064195582495964e-09,
+            1.366044587738181e-10,
+            1.744056732954378e-12,
+            0.0,
+        ]
+    )
+    f[0] -= f.sum() - 2
+    q = selection_probabilities(f, 2)
+    assert np.allclose(enumerated(q, 2)[0], f, rtol=1e-3, atol=1e-11)
+
+
+def test_no_distribution_with_these_shares_has_more_entropy():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        E, k = 5, 2
+        subsets = list(itertools.combinations(range(E), k))
+        p = rng.dirichlet(np.full(len(subsets), 0.5))
+        f = np.array([sum(p[n] for n, s in enumerate(subsets) if i in s) for i in range(E)])
+        q = selection_probabilities(f, k)
+        ours = np.array([math.prod(q[i] / (1 - q[i]) for i in s) for s in subsets])
+        ours /= ours.sum()
+        assert -(ours * np.log(ours)).sum() >= -(p * np.log(p)).sum() - 1e-9
+
+
+@pytest.mark.parametrize(
+    "f, k, words",
+    [
+        ([0.5, 0.5], 2, r"sum to 1, but k is 2"),
+        ([1.5, 0.5], 2, r"0\.5 … 1\.5"),
+        ([[1.0]], 1, r"\[1, 1\]"),
+        ([float("nan"), 1.0], 1, "nan"),
+        ([0.4, 0.4, 0.3], 1, "whole"),
+    ],
+)
+def test_impossible_probabilities_are_refused(f, k, words):
+    with pytest.raises(ValueError, match=words):
+        selection_probabilities(np.array(f), k)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)), min_size=1, max_size=30))
+def test_whole_gives_the_nearest_k_and_keeps_the_order(f):
+    f = np.array(f)
+    near, k = whole(f)
+    assert k == round(f.sum()) and abs(near.sum() - k) < 1e-9 and ((near >= 0) & (near <= 1)).all()
+    assert (np.diff(near[np.argsort(f)]) >= -1e-12).all()
+    if k > 0:
+        selection_probabilities(near, k)
+    again, same = whole(near)
+    assert same == k and np.abs(again - near).max() < 1e-6
+
+
+def test_samples_have_k_experts_as_often_as_they_are_used():
+    f, n = np.array([1.0, 0.9, 0.6, 0.5, 0.5, 0.3, 0.2, 0.0]), 20_000
+    drawn = sample(selection_probabilities(f, 4), 4, n, seed=3)
+    assert drawn.shape == (n, 8) and (drawn.sum(1) == 4).all()
+    assert (np.abs(drawn.mean(0) - f) <= 5 * np.sqrt(f * (1 - f) / n)).all()
+    together = enumerated(selection_probabilities(f, 4), 4)[1]
+    assert np.abs(drawn.T.astype(float) @ drawn / n - together)[~np.eye(8, dtype=bool)].max() < 0.02
+    assert (
+        sample(selection_probabilities(f, 4), 4, 5, seed=3)
+        == sample(selection_probabilities(f, 4), 4, 5, 3)
+    ).all()
+    assert sample(selection_probabilities(f, 4), 4, 0).shape == (0, 8)
+
+
+def test_samples_need_probabilities_that_sum_to_k():
+    with pytest.raises(ValueError, match="sum to 2, but k is 3"):
+        sample(np.full(4, 0.5), 3, 1)
