@@ -24,6 +24,7 @@ from moelab.cache.residency import Request, Residency, Step
 from moelab.forks import renew_in_children
 from moelab.intervals import Mean
 from moelab.models.seam import SeamExperts, assignments, execute
+from moelab.offloading.load_queue import Order, given_order
 from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.requests import Delays
@@ -32,7 +33,7 @@ from moelab.offloading.slots import Slots
 from moelab.offloading.threads import narrow
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Reader, cast
-from moelab.zipmoe.affinity import Order, default_order, given_order
+from moelab.zipmoe.affinity import default_order
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
 #: no guessing (§5.2)

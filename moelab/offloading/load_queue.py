@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from moelab.intervals import Mean
 from moelab.specs import ExpertKey, State
-from moelab.zipmoe.affinity import Order
 
 KINDS = ("full", "e", "sm")
 #: what of an expert is in memory → the slots that it holds
@@ -62,6 +61,42 @@ class Reads(NamedTuple):
     count: int = 0
     seconds: float = 0.0
     nbytes: int = 0
+
+
+class Order(NamedTuple):
+    """The order of one layer's operations, by expert id: what the disk reads, (expert, "E" or
+    "SM"); in which order of priority workers take experts."""
+
+    io: list[tuple[int, str]]
+    decode: list[int]
+
+    @property
+    def reads(self) -> list[tuple[int, str]]:
+        """`io` with neighbouring E and SM of an expert as one request, "both"."""
+        merged: list[tuple[int, str]] = []
+        for expert, part in self.io:
+            if merged and merged[-1][0] == expert:
+                merged[-1] = expert, "both"
+            else:
+                merged.append((expert, part))
+        return merged
+
+
+def given_order(requests: Iterable[Any]) -> Order:
+    """Experts as they are given, of each first E, then SM."""
+    missing = [request for request in requests if request.state is not State.FULL]
+    io = [
+        (request.key.expert, part)
+        for request in missing
+        for part in ("E", "SM")
+        if not (request.state.has_e if part == "E" else request.state.has_sm)
+    ]
+    return Order(io, [request.key.expert for request in missing])
+
+
+def plain_order(requests: Iterable[Any]) -> Order:
+    """The experts of most tokens first, whose computation others can be loaded behind."""
+    return given_order(sorted(requests, key=lambda r: (-r.tokens, r.key.expert)))
 
 
 Phase = Enum("Phase", "WAITING LOADING LOADED FAILED DROPPED")
