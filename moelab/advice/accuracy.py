@@ -32,7 +32,7 @@ from moelab.advice.verify import Kept, forwards, given, opened, options_of, stor
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
 from moelab.bench.measure import load_average
-from moelab.offloading.control_group import drop_cached
+from moelab.bench.memory_limit import drop_cached
 from moelab.progress import progress
 from moelab.specs import DeviceSpec, MoESpec
 

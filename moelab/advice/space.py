@@ -32,11 +32,11 @@ from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import typical
-from moelab.offloading.limits import MachineRates
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
+from moelab.simulation.costs import MachineRates
 from moelab.simulation.profile import Profile
 from moelab.simulation.simulator import (
     RHO,

@@ -33,9 +33,9 @@ from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
 from moelab.bench.measure import load_average
+from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.files import cache_folder
 from moelab.journal import Journal
-from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.progress import progress
 from moelab.schema import Amount, Positive, Size, typed
 

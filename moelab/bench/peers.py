@@ -258,13 +258,14 @@ class Moelab(Transformers):
         self.before = sum(counters.hits.values()), counters.misses
 
     def report(self) -> Record:
-        from moelab.cache.optimum import belady_hits, request_count
-        from moelab.offloading.limits import (
-            kv_bytes,
+        from moelab.bench.limits import (
+            belady_hits,
             layer_records,
             on_demand_limit,
             overlapped_limit,
+            request_count,
         )
+        from moelab.offloading.budget import kv_bytes
         from moelab.simulation.observed import observed
 
         this, peak, anonymous = (

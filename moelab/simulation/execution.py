@@ -16,10 +16,19 @@ from itertools import count
 from math import prod
 from typing import Any
 
-from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, Phase, piece, read_name
+from moelab.offloading.load_queue import (
+    HOLDS,
+    KINDS,
+    Load,
+    LoadQueue,
+    Order,
+    Phase,
+    piece,
+    read_name,
+)
 from moelab.offloading.requests import Delays, Operation, operations
 from moelab.specs import Event, ExpertKey, State
-from moelab.zipmoe.affinity import Block, Order
+from moelab.zipmoe.affinity import Block
 
 RESOURCES = {
     "read E": "disk",

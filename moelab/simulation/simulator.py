@@ -23,8 +23,7 @@ from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.offloading import perfetto
-from moelab.offloading.limits import MachineRates
-from moelab.offloading.load_queue import PrefetchCounts
+from moelab.offloading.load_queue import Order, PrefetchCounts, given_order
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.requests import Delays
@@ -32,12 +31,13 @@ from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
 from moelab.progress import progress
 from moelab.registry import make
+from moelab.simulation.costs import MachineRates
 from moelab.simulation.execution import SimulatedMachine
 from moelab.simulation.observed import Linear, observed
 from moelab.specs import DeviceSpec, Event, MoESpec, State
 from moelab.store.codecs import SHARDS, shard_count
 from moelab.trace import PREFILL, RoutingTrace
-from moelab.zipmoe.affinity import Order, default_order, given_order
+from moelab.zipmoe.affinity import default_order
 
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
@@ -364,7 +364,7 @@ def steps_of(
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:
-    """The steps of all forwards as one list, which `Belady` and `moelab.cache.optimum` take."""
+    """The steps of all forwards as one list, which `Belady` and `moelab.bench.limits` take."""
     return [step for forward in steps for step in forward]
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Request, Residency
-from moelab.offloading.load_queue import HOLDS, KINDS, LoadQueue, Phase
+from moelab.offloading.load_queue import HOLDS, KINDS, LoadQueue, Phase, given_order
 from moelab.offloading.requests import Delays
 from moelab.offloading.slots import slot_counts
 from moelab.specs import ExpertKey, State
-from moelab.zipmoe.affinity import given_order, naive_order, order
+from moelab.zipmoe.affinity import naive_order, order
 
 DELAYS = Delays(1, 2, 3, 1, 1, 1)
 L, E = 3, 8
