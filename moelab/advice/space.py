@@ -27,7 +27,6 @@ import numpy as np
 from moelab import registry
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
 from moelab.advice.ways import Way, fitted
-from moelab.cache.cross_token import CrossToken
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -167,7 +166,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
                     other=other,
                 )[0].pools
             )
-    gate, across = PrefetchGate(), CrossToken(spec.E)
+    gate = PrefetchGate()
 
     def run(
         residency: Residency,
@@ -194,7 +193,6 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
                     "predictions": predictions,
                     "ahead": ahead,
                     "gate": gate,
-                    "across": across,
                     "predict": costs.predict,
                 }
             ),

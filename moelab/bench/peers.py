@@ -333,7 +333,7 @@ class Moelab(Transformers):
         three depths, into its slots, of which only those that are `free` may be overwritten: into a
         few buffers that the processor's cache holds, it would be a fifth faster. 0 without
         slots."""
-        layers, best, pipeline = self.offloading.store.layers, 0.0, self.offloading.engine.pipeline
+        layers, best, pipeline = self.offloading.store.layers, 0.0, self.offloading.engine.loader
         reader, slots = pipeline.reader, pipeline.slots
         everyone = [
             (layer, expert)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -125,7 +125,9 @@ class Session:
             self.run = EngineRun(_resident_settings(model), self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
-            mine = weakref.WeakMethod(self._is_cancelled)  # the engine must not keep its model alive
+            mine = weakref.WeakMethod(
+                self._is_cancelled
+            )  # the engine must not keep its model alive
             engine.cancelled = lambda: (asked := mine()) is not None and asked()
         self._calls: dict[int, object] = {}  # thread → the generation or forward that it runs
         self._cancelled: set[object] = set()

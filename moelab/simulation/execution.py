@@ -22,8 +22,6 @@ from moelab.offloading.load_queue import (
     Load,
     LoadQueue,
     Order,
-    Phase,
-    piece,
     read_name,
 )
 from moelab.offloading.requests import Delays, Operation, operations
@@ -119,7 +117,9 @@ def execute(
         ((request.key, request.state) for request in requests),
         start=start,
     )
-    machine.queue.demand(machine.begin(layer, requests), order)
+    ready = machine.begin(layer, requests)
+    loads = [request for request in requests if request.state is not State.FULL]
+    machine.queue.demand(machine.queue.begin(layer, loads, (), ready), order)
     machine.run()
     return machine.timeline(), machine.now
 
@@ -148,7 +148,7 @@ class SimulatedMachine:
     `Delays.handover` later.
 
     slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
-    prefetched.    needed : when the disk has last read what the running layer demands, or else when the layer came.
+    prefetched.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class SimulatedMachine:
             workers=workers,
             shards=lambda load, tensor: delays.K,
         )
-        self.now = self.needed = start
+        self.now = start
         self._seconds = {
             kind: seconds / len(tensors)
             for kind, seconds in (
@@ -195,10 +195,7 @@ class SimulatedMachine:
             True,
             start,
         )
-        self._layer, self._left, self._one_thread = -1, 0, False  # _left: for compute to do
-        self._halted: tuple[Load, Callable[[], None]] | None = (
-            None  # a prefetch between two pieces; goes on
-        )
+        self._layer, self._left = -1, 0  # _left: for compute to do
         self._requests: dict[ExpertKey, Any] = {}
         self._ready: deque[list[ExpertKey]] = deque()  # computed in one go
 
@@ -214,30 +211,18 @@ class SimulatedMachine:
             self._compute("other", layer, -1, self.now, until)
             self.run()
 
-    def begin(
-        self, layer: int, requests: Iterable[Any], evicted: Iterable[ExpertKey] = ()
-    ) -> list[Any]:
-        """`LoadQueue.begin` for all requests of a layer's step; returns those left for the queue's
-        `demand`."""
+    def begin(self, layer: int, requests: Iterable[Any]) -> Callable[[ExpertKey], object]:
+        """A layer's step has these requests; returns what the queue tells of those that it has
+        loaded."""
         requests = sorted(requests, key=lambda request: request.key.expert)
-        self._layer, self._left, self.needed = layer, len(requests), self.now
+        self._layer, self._left = layer, len(requests)
         self._requests = {request.key: request for request in requests}
         there = [request.key for request in requests if request.state is State.FULL]
         self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
-        return self.queue.begin(
-            layer,
-            [request for request in requests if request.state is not State.FULL],
-            evicted,
-            lambda key: self._ready.append([key]),
-        )
+        return lambda key: self._ready.append([key])
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
-        self._one_thread = (
-            self.delays.one_thread is not None
-            and self.queue.keeps_up  # decided once a layer
-            and all(request.tokens == 1 for request in self._requests.values())
-        )
         while self._left:
             self._start()
             self._slow_down()
@@ -265,23 +250,11 @@ class SimulatedMachine:
             self._running, key=lambda number: (self._running[number].until, number)
         ):
             self._running.pop(number).then()
-        if self._halted is not None and self._halted[0].phase is Phase.DROPPED:
-            self._go_on()
 
     def _start(self) -> None:
         """Let everybody who is free take what can be done."""
-        while self._disk_free:
-            wanted = (
-                self._halted is not None and self._halted[0].keep is not None
-            )  # adopted: nothing overtakes it
-            if not wanted and (found := self.queue.next_read(self._halted is not None)) is not None:
-                self._read(
-                    *found, *self.delays.read(found[0].key, "e" in found[1], "sm" in found[1])
-                )
-            elif self._halted is not None:
-                self._go_on()
-            else:
-                break
+        while self._disk_free and (found := self.queue.next_read()) is not None:
+            self._read(*found)
         while self._idle and (found := self.queue.next_decode()) is not None:
             self._decode(*found)
         if self._compute_free and self._ready:
@@ -291,40 +264,19 @@ class SimulatedMachine:
                 self._events.append(
                     Event("compute", "wait", self._layer, -1, self._computed_until, begin)
                 )
-            if self._requests[keys[0]].state is not State.FULL:
-                self.queue.waits.took(begin - self._computed_until)
-            seconds = (
-                self.delays.one_thread
-                if self._one_thread
-                else self.delays.at_once([self._requests[key] for key in keys])
-            )
+            seconds = self.delays.at_once([self._requests[key] for key in keys])
             only = keys[0].expert if len(keys) == 1 else -1
             self._compute("expert", keys[0].layer, only, begin, begin + seconds, keys)
 
-    def _go_on(self) -> None:
-        (_, go_on), self._halted = self._halted, None
-        go_on()
-
-    def _read(
-        self, load: Load, kinds: tuple[str, ...], seconds: float, nbytes: int, done: int = 0
-    ) -> None:
-        """Read all bytes that are not `done`, or a piece of a prefetched expert's."""
-        if load.phase is Phase.DROPPED:
-            return self.queue.read_done(load, kinds, done)
-        now = min(nbytes - done, piece(nbytes)) if load.ahead else nbytes
+    def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
+        seconds, nbytes = self.delays.read(load.key, "e" in kinds, "sm" in kinds)
         self._disk_free = False
 
         def end() -> None:
             self._disk_free = True
-            if load.keep is not None:
-                self.needed = self.now
-            if done + now < nbytes:
-                self._halted = load, lambda: self._read(load, kinds, seconds, nbytes, done + now)
-            else:
-                self.queue.read_done(load, kinds, nbytes, None, seconds)
+            self.queue.read_done(load, kinds, nbytes)
 
-        took = seconds * (now / nbytes if nbytes else 1)
-        self._begin("disk", -1, read_name(kinds), *load.key, self.now + took, end, now)
+        self._begin("disk", -1, read_name(kinds), *load.key, self.now + seconds, end, nbytes)
 
     def _decode(self, load: Load, tensor: Any, operation: str) -> None:
         worker, part = heappop(self._idle), self.delays.K if isinstance(tensor, tuple) else 1

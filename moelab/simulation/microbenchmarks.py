@@ -34,7 +34,7 @@ from torch.nn.functional import linear
 
 from moelab.cache.residency import Pools, Residency
 from moelab.models.seam import SeamExperts, assignments, discover, execute
-from moelab.offloading.pipeline import DEPTH
+from moelab.offloading.loading import DEPTH
 from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, Slots, has_few_bits, has_packed
 from moelab.offloading.threads import one_thread_pays, threads
@@ -124,9 +124,7 @@ class Microbenchmarks:
             torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}
         ]
         self.experts = [layer.experts for layer in discover(model)]
-        self.one_thread = executor is None and one_thread_pays(
-            store, model, sizes.in_place
-        )  # as the engine has it
+        self.one_thread = executor is None and not sizes.in_place and one_thread_pays(store, model)
         self.spare = [
             {part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
             for _ in range(DEPTH)

@@ -17,24 +17,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.offloading import perfetto
-from moelab.offloading.load_queue import Order, PrefetchCounts, given_order
+from moelab.offloading.load_queue import Order, PrefetchCounts
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import slot_counts
+from moelab.offloading.step import StepController
 from moelab.progress import progress
 from moelab.registry import make
 from moelab.simulation.costs import MachineRates
 from moelab.simulation.execution import SimulatedMachine
 from moelab.simulation.observed import Linear, observed
-from moelab.specs import DeviceSpec, Event, MoESpec, State
+from moelab.specs import DeviceSpec, Event, MoESpec
 from moelab.store.codecs import SHARDS, shard_count
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.zipmoe.affinity import default_order
@@ -94,7 +94,6 @@ def simulate(
     distance: int = 1,
     gate: PrefetchGate | None = None,
     predict: float = 0.0,
-    across: CrossToken | None = None,
     awake: float | None = None,
     quiet: bool = False,
 ) -> Simulation:
@@ -114,10 +113,9 @@ def simulate(
     ahead : experts that may be prefetched, into what of `staging` nothing demanded needs, but for
         one slot.
     distance : how many layers before its own an expert is announced.
-    gate : throttles prefetching and learns; None for one that prefetches in every token what should
-        pay, as a recorded run's tokens have predictions if it was their turn.
+    gate : decides which tokens prefetch; None for all, as a recorded run's tokens have predictions
+        if it was their turn.
     predict : seconds that a prediction takes.
-    across : predicts the first layer's experts at the end of the token before; None: nobody does.
     awake : seconds in place of `other`'s base where the layer before has loaded nothing: nobody
         reads, and no thread has slept. None for the same.
     quiet : without a progress bar.
@@ -138,8 +136,7 @@ def simulate(
             f"the distance is {distance} layers; experts are announced at least 1 layer before their own"
         )
     residency.reset_counters()
-    gate, done, across_tokens, loads = gate or PrefetchGate(trials=False), [], across is not None, 1
-    across = across or CrossToken(residency.E)
+    gate, done, loads = gate or PrefetchGate(trials=False), [], 1
     ahead = ahead if predictions is not None else 0
     if staging is None:
         staging = residency.E + ahead + 1  # a layer's demand at most
@@ -151,43 +148,29 @@ def simulate(
     resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
     machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
 
+    controller = StepController(
+        residency, machine.queue, gate, lambda requests: scheduler(requests, delays, workers)
+    )
+
     passes = list(zip(steps, kinds, predictions or [()] * len(steps)))
     for forward, (tokens, phase), predicted in passes if quiet else progress(passes, "simulating"):
         begun, announced = machine.now, dict(predicted) if ahead else {}
-        gate.begin(phase)
-        across.begin(phase)
+        controller.begin_forward(phase)
         for layer, experts in forward:
             base = other[0] if loads or awake is None else min(awake, other[0])
             target, seconds = layer + distance, base + other[1] * tokens
-            likely = announced[target] if target in announced and gate.wants(target) else ()
-            if likely:
+            if target in announced and gate.opens:
+                controller.announce(target, announced[target])
                 machine.spend(layer, machine.now + predict)
             machine.spend(layer, machine.now + seconds)
-            gate.rested(layer, machine.now - machine.needed)
-            step = residency.begin(layer, experts)
-            gate.came(step)
-            across.came(layer, experts)
-            loads = sum(request.state is not State.FULL for request in step.requests)
+            step = controller.decide(layer, experts)
+            loads = len(step.loads)
             machine.spend(layer, machine.now + delays.deciding(loads))
-            if (
-                across_tokens
-                and ahead
-                and not likely
-                and across.ends(layer)
-                and gate.wants(across.first)
-            ):
-                target, likely = across.first, across.predict()[: CANDIDATES * ahead]
-            left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
-            machine.queue.demand(left, scheduler(left, delays, workers))
-            if likely:
-                prefetch = gate.requests(residency, target, likely, machine.queue.reads)
-                machine.queue.prefetch(target, prefetch, given_order(prefetch))
+            controller.load(step, machine.begin(layer, step.requests))
             machine.run()
         machine.spend(-1, machine.now + head[0] + head[1] * tokens)
-        machine.queue.drop_prefetched(across.starts)
-        gate.ended(machine.now - begun)
+        controller.end_forward(machine.now - begun)
         done.append(Forward(begun, machine.now, tokens, phase))
-    machine.queue.drop_prefetched()
     machine.finish()
     return Simulation(machine.timeline(), done, residency.counters, machine.queue.counts)
 
@@ -259,7 +242,6 @@ def replay(
         scheduler=scheduler,
         predictions=run.predictions if settings.ahead else None,
         ahead=settings.ahead,
-        across=CrossToken(settings.spec.E),
         predict=0.0 if device else observed(run).predict,
     )
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from moelab.cache.cross_token import CrossToken
+
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.load_queue import PIECE
