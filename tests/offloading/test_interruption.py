@@ -94,7 +94,7 @@ def set_up(folder, codec, mode, options):
 def in_order(model):
     """What must be true after a generation that was not interrupted."""
     offloading = model.moelab
-    pipeline, queue = offloading.engine.pipeline, offloading.engine.pipeline.queue
+    pipeline, queue = offloading.engine.loader, offloading.engine.loader.queue
     for kind in queue.free:
         taken = [one[kind] for one in queue.held.values() if kind in one]
         for load in (load for batch in queue.prefetched.values() for load in batch.loads.values()):
@@ -311,11 +311,11 @@ def test_a_model_that_is_dropped_within_one_of_its_own_threads_is_closed(folder)
     model = offload(folder / "huffman", 0.5, delays=DELAYS)
     generate(model, batch=1, new=2)
     engine = model.moelab.engine
-    reader, read, done = engine.pipeline.reader, engine.pipeline.reader.fill, threading.Event()
+    reader, read, done = engine.loader.reader, engine.loader.reader.fill, threading.Event()
 
     def closing(*args, **kwargs):
         engine.closed = True
-        engine.pipeline.end()
+        engine.loader.end()
         done.set()
         return read(*args, **kwargs)
 
@@ -328,7 +328,7 @@ def test_a_model_that_is_dropped_within_one_of_its_own_threads_is_closed(folder)
     deadline = time.monotonic() + 30
     while threads() and time.monotonic() < deadline:
         time.sleep(1e-3)
-    assert not threads() and engine.pipeline.slots is None
+    assert not threads() and engine.loader.slots is None
 
 
 def test_cancelling_after_an_interruption(folder):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moelab.offloading.pipeline import DEPTH
+from moelab.offloading.loading import DEPTH
 
 from moelab import convert, open_model
 from moelab.cache.next_token import NextTokenPolicy
@@ -214,7 +214,7 @@ def test_cores_that_wait_for_a_slow_disk_compute(monkeypatch, tmp_path):
                     ),
                 )
                 generate(offloaded, batch=1, prompt=3)
-                assert 0 < engine.pipeline.queue.waits.value < 60
+                assert 0 < engine.loader.queue.waits.value < 60
     finally:
         torch.set_num_threads(before)
     assert used == {False: {1, 2}, True: {2}}
@@ -294,7 +294,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
 
 
 def jitter(model, chance):
-    reader, read = model.moelab.engine.pipeline.reader, model.moelab.engine.pipeline.reader.fill
+    reader, read = model.moelab.engine.loader.reader, model.moelab.engine.loader.reader.fill
 
     def slow(*args, **kwargs):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
@@ -309,10 +309,10 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
     _, store = qwen
     sizes = Sizes.of(ExpertStore(store))
     offloaded = offload(store, 8 * sizes.in_flight, staging=2, delays=DELAYS)
-    slots = offloaded.moelab.engine.pipeline.slots
+    slots = offloaded.moelab.engine.loader.slots
     assert slots.nbytes <= 8 * sizes.in_flight
     generate(offloaded)
-    queue = offloaded.moelab.engine.pipeline.queue
+    queue = offloaded.moelab.engine.loader.queue
     residency = offloaded.moelab.residency
     assert {key for key, one in queue.held.items() if "full" in one} == set(
         residency.resident(State.FULL)
@@ -346,7 +346,7 @@ def test_a_plan_beyond_the_budget_is_refused(qwen):
 def test_an_error_of_the_disk_reaches_the_caller_and_the_model_goes_on(qwen):
     model, store = qwen
     offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
-    reader = offloaded.moelab.engine.pipeline.reader
+    reader = offloaded.moelab.engine.loader.reader
     read, calls = reader.fill, iter(range(10**6))
 
     def failing(*args, **kwargs):
@@ -455,7 +455,7 @@ def test_the_cores_that_reading_uses_are_counted(qwen):
         )
         computed = sum(
             seconds
-            for thread, seconds in engine.pipeline.computed.items()
+            for thread, seconds in engine.loader.computed.items()
             if thread.startswith("disk")
         )
         assert 0 < computed < 1.5 * DEPTH * disk + 0.1 and 0 < engine._share.value < 4
@@ -483,7 +483,7 @@ def test_an_interrupt_leaves_the_engine_usable(qwen):
     for point in range(1, 6):
         generate_interrupted(offloaded, point)
         assert_equal(offloaded, reference, seed=point)
-    pipeline = offloaded.moelab.engine.pipeline
+    pipeline = offloaded.moelab.engine.loader
     for kind in ("full", "e", "sm"):
         held = sum(kind in one for one in pipeline.queue.held.values())
         assert len(pipeline.queue.free[kind]) + held == pipeline.slots.count[kind]
@@ -512,7 +512,7 @@ def test_close_gives_memory_back_without_the_garbage_collector(qwen):
     try:
         offloaded = offload(store, 0.4, delays=DELAYS)
         generate(offloaded)
-        slots = weakref.ref(offloaded.moelab.engine.pipeline.slots)
+        slots = weakref.ref(offloaded.moelab.engine.loader.slots)
         offloaded.moelab.close()
         assert slots() is None
     finally:
@@ -528,7 +528,7 @@ def test_metrics_and_steps_of_a_run(qwen):
     assert len(offloading.steps) == len(offloading.forwards) == 5
     assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
     assert sum(offloading.steps[0][0][1].values()) == 18 * 3
-    assert found.read_bytes == offloading.engine.pipeline.reader.counters.bytes > 0
+    assert found.read_bytes == offloading.engine.loader.reader.counters.bytes > 0
     offloading.reset()
     assert (
         not offloading.steps

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moelab.offloading.pipeline import DEPTH, Pipeline
+from moelab.offloading.loading import DEPTH, Pipeline
 
 from moelab import convert, open_model
 from moelab.cache.pools import Pools
@@ -29,7 +29,7 @@ from tests.timelines import check
 
 def nothing_is_lost(model):
     """Every slot is either free or held by an expert that residency keeps."""
-    slots, queue = model.moelab.engine.pipeline.slots, model.moelab.engine.pipeline.queue
+    slots, queue = model.moelab.engine.loader.slots, model.moelab.engine.loader.queue
     deadline = time.monotonic() + 60  # what nobody wants any more is still read to its end
 
     def ahead():  # what is prefetched for the next token
@@ -132,7 +132,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
     for nothing."""
     model, store = qwen
     offloaded = offload(store, "10MB", plan=Pools(), ahead=8, delays=DELAYS)
-    engine, reader = offloaded.moelab.engine, offloaded.moelab.engine.pipeline.reader
+    engine, reader = offloaded.moelab.engine, offloaded.moelab.engine.loader.reader
     inner, size = engine.__class__.__call__, {}
 
     def announcing(x, ids, weights, experts):
@@ -140,7 +140,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
             engine.prefetch(1, torch.arange(8)[None])
         result = inner(engine, x, ids, weights, experts)
         deadline = time.monotonic() + 60
-        while experts.layer == 0 and engine.pipeline.queue.busy and time.monotonic() < deadline:
+        while experts.layer == 0 and engine.loader.queue.busy and time.monotonic() < deadline:
             time.sleep(1e-3)
         return result
 
@@ -172,7 +172,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
         open_model(model),
     )
     engine = offloaded.moelab.engine
-    inner, reader = engine.__class__.__call__, engine.pipeline.reader
+    inner, reader = engine.__class__.__call__, engine.loader.reader
     read, failed = reader.fill, []
     wanted = {}
     original = engine.residency.begin
@@ -234,7 +234,7 @@ def test_a_demand_overtakes_a_prefetch_between_two_pieces(qwen, monkeypatch):
     with torch.inference_mode():
         offloaded(torch.tensor([[7]]))
         offloading.reset()
-        others, pipeline = sorted(set(range(8)) - wanted[1]), engine.pipeline
+        others, pipeline = sorted(set(range(8)) - wanted[1]), engine.loader
         demand, fill = pipeline.queue.demand, pipeline.reader.fill
 
         def reading(piece):
@@ -282,7 +282,7 @@ def test_demanded_reads_are_done_in_the_order_in_which_they_began(qwen, monkeypa
         offload(qwen[1], "10MB", plan=Pools(), delays=DELAYS),
         open_model(qwen[0]),
     )
-    reader, next_ready = offloaded.moelab.engine.pipeline.reader, Pipeline.next_ready
+    reader, next_ready = offloaded.moelab.engine.loader.reader, Pipeline.next_ready
     fill, begun, come, under_way, most = reader.fill, [], [], set(), []
     second, lock = threading.Event(), threading.Lock()
 
@@ -339,7 +339,7 @@ def test_the_memory_for_it_is_part_of_the_budget(qwen):
     with pytest.raises(ValueError, match="the least that works"):
         offload(store, 3 * sizes.in_flight, ahead=3, delays=DELAYS)
     offloaded = offload(store, 9 * sizes.in_flight, ahead=3, staging=1, delays=DELAYS)
-    assert offloaded.moelab.engine.pipeline.slots.nbytes <= 9 * sizes.in_flight
+    assert offloaded.moelab.engine.loader.slots.nbytes <= 9 * sizes.in_flight
     offloaded.moelab.close()
 
 
