@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moelab.offloading.loading import DEPTH, Pipeline
 
 from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.models import plug
 from moelab.offloading.load_queue import PIECE
+from moelab.offloading.loading import DEPTH, Pipeline
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.registry import make
