@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,11 @@ class Step:
     layer: int
     requests: list[Request]
     evicted: list[tuple[ExpertKey, State]]
+
+    @cached_property
+    def loads(self) -> list[Request]:
+        """Those that are not whole in memory."""
+        return [request for request in self.requests if request.state is not State.FULL]
 
 
 @dataclass

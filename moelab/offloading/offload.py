@@ -27,9 +27,8 @@ from moelab.models import plug
 from moelab.models.identity import identity
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.filling import filling
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.pipeline import DEPTH
+from moelab.offloading.loading import DEPTH, filling
 from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
@@ -236,13 +235,12 @@ def offload(
             residency,
             slots,
             reader,
-            delays,
             run,
+            partial(order, delays=delays, workers=workers),
             workers,
             ahead,
             make("executor", executor) if isinstance(executor, str) else executor,
-            one_thread_pays(store, model, sizes.in_place),
-            order,
+            not sizes.in_place and one_thread_pays(store, model),
             held,
         )
         unless_open.callback(engine.close)
