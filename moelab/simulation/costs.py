@@ -48,7 +48,7 @@ class Delays:
     N: int = 3
     e_bytes: int = 0
     sm_bytes: int = 0
-    experts_bytes: Sequence[Sequence[Sequence[int]]] = ()
+    experts_bytes: Sequence[Sequence[tuple[int, int]]] = ()
     together: Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
@@ -192,18 +192,42 @@ def delays_of(
                 "decompress_gbs, GB/s of exponents that come out, and state it as an assumption"
             )
         decompress_gbs = device["decompress_gbs"]
-    half, flops = spec.expert_bytes / 2, 2 * spec.expert_params
+    half = spec.expert_bytes / 2
     delays = Delays(
         e_read=rho * half / rates.read,
         sm_read=half / rates.read,
         decompress=half / (decompress_gbs * 1e9),
         recover=4 * half / rates.memory,
         expert_base=2 * half / rates.memory,
-        expert_token=flops / rates.flops,
+        expert_token=2 * spec.expert_params / rates.flops,
         K=shard_count(spec.H * spec.I, SHARDS),
         N=3 if spec.gated else 2,
         e_bytes=round(rho * half),
         sm_bytes=round(half),
     )
+    return delays, _other(spec, rates, dense_bytes)
+
+
+def delays_in_place(
+    device: DeviceSpec, spec: MoESpec, stored: float, computed: float, dense_bytes: float
+) -> tuple[Delays, Linear]:
+    """The same for experts of `stored` bytes that are read as they are computed, with nothing to
+    decode; from `computed` bytes, if that reads others."""
+    rates = MachineRates.of(device)
+    delays = Delays(
+        e_read=stored / rates.read,
+        sm_read=0.0,
+        decompress=0.0,
+        recover=0.0,
+        expert_base=computed / rates.memory,
+        expert_token=2 * spec.expert_params / rates.flops,
+        e_bytes=round(stored),
+    )
+    return delays, _other(spec, rates, dense_bytes)
+
+
+def _other(spec: MoESpec, rates: MachineRates, dense_bytes: float) -> Linear:
+    """Before a layer's experts: its share of the weights that every token uses is read, and
+    multiplied."""
     dense = dense_bytes / spec.L
-    return delays, (dense / rates.memory, dense / rates.flops)
+    return dense / rates.memory, dense / rates.flops

@@ -24,11 +24,10 @@ from heapq import heapreplace
 from typing import Any
 
 from moelab.offloading.load_queue import Order, given_order
-from moelab.offloading.requests import Delays, Task
 from moelab.registry import Entry
+from moelab.simulation.costs import Delays
 from moelab.specs import State
-
-Block = list[Task]
+from moelab.zipmoe.tasks import Block, Task, whole
 
 
 def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
@@ -39,7 +38,7 @@ def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
     workers : decompression threads; ValueError below 1.
     """
     blocks = schedule(
-        [delays.whole(request) for request in requests if request.state is not State.FULL], workers
+        [whole(request, delays) for request in requests if request.state is not State.FULL], workers
     )
     io = [
         (task.expert, part)
@@ -64,8 +63,15 @@ def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Or
 
 
 def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
-    """`order_by_expert` where `Delays.by_expert` says so, else `order`."""
-    return (order_by_expert if delays.by_expert else order)(requests, delays, workers)
+    """`order_by_expert` where `by_expert` says so, else `order`."""
+    return (order_by_expert if by_expert(delays) else order)(requests, delays, workers)
+
+
+def by_expert(delays: Delays) -> bool:
+    """Whether the chunks of a miss had better be one request: reading all E-chunks first, as
+    Algorithm 1 does, pays for two requests and two passes over the weights only where
+    decompressing takes longer than reading SM-chunks."""
+    return delays.decompress <= delays.sm_read or not delays.sm_read
 
 
 def naive_order(requests: Iterable[Any], delays: Delays | None = None, workers: int = 1) -> Order:
