@@ -35,7 +35,6 @@ from moelab.offloading.slots import Slots
 from moelab.offloading.threads import step_back
 from moelab.specs import Event, ExpertKey
 from moelab.store.reader import Chunks, Piece, Reader
-from moelab.store.stages import separable, shards
 
 clock = time.perf_counter
 DEPTH = 3  # pieces at the same time: while a thread takes its next one, the disk still has two
@@ -127,12 +126,12 @@ class Pipeline:
             counts=counts,
             tensors=lambda key: reader.store.layers[key.layer].tensors,
             separable=lambda load, name: (
-                two_stages and separable(self.chunks["e", load.slots["e"]], name)
+                two_stages and self.chunks["e", load.slots["e"]].entries[name].separable
             ),
             in_place=slots.sizes.in_place,
             workers=workers,
             shards=lambda load, name: (
-                shards(self.chunks["e", load.slots["e"]], name) if two_stages else 1
+                self.chunks["e", load.slots["e"]].entries[name].shards if two_stages else 1
             ),
         )
         self._lock, self._io, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)

@@ -18,7 +18,6 @@ import torch
 
 from moelab.kernels.compile import c_library
 from moelab.models.seam import discover
-from moelab.offloading.slots import has_packed
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import StoreExperts
 
@@ -73,7 +72,7 @@ def one_thread_pays(store: ExpertStore, model: Any, in_place: bool) -> bool:
     read now and then take a core from the team, all of which waits. Not if they are unpacked at
     each use, which takes one thread twice as long; with more threads it is not measured."""
     many = torch.get_num_threads()
-    if many == 1 or model.device.type != "cpu" or in_place and (many > 2 or has_packed(store)):
+    if many == 1 or model.device.type != "cpu" or in_place and (many > 2 or not store.raw):
         return False
     return same_bits_on_one_thread(store, model)
 
