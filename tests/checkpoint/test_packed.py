@@ -14,7 +14,6 @@ from moelab import open_model
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.restore import restore
 from moelab.offloading.slots import Sizes
-from moelab.store import fewbit
 from moelab.store.layout import SOURCE_LAYOUT
 from moelab.store.verify import verify
 from tests.checkpoint import packed
@@ -73,7 +72,7 @@ def codecs(store):
 
 
 def is_kept(store, source, folder):
-    assert all(map(fewbit.is_format, codecs(store))) and SOURCE_LAYOUT in store.files
+    assert all(codec.few_bits for codec in codecs(store)) and SOURCE_LAYOUT in store.files
     assert verify(store)[
         "experts"
     ] == store.spec.L * store.spec.E and store.identity == identity_of(source)
