@@ -117,9 +117,10 @@ def run(
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak"
     (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile what took
     how long in this run: all that is "observed", and how "late" a throttled read came."""
+    from moelab.simulation.observed import observed
+
     from moelab.advice import sample
     from moelab.evaluation import scores
-    from moelab.simulation.observed import observed
 
     with opened(source, options) as lm:
         ids, text = given(lm, batch, prompt + tokens)
