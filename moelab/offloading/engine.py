@@ -23,7 +23,7 @@ from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.residency import Request, Residency, Step
 from moelab.forks import renew_in_children
 from moelab.intervals import Mean
-from moelab.models.seam import SeamExperts, assignments, execute
+from moelab.models.experts import SeamExperts, assignments, execute
 from moelab.offloading.pipeline import Pipeline, Ready, clock
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.requests import Delays

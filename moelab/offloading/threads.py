@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moelab.kernels.compile import c_library
+from moelab.models.experts import seam_of
 from moelab.models.seam import discover
 from moelab.offloading.slots import has_packed
 from moelab.store.layout import ExpertStore
@@ -81,7 +82,7 @@ def one_thread_pays(store: ExpertStore, model: Any, in_place: bool) -> bool:
 def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
     """Whether one thread computes a token's expert to the same bits as all threads do: no library
     promises it, so it is tried on 8 tokens."""
-    experts, results = discover(model)[0].experts, []
+    experts, results = seam_of(discover(model)[0].experts), []
     x = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)).to(model.dtype)
     with StoreExperts(store, model.dtype) as source, torch.inference_mode():
         weights = source(0, 0)

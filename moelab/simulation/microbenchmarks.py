@@ -33,7 +33,8 @@ import torch
 from torch.nn.functional import linear
 
 from moelab.cache.residency import Pools, Residency
-from moelab.models.seam import SeamExperts, assignments, discover, execute
+from moelab.models.experts import SeamExperts, assignments, execute, seam_of
+from moelab.models.seam import discover
 from moelab.offloading.pipeline import DEPTH
 from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, Slots, has_few_bits, has_packed
@@ -123,7 +124,7 @@ class Microbenchmarks:
         self.products = [
             torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}
         ]
-        self.experts = [layer.experts for layer in discover(model)]
+        self.experts = [layer.seam for layer in discover(model)]
         self.one_thread = executor is None and one_thread_pays(
             store, model, sizes.in_place
         )  # as the engine has it
@@ -504,7 +505,10 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     in_place : whether experts are computed from the bytes that were read, of which only checksums
         are left to compare; unless `compact`, packed ones are unpacked for it.
     """
-    experts, tried = discover(model)[0].experts, range(min(5, len(store.layers[0].experts)))
+    experts, tried = (
+        seam_of(discover(model)[0].experts),
+        range(min(5, len(store.layers[0].experts))),
+    )
     out, took, unpack = None, {}, in_place and not compact and has_packed(store)
     timed = partial(_timed, took)
     with Reader(store) as reader, torch.inference_mode():

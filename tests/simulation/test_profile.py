@@ -154,7 +154,7 @@ def test_what_is_computed_is_an_expert_by_the_executor(how, executor, tmp_path, 
             torch.manual_seed(0)
             x = torch.randn(3, store.spec.H).to(model.dtype)
             assert torch.allclose(
-                y, discover(model)[layer].experts.ffn(x, truth(layer, expert)), rtol=0.02, atol=0.02
+                y, discover(model)[layer].seam.ffn(x, truth(layer, expert)), rtol=0.02, atol=0.02
             )
             if executor is not None:
                 torch.manual_seed(0)
@@ -165,8 +165,7 @@ def test_what_is_computed_is_an_expert_by_the_executor(how, executor, tmp_path, 
                 torch.manual_seed(0)
                 x = torch.randn(1, store.spec.H).to(model.dtype)
                 each = [
-                    discover(model)[layer].experts.ffn(x, truth(layer, expert))
-                    for expert in rounds.at
+                    discover(model)[layer].seam.ffn(x, truth(layer, expert)) for expert in rounds.at
                 ]
                 assert torch.allclose(y, sum(each), rtol=0.05, atol=0.05)
 
@@ -265,9 +264,9 @@ def test_a_model_is_left_as_it_was(name, tmp_path, one_round):
     source = tiny.save(name, tmp_path / "m", torch.bfloat16)
     store = convert(source, tmp_path / "s", "zstd-huffman")
     model = open_store(store, mode="buffered")
-    before = [(layer.experts.executor, layer.experts.source) for layer in discover(model)]
+    before = [(layer.seam.executor, layer.seam.source) for layer in discover(model)]
     found = profile(store, model, workers=2, seconds=0, mode="buffered")
-    assert [(layer.experts.executor, layer.experts.source) for layer in discover(model)] == before
+    assert [(layer.seam.executor, layer.seam.source) for layer in discover(model)] == before
     assert all(
         torch.equal(a, b) for a, b in zip(generate(model, 0), generate(open_model(source), 0))
     )
@@ -277,11 +276,11 @@ def test_a_model_is_left_as_it_was(name, tmp_path, one_round):
 
 def test_a_model_is_left_as_it_was_after_an_error(store, monkeypatch):
     model = open_store(store, mode="buffered")
-    before = [layer.experts.executor for layer in discover(model)]
+    before = [layer.seam.executor for layer in discover(model)]
     monkeypatch.setattr(Microbenchmarks, "_forward", lambda self, tokens: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         profile(store, model, seconds=0, mode="buffered")
-    assert [layer.experts.executor for layer in discover(model)] == before
+    assert [layer.seam.executor for layer in discover(model)] == before
 
 
 def test_what_is_decoded_are_the_experts(store):
