@@ -341,7 +341,7 @@ def test_another_models_calibration_is_refused(folder):
     with pytest.raises(ValueError, match="belongs to small"):
         moelab.open_model(folder, memory="60%", calibration=calibration)
     with moelab.using(lm, executor="tiered", calibration=calibration):
-        assert discover(lm)[0].experts.executor.capacities(0, 8, 2, lm.spec.E)
+        assert discover(lm)[0].seam.executor.capacities(0, 8, 2, lm.spec.E)
 
 
 def test_every_name_says_what_it_is_for():

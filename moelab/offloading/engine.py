@@ -26,8 +26,8 @@ from torch import Tensor
 from moelab.cache.residency import Request, Residency, Step
 from moelab.forks import renew_in_children
 from moelab.intervals import Mean
+from moelab.models.experts import SeamExperts, assignments, execute
 from moelab.models.forward import ForwardInfo
-from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.load_queue import Order, plain_order
 from moelab.offloading.loading import Loader, clock

@@ -19,11 +19,12 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.forks import renew_in_children
+from moelab.models.experts import named
 from moelab.models.forward import ForwardInfo, forward_info
 from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
-from moelab.models.patches import Dressed, Patches, dress, put
-from moelab.models.seam import MoELayer, discover, named, require_adaptable
+from moelab.models.patches import Patches
+from moelab.models.seam import MoELayer, discover, require_adaptable
 from moelab.models.stream import stacks
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.interrupts import deferred
@@ -36,7 +37,7 @@ from moelab.store.layout import ExpertStore
 LONGEST = 4096
 
 
-class InTurn(Dressed):
+class InTurn:
     """Mixin over an opened model, or what is called by itself of it: of all threads' calls, one
     runs at a time."""
 
@@ -53,7 +54,7 @@ class OpenedModel(InTurn):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own; ValueError where the experts are not in memory, since they would be
         left out."""
-        if any(getattr(layer.experts, "resident", True) is False for layer in discover(self)):
+        if not all(layer.resident for layer in discover(self)):
             raise ValueError(
                 "this model's experts are not in memory, so they would not be saved: copy its folder, "
                 "restore its store (moelab.restore), or open it without memory="
@@ -138,8 +139,8 @@ class Session:
         self._patches = self._listen(model)
         self._parts = ExitStack()  # what was put on the model besides
         for part in (model, *(stack for stack, _ in stacks(model))):
-            dress(self, part, opened_class if part is model else in_turn_class)
-            put(self, part, "moelab", self)
+            part.__class__ = (opened_class if part is model else in_turn_class)(type(part))
+            part.moelab = self
 
     def _listen(self, model: Any) -> Patches:
         """Hooks that say when forward passes begin and end, and in memory what is routed."""

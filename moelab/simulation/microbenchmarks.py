@@ -33,7 +33,8 @@ import torch
 from torch.nn.functional import linear
 
 from moelab.cache.residency import Pools, Residency
-from moelab.models.seam import SeamExperts, assignments, discover, execute
+from moelab.models.experts import SeamExperts, assignments, execute, seam_of
+from moelab.models.seam import discover
 from moelab.offloading.loading import DEPTH
 from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, Slots
@@ -123,7 +124,7 @@ class Microbenchmarks:
         self.products = [
             torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}
         ]
-        self.experts = [layer.experts for layer in discover(model)]
+        self.experts = [seam_of(layer.experts) for layer in discover(model)]
         self.one_thread = executor is None and not sizes.in_place and one_thread_pays(store, model)
         self.spare = [
             {part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
@@ -502,7 +503,10 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     in_place : whether experts are computed from the bytes that were read, of which only checksums
         are left to compare; unless `compact`, packed ones are unpacked for it.
     """
-    experts, tried = discover(model)[0].experts, range(min(5, len(store.layers[0].experts)))
+    experts, tried = (
+        seam_of(discover(model)[0].experts),
+        range(min(5, len(store.layers[0].experts))),
+    )
     out, took, unpack = None, {}, in_place and not compact and not store.raw
     timed = partial(_timed, took)
     with Reader(store) as reader, torch.inference_mode():

@@ -39,7 +39,7 @@ def decode(lm, hook=None, steps=STEPS, prompt=PROMPT):
             logits.append(out.logits)
     session = lm.moelab
     executor = (
-        session.engine.executor if session.engine else lm.model.layers[0].mlp.experts.executor
+        session.engine.executor if session.engine else lm.model.layers[0].mlp.experts.seam.executor
     )
     events = sorted(
         tuple(event[:4])
