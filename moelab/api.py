@@ -295,14 +295,8 @@ def _executing(
         if isinstance(executor, str)
         else executor
     )
-    session, engine = model.moelab, model.moelab.engine
     with Patches() as patches:
-        patches.put(session, "executor", executor)
-        if engine is None:
-            patches.enter_context(plugged(model, run or eager))
-        else:
-            patches.put(engine, "executor", run)
-            patches.enter_context(plugged(model, source=session.source))
+        patches.enter_context(plugged(model, run or eager))
         if executor == "fast":
             patches.enter_context(FastDecode(model, dense=dense))
         yield

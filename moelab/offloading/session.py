@@ -19,7 +19,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.forks import renew_in_children
-from moelab.models.experts import named
+from moelab.models.experts import Run, eager, named
 from moelab.models.forward import ForwardInfo, forward_info
 from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
@@ -99,11 +99,9 @@ class Session:
         resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
-    executor : the name, or the function, by which experts are computed.
     routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
     """
 
-    executor: Any = "exact"
     routing: Any = None
     timeline: Timeline = property(lambda self: self.run.timeline)
     forwards: list[Forward] = property(lambda self: self.run.forwards)
@@ -132,7 +130,7 @@ class Session:
             engine.cancelled = lambda: (asked := mine()) is not None and asked()
         self._calls: dict[int, object] = {}  # thread → the generation or forward that it runs
         self._cancelled: set[object] = set()
-        self._model = id(model)
+        self._model, self._layers = id(model), discover(model)
         self.forked()
         renew_in_children(self)
         self.reset()
@@ -146,7 +144,7 @@ class Session:
         """Hooks that say when forward passes begin and end, and in memory what is routed."""
         # `generate` calls an encoder by itself
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []
-        layers = discover(model) if self.engine is None else ()  # an engine knows its steps
+        layers = self._layers if self.engine is None else ()  # an engine knows its steps
         with Patches() as patches:
             for module in (model, *alone):
                 before = module.register_forward_pre_hook
@@ -162,6 +160,11 @@ class Session:
         self.turn, self._forward = threading.RLock(), None
         self._calls.clear()
 
+    @property
+    def executor(self) -> Run:
+        """What computes the experts; `moelab.models.eager` for transformers' own operations."""
+        return self._layers[0].seam.executor if self._layers[0].plugged else eager
+
     def __repr__(self) -> str:
         parts = (
             ["all experts in memory"]
@@ -171,7 +174,7 @@ class Session:
                 named(self.run.settings.policy),
             ]
         )
-        parts += [named(self.executor)]
+        parts += ["exact" if self.executor is eager else named(self.executor).lower()]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
         if self.routing is not None:
@@ -253,7 +256,8 @@ class Session:
         require_adaptable(module)
         info = forward_info(args, kwargs)
         self.run.begin_forward()
-        start = clock() if self.engine is None else self.engine.begin_forward(info)
+        exact = self.executor is eager
+        start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
         self._forward, self._routed = (id(module), call, start, info), []
 
     def _end_forward(self, module: Any, _: tuple, output: Any) -> Any:
