@@ -283,5 +283,5 @@ def _resident_settings(model: Any) -> EngineSettings:
     experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
     dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
     return EngineSettings(
-        spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, dense_bytes
+        spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense_bytes
     )
