@@ -301,7 +301,7 @@ def test_they_tell_about_themselves_in_a_line(folder):
             repr(lm.moelab),
         )
         with moelab.using(lm, executor=Sorted()):
-            assert "Sorted" in repr(lm.moelab)
+            assert "sorted" in repr(lm.moelab)
         played = moelab.simulate(lm.moelab.run)
         for told in map(repr, (lm.moelab.metrics(), played, lm.moelab.run)):
             assert len(told) < 120 and "\n" not in told

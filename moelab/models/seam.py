@@ -209,11 +209,17 @@ def plug(
 
 @contextmanager
 def plugged(
-    model: nn.Module, executor: Run | None = None, source: Source | None = None
+    model: nn.Module,
+    executor: Run | None = None,
+    source: Source | None = None,
+    alone: bool = False,
 ) -> Iterator[Run | None]:
-    """`plug` for the length of a block."""
+    """`plug` for the length of a block; `alone`: an offloaded model's engine is not asked, as the
+    executor needs no weights."""
     with Patches() as patches:
-        _put(patches, model, executor=executor, source=source)
+        layers = _put(patches, model, executor=executor, source=source)
+        for layer in layers if alone else ():
+            patches.put(layer.seam, "engine", None)
         yield executor
 
 

@@ -178,7 +178,7 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
 
     model.eval()
     try:
-        with plugged(model, lambda x, ids, weights, experts: watches[experts.layer].noise(x)):
+        with plugged(model, lambda x, _ids, _w, of: watches[of.layer].noise(x), alone=True):
             for watch in watches.values():
                 hooks += watch.attach()
             for holder in holders:

@@ -162,9 +162,7 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
     spec, ids = spec_of(model), recording.token_ids(prompts, getattr(model, "tokenizer", None))
     with Patches() as patches:
         patches.callback(model.train, model.training)
-        if (engine := getattr(getattr(model, "moelab", None), "engine", None)) is not None:
-            patches.put(engine, "executor", None)
-        patches.enter_context(plugged(model, engine or eager))
+        patches.enter_context(plugged(model, eager))
         weighted = type(discover(model)[0].seam).weighted is not SeamExperts.weighted
         sums = _Sums(spec, streams(model), weighted)
         sums.attach(patches)

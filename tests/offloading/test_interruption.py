@@ -117,7 +117,7 @@ def ending(model, how, at=3):
             how()
         return engine(x, ids, weights, experts)
 
-    plug(model, executor=executor)
+    plug(model, engine=executor)
     return ran
 
 
@@ -137,7 +137,7 @@ def test_ctrl_c_comes_between_two_layers_and_keeps_what_is_in_memory(folder):
             generate(model, seed=1)
         assert len(ran) == 3 and len(before) >= 12
         assert model.moelab.engine.loader.queue.held.keys() >= before.keys()
-        plug(model, executor=model.moelab.engine)
+        plug(model, engine=model.moelab.engine)
         assert_equal(model, reference, seed=9, new=3)
 
 
@@ -150,7 +150,7 @@ def test_another_handler_and_other_threads_are_left_alone(folder):
             generate(model, new=3)
             assert got == ["mine"]
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            plug(model, executor=model.moelab.engine)
+            plug(model, engine=model.moelab.engine)
             thread = threading.Thread(target=generate, args=(model,))
             thread.start()
             with pytest.raises(KeyboardInterrupt):

@@ -121,7 +121,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
             time.sleep(1e-3)
         return result
 
-    plug(offloaded, executor=announcing)
+    plug(offloaded, engine=announcing)
     with torch.inference_mode():
         offloaded(torch.tensor([[5]]))
     found = offloaded.moelab.metrics().prefetched
@@ -168,14 +168,14 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
             return result
 
         reader.plan = failing
-        plug(offloaded, executor=announcing)
+        plug(offloaded, engine=announcing)
         with torch.inference_mode():
             if needed:
                 with pytest.raises(OSError, match="experts-00001"):
                     offloaded(prompt)
             else:
                 offloaded(prompt)
-        plug(offloaded, executor=engine)
+        plug(offloaded, engine=engine)
         assert_equal(offloaded, open_model(model))
         nothing_is_lost(offloaded)
 
