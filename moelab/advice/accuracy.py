@@ -141,7 +141,7 @@ def measured(
                     for _ in islice(steps, TURN * (MORE if way.resident else 1)):
                         pass
                     for _ in range(100):  # what is read for its next token is in nobody else's way;
-                        if not (lm.moelab.engine and lm.moelab.engine.pipeline.queue.busy):
+                        if not (lm.moelab.engine and lm.moelab.engine.loader.queue.busy):
                             break  # what waits for a slot, waits for that token
                         time.sleep(1e-3)
             for way in running.keys() - failed.keys():

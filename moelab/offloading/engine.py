@@ -88,7 +88,12 @@ class Engine:
         one_thread: bool = False,
         held: dict[ExpertKey, dict[str, int]] | None = None,
     ) -> None:
-        self.residency, self.order, self.workers, self.executor = residency, order, workers, executor
+        self.residency, self.order, self.workers, self.executor = (
+            residency,
+            order,
+            workers,
+            executor,
+        )
         self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
         self.cancelled: Callable[[], bool] | None = None
         self.computes_in: torch.dtype | None = None
@@ -362,7 +367,9 @@ class Engine:
         They are loaded behind the reads of the layer that runs next, into slots that it leaves
         (`ahead` at most; 0 is none). A prediction changes when things are read, never what is kept
         or computed."""
-        self.controller.announce(layer, ids.T.reshape(-1).tolist())  # all tokens' first choices first
+        self.controller.announce(
+            layer, ids.T.reshape(-1).tolist()
+        )  # all tokens' first choices first
 
     # memory
 

@@ -25,7 +25,7 @@ import torch
 from moelab.intervals import Mean
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import USES, Load, LoadQueue, Phase, PrefetchCounts, read_name
+from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
@@ -86,9 +86,7 @@ class Loader:
             separable=lambda load, name: two_stages and separable(self._chunks_of(load, "e"), name),
             in_place=self.in_place,
             workers=workers,
-            shards=lambda load, name: (
-                shards(self._chunks_of(load, "e"), name) if two_stages else 1
-            ),
+            shards=lambda load, name: shards(self._chunks_of(load, "e"), name) if two_stages else 1,
         )
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._checked: set[tuple[ExpertKey, tuple[str, ...]]] = set()  # parts, when first read

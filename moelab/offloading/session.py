@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -125,7 +125,9 @@ class Session:
             self.run = EngineRun(_resident_settings(model), self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
-            mine = weakref.WeakMethod(self._is_cancelled)  # the engine must not keep its model alive
+            mine = weakref.WeakMethod(
+                self._is_cancelled
+            )  # the engine must not keep its model alive
             engine.cancelled = lambda: (asked := mine()) is not None and asked()
         self._calls: dict[int, object] = {}  # thread → the generation or forward that it runs
         self._cancelled: set[object] = set()
@@ -275,6 +277,4 @@ def _resident_settings(model: Any) -> EngineSettings:
     spec, pools = model.spec, Pools(F=model.spec.L * model.spec.E)
     experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
     dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
-    return EngineSettings(
-        spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, dense_bytes
-    )
+    return EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense_bytes)

@@ -65,9 +65,7 @@ class StepController:
         if self.queue.ahead and 0 <= layer < self.residency.L:
             self.announced = layer, [e for e in dict.fromkeys(experts) if e < self.residency.E]
 
-    def begin(
-        self, layer: int, tokens: Mapping[int, int], ready: Callable[[Any], object]
-    ) -> Step:
+    def begin(self, layer: int, tokens: Mapping[int, int], ready: Callable[[Any], object]) -> Step:
         """`decide` and `load`."""
         step = self.decide(layer, tokens)
         self.load(step, ready)
@@ -87,9 +85,7 @@ class StepController:
         step."""
         announced, self.announced = self.announced, None
         if step.loads or step.evicted or self.queue.prefetched:
-            left = self.queue.begin(
-                step.layer, step.loads, [key for key, _ in step.evicted], ready
-            )
+            left = self.queue.begin(step.layer, step.loads, [key for key, _ in step.evicted], ready)
             if left:
                 self.queue.demand(left, self.order(left))
         if announced is not None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moelab.offloading.pipeline import DEPTH
 
 from moelab import convert, open_model
 from moelab.cache.next_token import NextTokenPolicy
@@ -24,11 +25,10 @@ from moelab.cache.pools import Pools
 from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
-from moelab.offloading.pipeline import DEPTH
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.registry import make, names
+from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import replay
 from moelab.specs import State
 from moelab.store import codecs
