@@ -365,7 +365,9 @@ def card_costs(
 def stored_bytes(spec: MoESpec, form: str) -> int:
     """Bytes of an expert as it is computed: as it is, in bf12, or in a few-bit format."""
     if form in fewbit.FORMATS and spec.H % fewbit.GROUP == spec.I % fewbit.GROUP == 0:
-        wide, back = fewbit.nbytes(form, (spec.I, spec.H)), fewbit.nbytes(form, (spec.H, spec.I))
+        wide, back = (
+            fewbit.find_format(form).nbytes(shape) for shape in ((spec.I, spec.H), (spec.H, spec.I))
+        )
         return (1 + spec.gated) * wide + back
     return round(FORMS[form][0] / 8 * spec.expert_params) if form in FORMS else spec.expert_bytes
 

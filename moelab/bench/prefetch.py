@@ -36,7 +36,6 @@ from moelab.api import using
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.end_to_end import SPEC
-from moelab.cache.cross_token import CrossToken
 from moelab.cache.pools import Pools
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.synthesize import synthesize
@@ -208,9 +207,6 @@ class PrefetchBenchmark:
     def token(self, arm: str) -> Taken:
         """Decode one more token in this way."""
         with self._way(arm, self.gates[arm]):
-            self.model.moelab.engine.across.ends = lambda layer: (
-                False
-            )  # the next token is another way's
             self.model.moelab.reset()
             self._forward(1)
         return Taken(
@@ -241,11 +237,7 @@ class PrefetchBenchmark:
     def _way(self, arm: str, gate: PrefetchGate) -> Any:
         """A context in which the model decodes in this way."""
         engine = self.model.moelab.engine
-        engine.gate, engine.across, engine.serial = (
-            gate,
-            CrossToken(engine.residency.E),
-            arm == ARMS[0],
-        )
+        engine.gate, engine.serial = gate, arm == ARMS[0]
         engine.loader.queue.ahead = self.ahead if arm in MODES else 0
         return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
 

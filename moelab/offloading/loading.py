@@ -32,7 +32,6 @@ from moelab.offloading.threads import alone, step_back
 from moelab.progress import progress
 from moelab.specs import Event, ExpertKey
 from moelab.store.reader import Chunks, Reader
-from moelab.store.stages import separable, shards
 
 clock = time.perf_counter
 DEPTH = 3  # reads at the same time
@@ -76,17 +75,17 @@ class Loader:
         self.in_place, self.closed = slots.sizes.in_place, False
         self.ready: SimpleQueue[Any] = SimpleQueue()
         self.waits = Mean()
-        two_stages = decoder(slots).two_stages
+        two_stages, entries = decoder(slots).two_stages, reader.store.entries
         self.queue = LoadQueue(
             slots.count,
             ahead,
             held=held,
             counts=counts,
             tensors=lambda key: reader.store.layers[key.layer].tensors,
-            separable=lambda load, name: two_stages and separable(self._chunks_of(load, "e"), name),
+            separable=lambda load, name: two_stages and entries(*load.key)[name].separable,
             in_place=self.in_place,
             workers=workers,
-            shards=lambda load, name: shards(self._chunks_of(load, "e"), name) if two_stages else 1,
+            shards=lambda load, name: entries(*load.key)[name].shards if two_stages else 1,
         )
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._checked: set[tuple[ExpertKey, tuple[str, ...]]] = set()  # parts, when first read

@@ -34,8 +34,6 @@ from moelab.offloading.slots import (
     Sizes,
     Slots,
     divide,
-    every_one_is_multiplied,
-    has_few_bits,
     slot_counts,
 )
 from moelab.offloading.threads import one_thread_pays
@@ -116,14 +114,14 @@ def offload(
     pools = None if callable(plan) else getattr(plan, "pools", plan)
     # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
     whole_only = pools is None or not (pools.C or pools.S or pools.E)
-    compact = every_one_is_multiplied(store) if compact == "kernels" else compact
+    compact = store.multiplied if compact == "kernels" else compact
     device, pinned = torch.device(device), reading.get("mode") == "pinned"
     if device.type not in ("cpu", "cuda") or pinned and device.type == "cpu":
         raise ValueError(
             f"the device is {str(device)!r}; experts can be offloaded for the CPU and for CUDA GPUs, and "
             f"kept with mode='pinned' for the latter only"
         )
-    in_place = whole_only and (compact and device.type == "cpu" or not has_few_bits(store))
+    in_place = whole_only and (compact and device.type == "cpu" or not store.few_bits)
     sizes = Sizes.of(store, None if in_place else False)
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
     at_least, scratch = (

@@ -288,7 +288,7 @@ def test_linear_layers_in_few_bits_leave_experts_as_many_bytes_as_they_no_longer
         for name, module in open_model(place / "model").named_modules()
         if type(module) is torch.nn.Linear and not name.endswith("gate")
     ]
-    less = sum(w.nbytes - len(fewbit.pack("int4", w)) for w in linears)
+    less = sum(w.nbytes - len(fewbit.find_format("int4").compress(w)) for w in linears)
     assert bench(place, {}).rounded_bytes("int4") == pytest.approx(
         less, rel=0.01
     )  # blobs are aligned
