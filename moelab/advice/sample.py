@@ -23,6 +23,8 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
+from moelab.simulation.observed import Observed
+
 from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
@@ -34,7 +36,6 @@ from moelab.files import cache_folder
 from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.simulation.observed import Observed
 from moelab.simulation.profile import FORMAT, Profile, profile
 from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
+from moelab.simulation.observed import Observed
 
 from moelab.advice import verify as real
 from moelab.advice.answer import Advice, beyond, more_of, unmeasured
@@ -41,7 +42,6 @@ from moelab.advice.space import (
 from moelab.advice.ways import Way, fitted
 from moelab.files import cache_folder, load_json, write_json
 from moelab.schema import Amount, Count, Must, Positive, Size
-from moelab.simulation.observed import Observed
 from moelab.simulation.profile import Profile
 from moelab.simulation.simulator import flat
 from moelab.specs import DeviceSpec

@@ -27,16 +27,15 @@ import numpy as np
 from moelab import registry
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
 from moelab.advice.ways import Way, fitted
-from moelab.cache.cross_token import CrossToken
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import typical
-from moelab.offloading.limits import MachineRates
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
+from moelab.simulation.costs import MachineRates
 from moelab.simulation.profile import Profile
 from moelab.simulation.simulator import (
     RHO,
@@ -167,7 +166,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
                     other=other,
                 )[0].pools
             )
-    gate, across = PrefetchGate(), CrossToken(spec.E)
+    gate = PrefetchGate()
 
     def run(
         residency: Residency,
@@ -194,7 +193,6 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
                     "predictions": predictions,
                     "ahead": ahead,
                     "gate": gate,
-                    "across": across,
                     "predict": costs.predict,
                 }
             ),
@@ -393,7 +391,9 @@ def card_costs(
 def stored_bytes(spec: MoESpec, form: str) -> int:
     """Bytes of an expert as it is computed: as it is, in bf12, or in a few-bit format."""
     if form in fewbit.FORMATS and spec.H % fewbit.GROUP == spec.I % fewbit.GROUP == 0:
-        wide, back = fewbit.nbytes(form, (spec.I, spec.H)), fewbit.nbytes(form, (spec.H, spec.I))
+        wide, back = (
+            fewbit.find_format(form).nbytes(shape) for shape in ((spec.I, spec.H), (spec.H, spec.I))
+        )
         return (1 + spec.gated) * wide + back
     return round(FORMS[form][0] / 8 * spec.expert_params) if form in FORMS else spec.expert_bytes
 

@@ -33,9 +33,9 @@ from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
 from moelab.bench.measure import load_average
+from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.files import cache_folder
 from moelab.journal import Journal
-from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.progress import progress
 from moelab.schema import Amount, Positive, Size, typed
 
@@ -117,9 +117,10 @@ def run(
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak"
     (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile what took
     how long in this run: all that is "observed", and how "late" a throttled read came."""
+    from moelab.simulation.observed import observed
+
     from moelab.advice import sample
     from moelab.evaluation import scores
-    from moelab.simulation.observed import observed
 
     with opened(source, options) as lm:
         ids, text = given(lm, batch, prompt + tokens)

@@ -18,15 +18,14 @@ import numpy as np
 import torch
 
 from moelab import open_model
-from moelab.bench import measure
-from moelab.cache.optimum import belady_hits, compulsory_misses, request_count, static_hits
+from moelab.bench import limits, measure
+from moelab.bench.limits import belady_hits, compulsory_misses, request_count, static_hits
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import inclusion_probabilities
 from moelab.checkpoint.convert import kept_store
 from moelab.datasets import prompts
-from moelab.offloading import limits
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes

@@ -37,8 +37,7 @@ from moelab.bench.engine import replayed
 from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
 from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
-from moelab.offloading.budget import parse_budget
-from moelab.offloading.limits import kv_bytes
+from moelab.offloading.budget import kv_bytes, parse_budget
 from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit

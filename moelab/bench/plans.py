@@ -172,7 +172,7 @@ def stationary(
             models = {of: stack.enter_context(bench.open(*of)) for of in group}
             engines = {}
             for of, model in models.items():
-                session, reader = model.moelab, model.moelab.engine.pipeline.reader
+                session, reader = model.moelab, model.moelab.engine.loader.reader
                 session.reset()
                 reader.bandwidth = None
                 bench.text(model, fill, max(2, before // len(fill)))

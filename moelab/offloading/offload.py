@@ -27,9 +27,8 @@ from moelab.models import plug
 from moelab.models.identity import identity
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.filling import filling
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.pipeline import DEPTH
+from moelab.offloading.loading import DEPTH, filling
 from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.session import Session
@@ -37,8 +36,6 @@ from moelab.offloading.slots import (
     Sizes,
     Slots,
     divide,
-    every_one_is_multiplied,
-    has_few_bits,
     slot_counts,
 )
 from moelab.offloading.threads import one_thread_pays
@@ -128,14 +125,14 @@ def offload(
     pools = None if auto else getattr(plan, "pools", plan)
     # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
     whole_only = pools is None or not (pools.C or pools.S or pools.E)
-    compact = every_one_is_multiplied(store) if compact == "kernels" else compact
+    compact = store.multiplied if compact == "kernels" else compact
     device, pinned = torch.device(device), reading.get("mode") == "pinned"
     if device.type not in ("cpu", "cuda") or pinned and device.type == "cpu":
         raise ValueError(
             f"the device is {str(device)!r}; experts can be offloaded for the CPU and for CUDA GPUs, and "
             f"kept with mode='pinned' for the latter only"
         )
-    in_place = whole_only and (compact and device.type == "cpu" or not has_few_bits(store))
+    in_place = whole_only and (compact and device.type == "cpu" or not store.few_bits)
     sizes = Sizes.of(store, None if in_place else False)
     if pinned and in_place and order is default_order:
         order = naive_order  # experts that are sent take equally long
@@ -236,13 +233,11 @@ def offload(
             residency,
             slots,
             reader,
-            delays,
             run,
+            partial(order, delays=delays, workers=workers),
             workers,
             ahead,
-            make("executor", executor) if isinstance(executor, str) else executor,
-            one_thread_pays(store, model, sizes.in_place),
-            order,
+            not sizes.in_place and one_thread_pays(store, model),
             held,
         )
         unless_open.callback(engine.close)
@@ -253,7 +248,8 @@ def offload(
             for entry in entries.values()
         }
         source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
-        plug(model, executor=engine, source=source if executor else None)
+        run = make("executor", executor) if isinstance(executor, str) else executor
+        plug(model, executor=run, source=source, engine=engine)
         Session(model, engine, source, store, room)
         unless_open.pop_all()
     return model

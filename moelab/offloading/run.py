@@ -7,7 +7,7 @@ layers take 30 MB and not half a gigabyte of Python objects."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,7 +21,6 @@ from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
 from moelab.offloading.load_queue import PrefetchCounts
 from moelab.offloading.metrics import Forward
-from moelab.offloading.requests import Delays
 from moelab.specs import Event, MoESpec
 
 _ROW = np.dtype(
@@ -44,10 +43,11 @@ class EngineSettings:
 
     pools, policy, scope, margin : of its `Residency`.
     staging, ahead : loads in flight beyond what is kept, and of those prefetched.
-    delays : of one expert on this machine; None for a resident model.
+    experts_bytes : [L][E] of what is read of each expert, (E-chunks, SM-chunks); () for a resident
+        model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
-    device : where experts are computed; delays are those of the CPU.
+    device : where experts are computed.
     """
 
     spec: MoESpec
@@ -58,7 +58,7 @@ class EngineSettings:
     workers: int
     staging: int
     ahead: int
-    delays: Delays | None
+    experts_bytes: Sequence[Sequence[tuple[int, int]]]
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"

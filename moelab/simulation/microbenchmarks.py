@@ -33,10 +33,11 @@ import torch
 from torch.nn.functional import linear
 
 from moelab.cache.residency import Pools, Residency
-from moelab.models.seam import SeamExperts, assignments, discover, execute
-from moelab.offloading.pipeline import DEPTH
+from moelab.models.experts import SeamExperts, assignments, execute, seam_of
+from moelab.models.seam import discover
+from moelab.offloading.loading import DEPTH
 from moelab.offloading.requests import Delays
-from moelab.offloading.slots import Sizes, Slots, has_few_bits, has_packed
+from moelab.offloading.slots import Sizes, Slots
 from moelab.offloading.threads import one_thread_pays, threads
 from moelab.specs import State
 from moelab.store.headers import NAMES
@@ -50,7 +51,7 @@ from moelab.store.reader import (
     decode_tensor,
     empty_tensors,
 )
-from moelab.store.stages import decompress, recover, separable
+from moelab.store.stages import decompress, recover
 from moelab.zipmoe.affinity import default_order
 
 READS = tuple(1 << bits for bits in (16, 18, 20, 22, 24))  # bytes
@@ -82,7 +83,7 @@ class Microbenchmarks:
         self.timed = partial(_timed, self.seconds)
         self.done, self.calls = -1, []  # rounds; when each layer's experts were called
         experts = sum(len(layer.experts) for layer in store.layers)
-        sizes = Sizes.of(store, None if compact or not has_few_bits(store) else False)
+        sizes = Sizes.of(store, None if compact or not store.few_bits else False)
         self.kept = max(workers, min(experts, ROUND_TRIP // sizes.full))
         coded = 0 if sizes.in_place else max(1, min(experts, CODED // (sizes.e + sizes.sm)))
         self.slots = Slots(store, {"full": self.kept + coded, "e": workers, "sm": workers}, sizes)
@@ -123,10 +124,8 @@ class Microbenchmarks:
         self.products = [
             torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, model.dtype}
         ]
-        self.experts = [layer.experts for layer in discover(model)]
-        self.one_thread = executor is None and one_thread_pays(
-            store, model, sizes.in_place
-        )  # as the engine has it
+        self.experts = [seam_of(layer.experts) for layer in discover(model)]
+        self.one_thread = executor is None and not sizes.in_place and one_thread_pays(store, model)
         self.spare = [
             {part: reader.buffer(part) for part in (("both",) if sizes.in_place else ("E", "SM"))}
             for _ in range(DEPTH)
@@ -468,14 +467,14 @@ def _timed(
 
 def _decompress(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
     for name in out:
-        if separable(e, name):
+        if e.entries[name].separable:
             decompress(e, name, out[name])
 
 
 def _recover(e: Chunks, sm: Chunks, out: dict[str, torch.Tensor]) -> None:
     """Also decodes at once what cannot be decoded in two stages."""
     for name in out:
-        if separable(e, name):
+        if e.entries[name].separable:
             recover(sm, name, out[name])
         else:
             decode_tensor(e, sm, name, out[name])
@@ -504,8 +503,11 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
     in_place : whether experts are computed from the bytes that were read, of which only checksums
         are left to compare; unless `compact`, packed ones are unpacked for it.
     """
-    experts, tried = discover(model)[0].experts, range(min(5, len(store.layers[0].experts)))
-    out, took, unpack = None, {}, in_place and not compact and has_packed(store)
+    experts, tried = (
+        seam_of(discover(model)[0].experts),
+        range(min(5, len(store.layers[0].experts))),
+    )
+    out, took, unpack = None, {}, in_place and not compact and not store.raw
     timed = partial(_timed, took)
     with Reader(store) as reader, torch.inference_mode():
         buffers, last = (
@@ -528,7 +530,7 @@ def quick_delays(store: ExpertStore, model: Any, in_place: bool, compact: bool =
                 _recover,
                 e,
                 sm,
-                {name: tensor for name, tensor in out.items() if separable(e, name)},
+                {name: tensor for name, tensor in out.items() if e.entries[name].separable},
             )
             timed("decode", *((reader.check, e) if in_place else (decode, e, sm, out)))
             weights = {name: t.to(model.device) for name, t in cast(out, model.dtype).items()}

@@ -206,7 +206,7 @@ def test_a_model_runs_from_its_store_bit_for_bit(name, tmp_path):
     external = open_model(source, experts="external")
     plug(external, source=StoreExperts(store))
     for model in (external, open_store(store.folder, mode="buffered")):
-        assert all(isinstance(layer.experts.source, StoreExperts) for layer in discover(model))
+        assert all(isinstance(layer.seam.source, StoreExperts) for layer in discover(model))
         tokens_stored, logits_stored = generate(model, 0)
         assert torch.equal(tokens, tokens_stored) and torch.equal(logits, logits_stored)
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
+from tests.simulation.test_simulated_prefetch import Always
+
 from moelab import open_model
 from moelab.__main__ import main
 from moelab.cache.pools import Pools
@@ -23,7 +25,6 @@ from moelab.viz import views
 from moelab.viz.views import scrub as scrubber
 from moelab.viz.views.recorded import Recorded, recorded
 from tests.models import tiny
-from tests.simulation.test_simulated_prefetch import Always
 
 
 @settings(max_examples=20)

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
+from moelab.simulation.execution import makespan
 
 from moelab.offloading.requests import Task
-from moelab.simulation.execution import makespan
 from moelab.specs import State
 from moelab.zipmoe.optimal_schedule import Bounds, bounds, critical_path
 from tests.zipmoe.instances import task_sets

@@ -3,9 +3,9 @@ import random
 from math import factorial
 
 import pytest
+from moelab.simulation.execution import makespan
 
 from moelab.offloading.requests import Task, operations
-from moelab.simulation.execution import makespan
 from moelab.specs import State
 from moelab.zipmoe.affinity import schedule
 from moelab.zipmoe.optimal_schedule import bounds, optimum, random_instance, ratio_study

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moelab.simulation.execution import execute
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request
 from moelab.offloading.requests import Delays
-from moelab.simulation.execution import execute
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import (

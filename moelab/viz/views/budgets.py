@@ -15,11 +15,11 @@ from math import exp, log
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from moelab.cache.optimum import belady_hits, request_count
+from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import DEFAULT_POLICY, NEEDS, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.offloading.limits import kv_bytes
+from moelab.offloading.budget import kv_bytes
 from moelab.offloading.slots import Sizes, divide
 from moelab.records import Rows
 from moelab.registry import names, require
