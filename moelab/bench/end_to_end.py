@@ -263,7 +263,7 @@ def predict(
     """Beside the measured TPOT, what the simulator says for the same steps and this machine's
     profile; of what reads on demand by the executors that the profile knows. `profiles` keeps what
     was profiled: no budget changes it."""
-    from moelab.simulation.profile import profile
+    from moelab.bench.profile import profile
 
     for arm in arms:
         given = options_of(arm)
@@ -273,11 +273,10 @@ def predict(
             figures = sections[section(share, rate, axes)][arm]
             if "TPOT s" in figures:
                 if (key := (*given.values(), rate)) not in profiles:
-                    fast = {"executor": "fast", "compact": True} if "executor" in given else {}
                     profiles[key] = profile(
                         bench.folder / given["codec"],
                         seconds=0.5,
-                        **fast,
+                        executor=given.get("executor", "exact"),
                         **({"bandwidth": rate} if rate else {}),
                     )
                 said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiles[key])

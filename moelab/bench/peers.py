@@ -266,7 +266,6 @@ class Moelab(Transformers):
             request_count,
         )
         from moelab.offloading.budget import kv_bytes
-        from moelab.simulation.observed import observed
 
         this, peak, anonymous = (
             self.offloading,
@@ -300,7 +299,6 @@ class Moelab(Transformers):
                 "workers": workers,
                 "staging": settings.staging,
                 "found": [getattr(metrics, key) for key in FOUND],
-                "observed": observed(this.run),
             }
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()

@@ -24,9 +24,9 @@ from moelab.bench import (
     peers,
     scale,
 )
+from moelab.bench.profile import profile
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.synthesize import synthesize
-from moelab.simulation.profile import profile
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.viz.scale_figure import beside_memory
@@ -315,7 +315,7 @@ def test_times_are_compared_with_those_of_the_same_forwards(place, here, monkeyp
     """A simulated TTFT is the median of both prompts, so the measured one is, too."""
     monkeypatch.setattr(engine, "SIMULATED", ("raw",))
     monkeypatch.setattr(engine, "BUDGETS", (0.5,))
-    monkeypatch.setattr("moelab.simulation.profile.profile", partial(profile, seconds=0))
+    monkeypatch.setattr("moelab.bench.profile.profile", partial(profile, seconds=0))
     reports = []
 
     class Kept(harness.EngineBenchmark):

@@ -22,10 +22,10 @@ from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.registry import make, names
+from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import replay
 from moelab.specs import State
 from moelab.store import codecs

@@ -15,6 +15,7 @@ from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
 from moelab.simulation.costs import Delays, Machine, MachineRates, delays_of
+from moelab.simulation.fit import fitted
 from moelab.simulation.simulator import (
     Prefetching,
     flat,
@@ -499,7 +500,7 @@ def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
             engine.steps,
             engine.forwards,
             Residency(2, 8, pools, "lfu"),
-            engine.engine.delays,
+            fitted(engine.run),
             staging=3,
         )
         read = [Counter(), Counter()]

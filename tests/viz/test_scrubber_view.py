@@ -17,8 +17,8 @@ from moelab import open_model
 from moelab.__main__ import main
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec
 from moelab.viz import views
