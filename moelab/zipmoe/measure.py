@@ -20,7 +20,7 @@ from moelab.offloading.run import experts_bytes
 from moelab.simulation.costs import Delays
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, Reader, cast, decode_tensor, empty_tensors
-from moelab.store.stages import decompress, recover, separable
+from moelab.store.stages import decompress, recover
 
 ROUNDS, TOKENS = 5, 16
 
@@ -35,7 +35,7 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         yield
         seconds[name].append(time.perf_counter() - start)
 
-    experts, out = discover(model)[0].experts, empty_tensors(store.entries(0, 0))
+    experts, out = discover(model)[0].seam, empty_tensors(store.entries(0, 0))
     with Reader(store) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
         for i in range(ROUNDS):
@@ -78,4 +78,4 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
 
 def apart(chunks: Chunks) -> list[str]:
     """The tensors that are decoded in two stages."""
-    return [name for name in chunks.entries if separable(chunks, name)]
+    return [name for name, entry in chunks.entries.items() if entry.separable]
