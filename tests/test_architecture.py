@@ -59,7 +59,7 @@ DIRECTIONS = {
     "trace": {"models", "store", "checkpoint"},
     "recording": {"models", "checkpoint", "trace"},
     "calibration": {"models", "trace", "checkpoint"},
-    "experts": {"store"},
+    "experts": {"store", "models"},
     "fast": {"models", "store", "experts", "checkpoint"},
     "static": {"experts"},
     "parallel": {"experts", "models", "checkpoint", "calibration"},

@@ -211,7 +211,6 @@ def offload(
             _bound(scheduler, delays, workers, pinned and sizes.in_place),
             workers,
             ahead,
-            make("executor", executor) if isinstance(executor, str) else executor,
             not sizes.in_place and one_thread_pays(store, model),
             held,
         )
@@ -223,7 +222,8 @@ def offload(
             for entry in entries.values()
         }
         source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
-        plug(model, executor=engine, source=source if executor else None)
+        run = make("executor", executor) if isinstance(executor, str) else executor
+        plug(model, executor=run, source=source, engine=engine)
         Session(model, engine, source, store, room)
         unless_open.pop_all()
     return model

@@ -35,7 +35,7 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         yield
         seconds[name].append(time.perf_counter() - start)
 
-    experts, entries = discover(model)[0].experts, store.entries(0, 0)
+    experts, entries = discover(model)[0].seam, store.entries(0, 0)
     out, apart = empty_tensors(entries), [name for name in entries if entries[name].separable]
     with Reader(store) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
