@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 
-from moelab.checkpoint.checkpoint import SUFFIXES, Checkpoint, load_config
+from moelab.checkpoint.checkpoint import SUFFIXES, Checkpoint
 from moelab.files import atomic, vacant
-from moelab.models.identity import of_checkpoint
 from moelab.store import fewbit
 from moelab.store.headers import (
     DTYPES,
@@ -222,7 +221,7 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
         if SOURCE_LAYOUT in store.files:
             try:
                 _write(store, folder, json.loads((store.folder / SOURCE_LAYOUT).read_bytes()))
-                made = of_checkpoint(Checkpoint.at(folder), load_config(folder))
+                made = Checkpoint.at(folder).identity
             except (
                 KeyError,
                 TypeError,

@@ -33,7 +33,7 @@ from moelab.arguments import number, whole
 from moelab.cards import load_model
 from moelab.checkpoint import deepseek
 from moelab.checkpoint.convert import quantize_expert
-from moelab.checkpoint.direct import expert_parameters, store_layers
+from moelab.checkpoint.experts import expert_parameters, store_layers
 from moelab.configs import spec_from_config
 from moelab.files import small_model, vacant
 from moelab.models import compat

@@ -112,9 +112,7 @@ def _private(cls: type) -> type:
     `from_pretrained` does that within contexts that set torch's default dtype and methods of
     `PreTrainedModel`."""
 
-    def __init__(  # noqa: N807
-        self: Any, config: Any, finish: Callable[[Any], object] = lambda model: None
-    ) -> None:
+    def __init__(self: Any, config: Any) -> None:  # noqa: N807
         self._constructed = False
         cls.__init__(self, config)
         for module in self.modules():
@@ -122,7 +120,6 @@ def _private(cls: type) -> type:
                 type(module).__name__ == "NllbMoeSinusoidalPositionalEmbedding"
             ):  # asks torch for its default dtype
                 module.weights = module.weights.to(self.dtype)
-        finish(self)
         self._constructed = True
 
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,10 +149,14 @@ def _public(model: Any) -> Any:
     return model
 
 
-def meta_twin(config: Any) -> torch.nn.Module:
-    """The whole model without any memory behind it (the meta device), unquantised."""
+def meta_twin(config: Any, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """The whole model without any memory behind it (the meta device), unquantised.
+
+    dtype : of its weights, if that is another one than its config's."""
     config = deepcopy(config)
     config.__dict__.pop("quantization_config", None)
+    config.dtype = dtype or config.dtype
+    config._experts_implementation = "eager"
     for part in config.sub_configs:
         if (of := getattr(config, part)) is not None:
             of.dtype = config.dtype
@@ -165,28 +166,28 @@ def meta_twin(config: Any) -> torch.nn.Module:
     return _public(model)
 
 
-def load(
-    config: Any, tensors: dict[str, Any], dtype: torch.dtype, finish: Callable[[Any], object]
-) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """(the model of a config with these tensors, what transformers reports), by transformers'
-    `from_pretrained`.
+def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Give a model on the meta device its tensors, by transformers' `from_pretrained`; returns what
+    that reports.
 
-    Given tensors and no folder, it looks for nothing else there: no adapters, other weights or
-    code.
+    It is given a model where it would construct one, and tensors instead of a folder, so it looks
+    for nothing else there: no adapters, other weights or code.
 
-    finish : is given the model before its tensors are looked up, on the meta device.
-    """
-    model, report = _private(model_class(config)).from_pretrained(
+    config : the checkpoint's, which says how it is quantised."""
+    private = _private(type(model))
+    model.__class__, model._constructed = private, True
+    filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
+    _, report = filled.from_pretrained(
         None,
-        finish=finish,
+        model=model,
         config=_readable(config),
         state_dict=tensors,
-        dtype=dtype,
-        experts_implementation="eager",
+        dtype=model.config.dtype,
         output_loading_info=True,
         trust_remote_code=False,
     )
-    return _public(model), report
+    _public(model)
+    return report
 
 
 def dequantising(config: Any) -> Any:
@@ -374,8 +375,8 @@ class ParameterPlan:
     """Where one parameter, or the parameters that are made together with it, come from.
 
     target : its full name in the model.
-    sources : checkpoint keys by pattern; one each, or, where they lie `apart`, one for each number
-        (expert) from 0 on.
+    sources : checkpoint keys by pattern, in the order in which they are joined; one each, or, where
+        they lie `apart`, one for each number (expert) from 0 on.
     converter : transformers' WeightConverter from these sources, or None where a key is merely
     renamed."""
 
@@ -426,50 +427,47 @@ def loading_plan(
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
         plan.apart = any("*" in pattern for pattern in plan.sources)
-        stacked = any(
-            type(op).__name__ == "MergeModulelist"
-            for op in getattr(plan.converter, "operations", ())
-        )
-        count = (
-            len(parameters[plan.target]) if stacked else None
-        )  # the parameter's first axis counts its sources
-        for pattern, found in plan.sources.items():
-            renamed = [loading.apply_renamings(key, renamings) for key in found]
-            plan.sources[pattern] = _in_order(plan, pattern, found, renamed, count)
+        operations = getattr(plan.converter, "operations", ())
+        # of what is stacked, the parameter's first axis counts the sources
+        stacked = any(type(op).__name__ == "MergeModulelist" for op in operations)
+        count = len(parameters[plan.target]) if stacked else None
+        order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
+        plan.sources = {
+            pattern: _in_order(plan, pattern, renamings, count)
+            for pattern in dict.fromkeys(order)
+            if pattern in plan.sources
+        }
     return plans, foreign
 
 
 def _in_order(
-    plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[str], count: int | None
+    plan: ParameterPlan, pattern: str, renamings: list[Any], count: int | None
 ) -> list[str]:
     """A pattern's keys in the order of their numbers, which are 0 … count−1, each once."""
+    from transformers.core_model_loading import apply_renamings
+
+    keys = plan.sources[pattern]
     if "*" not in pattern:
         if len(keys) > 1:
             raise ValueError(f"{' and '.join(keys[:4])} all are {pattern} of {plan.target}")
         return keys
-    shape = re.compile(pattern.replace("*.", r"(.*)\."))
-    numbers, limit = {}, len(keys) if count is None else count
-    for key, name in zip(keys, renamed):
-        match = shape.search(name)
-        number = int(match[1]) if match and re.fullmatch(r"0|[1-9]\d{0,8}", match[1]) else None
-        if number is None or number in numbers or number >= limit:
+    shape, numbers = re.compile(pattern.replace("*.", r"(0|[1-9]\d{0,8})\.")), {}
+    limit = len(keys) if count is None else count
+    for key in keys:
+        match = shape.search(apply_renamings(key, renamings))
+        number = int(match[1]) if match else limit
+        if number in numbers or number >= limit:
             raise ValueError(
-                f"{key} is none of the {limit} tensors {pattern} that {plan.target} is made of, which are "
-                f"numbered from 0 on and each there once"
+                f"{key} is none of the {limit} tensors {pattern} of {plan.target}, which are numbered "
+                f"from 0 on and each there once"
             )
         numbers[number] = key
-    if absent := sorted(set(range(count or 0)) - set(numbers)):
-        number, parts = next(
-            (n, key.split(".")) for n, key in numbers.items() if str(n) in key.split(".")
-        )
-        parts[len(parts) - 1 - parts[::-1].index(str(number))] = str(
-            absent[0]
-        )  # the last part that is the number
+    if absent := [number for number in range(limit) if number not in numbers]:
         raise ValueError(
-            f"{'.'.join(parts)} is missing, one of the {count} tensors {pattern} that {plan.target} is "
-            f"made of" + (f", and {len(absent) - 1} more" if len(absent) > 1 else "")
+            f"{pattern.replace('*', str(absent[0]))} is missing, one of {len(absent)} of the {limit} "
+            f"tensors that {plan.target} is made of"
         )
-    return [numbers[number] for number in sorted(numbers)]
+    return [numbers[number] for number in range(limit)]
 
 
 def converted(
@@ -522,21 +520,16 @@ def convert_expert(
     return converted(plan, tensors, _OneExpert(twin), quantizer)[plan.target]
 
 
-def concatenation(plan: ParameterPlan, quantizer: Any = None) -> list[str] | None:
-    """The patterns of a plan in the order in which one expert's sources, one after another, are its
-    parameter.
-
-    None where the bytes of the parameter are others than the sources': transposed, interleaved,
-    dequantised."""
+def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
+    """Whether one expert's parameter is the bytes of its sources, one after another; not where they
+    are transposed, interleaved or dequantised."""
     if plan.converter is None:
-        return list(plan.sources)
+        return True
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations]
     merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
-    if quantizer is not None or steps not in (
+    return quantizer is None and steps in (
         [[merged], [merged, joined]] if plan.apart else [[joined]]
-    ):
-        return None
-    return [pattern for pattern in plan.converter.source_patterns if pattern in plan.sources]
+    )
 
 
 class _OneExpert:
@@ -597,18 +590,6 @@ def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch
         if name in live and stock.is_floating_point():
             wanted = torch.float32 if kept_in_fp32(twin, name, stock, dtype) else dtype
             live[name].data = live[name].data.to(wanted)
-
-
-def published_names(twin: torch.nn.Module) -> dict[str, list[str]]:
-    """Parameter → the keys under which checkpoints of the architecture are saved, as far as
-    transformers can tell."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    try:
-        plans, _ = loading_plan(twin, revert_weight_conversion(twin, twin.state_dict()))
-    except Exception:  # only words of an error depend on it
-        return {}
-    return {target: plan.keys for target, plan in plans.items()}
 
 
 def numbered_expert(name: str) -> tuple[int, str] | None:

@@ -22,7 +22,8 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
 from moelab.checkpoint import opening
-from moelab.checkpoint.direct import CheckpointStore
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.experts import CheckpointStore
 from moelab.models import plug
 from moelab.models.identity import identity
 from moelab.offloading.budget import available_on, parse_budget
@@ -76,7 +77,7 @@ def offload(
     `eager`, bit for bit.
 
     store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts
-        are then read from (`moelab.checkpoint.direct`); None for the small model.
+        are then read from (`moelab.checkpoint.experts`); None for the small model.
     budget : memory for experts, see `parse_budget`; allocated at once and never exceeded. Where all
         of them fit, they are read while the model is opened, and no prompt reads any.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
@@ -112,9 +113,8 @@ def offload(
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
     ValueError for a budget that is too small (the message says the least), a plan beyond the
     budget, or unknown options."""
-    model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
-    if not isinstance(store, ExpertStore):
-        store = model.checkpoint.store or CheckpointStore(model, model.dtype(dtype))
+    checkpoint = Checkpoint.at(store)
+    store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype(dtype))
     order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
@@ -194,7 +194,7 @@ def offload(
             if residency.holds_all
             else contextlib.nullcontext(dict) as loaded
         ):
-            model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
+            model = opening.build(checkpoint, dtype, external=True).to(device)
             held = loaded()
         delays = delays or quick_delays(store, model, sizes.in_place, compact)
         if auto and not held:

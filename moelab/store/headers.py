@@ -77,9 +77,9 @@ class Stored(NamedTuple):
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.shape)
 
-    def empty(self) -> torch.Tensor:
+    def empty(self, device: str = "cpu") -> torch.Tensor:
         """A new tensor to read it into."""
-        return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device=device)
 
     def read(self, begin: int, size: int) -> np.ndarray:
         """So many of its bytes from `begin` on, uint8, read and not mapped: mapped pages count as

@@ -14,10 +14,9 @@ import torch
 import transformers
 
 from moelab import open_model
-from moelab.checkpoint.checkpoint import Checkpoint, load_config
-from moelab.checkpoint.completeness import complete
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.files import small_model
 from moelab.models import discover
 from tests.depth import depth
@@ -137,7 +136,7 @@ def test_a_changed_tensor_is_refused_by_name(name, tmp_path):
     experts = open_model(folder).spec.E
     file = next(folder.glob("*.safetensors"))
     tensors = read(file)
-    plan = complete(Checkpoint.at(folder), load_config(folder))
+    plan = Checkpoint.at(folder).plan
     silent, tried, rng = [], 0, random.Random(name)
     for key in rng.sample(list(tensors), min(len(tensors), depth(5, len(tensors)))):
         groups: dict[str, list] = {}
@@ -293,10 +292,7 @@ def test_a_store_opens_as_the_model_that_it_holds(name, tmp_path):
     expected = torch.stack(truth.generate(ids, **options).logits)
     for model in (resident, external, open_model(store, dtype=truth.dtype)):
         assert torch.equal(torch.stack(model.generate(ids, **options).logits), expected)
-    stored, read = (
-        CheckpointExperts(Checkpoint.at(place), load_config(place))(0, 1)
-        for place in (store, folder)
-    )
+    stored, read = (CheckpointExperts(Checkpoint.at(place))(0, 1) for place in (store, folder))
     assert stored.keys() == read.keys() and all(
         torch.equal(stored[name], read[name]) for name in read
     )

@@ -21,7 +21,7 @@ from moelab.__main__ import main as moelab_main
 from moelab.checkpoint import convert as converting
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.restore import places, restore
 from moelab.checkpoint.synthesize import synthesize
 from moelab.models import discover, plug
@@ -235,7 +235,7 @@ def test_tied_weights_and_shards(tmp_path):
 def test_the_stores_tensors_are_the_checkpoints(tmp_path):
     """Straight against the source for the seam, casting included."""
     source = tiny.save("qwen3_moe", tmp_path / "m", torch.bfloat16)
-    truth = CheckpointExperts(Checkpoint.at(source), open_model(source).config)
+    truth = CheckpointExperts(Checkpoint.at(source))
     stored = StoreExperts(convert(source, tmp_path / "s"))
     for layer in range(2):
         for expert in range(8):

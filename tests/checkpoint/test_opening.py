@@ -19,7 +19,7 @@ from moelab.advice.model import find_model
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.measure import in_process
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.opening import open_checkpoint, require_tokenizer
 from moelab.checkpoint.synthesize import synthesize
 from moelab.files import small_model
@@ -38,7 +38,7 @@ def test_the_small_model_opens_by_default():
 
 def test_a_config_imports_no_model():
     code = (
-        "import sys, moelab.checkpoint.checkpoint as c, moelab.files as f; c.load_config(f.small_model())\n"
+        "import sys, moelab.checkpoint.config as c, moelab.files as f; c.load_config(f.small_model())\n"
         "print('transformers.modeling_utils' in sys.modules)"
     )
     assert (
@@ -63,7 +63,7 @@ def test_resident_is_plain_transformers(tmp_path):
 def test_checkpoint_experts_are_the_models_own(name, tmp_path):
     folder = tiny.save(name, tmp_path / "m")
     resident = open_model(folder)
-    source = CheckpointExperts(Checkpoint.at(folder), resident.config, torch.float32)
+    source = CheckpointExperts(Checkpoint.at(folder), torch.float32)
     plug(resident)
     for layer in discover(resident):
         for expert in range(resident.spec.E):

@@ -15,7 +15,7 @@ import moelab
 from moelab.checkpoint import convert as converting
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert, kept_store
-from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.store.layout import INDEX, StoreError
 from tests.checkpoint.stores import identity_of
 from tests.depth import depth

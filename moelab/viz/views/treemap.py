@@ -19,7 +19,7 @@ import numpy as np
 
 from moelab.advice.model import Model, find_model
 from moelab.calibration import Calibration
-from moelab.checkpoint.opening import find
+from moelab.checkpoint.checkpoint import find
 from moelab.files import absolute, atomic, cache_folder
 from moelab.progress import progress
 from moelab.records import Rows
