@@ -99,7 +99,7 @@ class Prefetcher:
         sizes, staging = Sizes.of(store), self.spec.K + 2
         room = self.spec.L * x * sizes.full + staging * sizes.in_flight + store.scratch
         self.model = offload(
-            store, room, policy=self.policy, plan=Pools(F=x), scope="layer", staging=staging
+            store, room, cache=self.policy, plan=Pools(F=x), scope="layer", staging=staging
         )
 
     def __enter__(self) -> Prefetcher:

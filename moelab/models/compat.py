@@ -464,7 +464,7 @@ def _in_order(
         numbers[number] = key
     if absent := [number for number in range(limit) if number not in numbers]:
         raise ValueError(
-            f"{pattern.replace('*', str(absent[0]))} is missing, one of {len(absent)} of the {limit} "
+            f"{pattern.replace('*', str(absent[0]))} is missing, one of the {limit} "
             f"tensors that {plan.target} is made of"
         )
     return [numbers[number] for number in range(limit)]

@@ -84,7 +84,7 @@ def test_guesses_decide_nothing(
             store,
             "10MB",
             plan=plan or Pools(F=5),
-            policy="zipmoe",
+            cache="zipmoe",
             workers=workers,
             staging=staging,
             ahead=room,

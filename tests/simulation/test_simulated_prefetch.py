@@ -434,7 +434,7 @@ def test_a_bad_guesser_is_ignored_and_a_good_one_is_not():
 @pytest.mark.parametrize("mode", ["hint", "speculative"])
 def test_the_engines_decisions_on_the_engines_steps_and_guesses(qwen, mode):
     offloaded = offload(
-        qwen[1], "10MB", plan=Pools(2, 3, 2, 4), policy="zipmoe", ahead=4, staging=3, delays=DELAYS
+        qwen[1], "10MB", plan=Pools(2, 3, 2, 4), cache="zipmoe", ahead=4, staging=3, delays=DELAYS
     )
     offloading, told = offloaded.moelab, []
     prefetch = offloading.engine.prefetch
