@@ -15,12 +15,14 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from moelab import registry
 from moelab.cards import load_card
@@ -30,13 +32,17 @@ from moelab.configs import QUANTISATION, quantisation, spec_from_config
 from moelab.files import absolute, from_hub, small_model, stamp
 from moelab.models import compat
 from moelab.models.guard import check_spec
-from moelab.models.identity import of_tensors
+from moelab.models.identity import digest, of_tensors
+from moelab.progress import progress
 from moelab.specs import DTYPE_BYTES, MoESpec
-from moelab.store.headers import Stored, other_weights, read_folder
-from moelab.store.layout import INDEX, ExpertStore, StoreError
+from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
+from moelab.store.layout import FILE_LIMIT, INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
+from moelab.store.reader import MEASURED
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+#: prefix of a source's file whose name a store uses itself
+BESIDE = "source."
 #: names of those without which there is no model; without others it only has no tokenizer
 NEEDED = re.compile(r"safetensors|^((generation|hf_quant)_config|index)\.json$")
 
@@ -119,7 +125,9 @@ class Checkpoint:
         """Which tensor feeds which parameter (`checkpoint.plan`). Raises ValueError unless the
         checkpoint is the whole model of its config."""
         spec = self.spec
-        plan = make_plan(self.folder, self.tensors, self.store, self.config)
+        blame = blamed(self.folder / "config.json", "no model can be made of it", ValueError)
+        with blame:
+            plan = make_plan(self.folder, self.tensors, self.store, self.config)
         check_spec(spec, plan.layers)
         return plan
 
@@ -129,6 +137,38 @@ class Checkpoint:
         if self.store is not None:
             return self.store.identity
         return of_tensors(self.tensors, self.config)
+
+    @cached_property
+    def content(self) -> str:
+        """32 hex digits of all files that a conversion reads, every byte, unlike those of
+        `identity`; of a store, its index, which has the checksums of the others."""
+        if self.store is not None:
+            return digest(self.folder / INDEX)
+        every = {
+            name: xxhash.xxh3_128_hexdigest(content)
+            for name, content in self.small_files()
+            if Path(name).suffix in SUFFIXES
+        }
+        for file in progress(self.files, "looking for changes", unit="file"):
+            every[file.name] = digest(file)
+        return xxhash.xxh3_128_hexdigest(repr(sorted(every.items())).encode())
+
+    def small_files(self) -> Iterator[tuple[str, bytes]]:
+        """(name in a store, content) of everything in the folder that is no weights; links, as far
+        as they were found to stay inside."""
+        for path in sorted(self.folder.iterdir()):
+            name, foreign = path.name, path.is_symlink() and path.suffix not in SUFFIXES
+            if name.startswith(".") or name == MEASURED or path.suffix in OTHER_WEIGHTS:
+                continue
+            if foreign or not path.is_file():
+                continue
+            if path.stat().st_size > FILE_LIMIT:
+                raise ValueError(
+                    f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; "
+                    f"move it elsewhere"
+                )
+            taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
+            yield BESIDE * taken + name, path.read_bytes()
 
     def dtype(self, dtype: torch.dtype | str = "auto") -> torch.dtype:
         """What to compute in: as asked, or as config.json says, or else as most weights are

@@ -61,13 +61,6 @@ def _check_fields(file: Path, fields: dict[str, Any]) -> None:
                 f"of the kind is fetched. Remove that line"
             )
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
-        for name in ("quantization_config", "rope_scaling", "rope_parameters"):
-            block = str(_object(file, part, name).get("weight_block_size"))[:80]
-            if not re.fullmatch(r"None|\[[1-9]\d*, [1-9]\d*\]", block):
-                raise ValueError(
-                    f"{file} says weight_block_size = {block!r}; two whole numbers of 1 or more are "
-                    f"expected"
-                )
         for name, value in part.items():
             most = 2_000 if "layer" in name else 100_000
             if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < most:
@@ -86,9 +79,11 @@ def _object(file: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iterator[None]:
-    """Turn whatever a library raises about a damaged or foreign file into a ValueError that names
-    the file.
+def blamed(
+    file: Path, what: str, passing: type[Exception] | tuple = (), raising: type = ValueError
+) -> Iterator[None]:
+    """Turn whatever a library raises about a damaged or foreign file into one error that names the
+    file, `raising`.
 
     passing : errors that are left as they are, as are those of the system (OSError with errno)."""
     try:
@@ -101,4 +96,4 @@ def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iter
             raise
         cause = error.__cause__ or error
         text = " ".join(str(cause)[:1000].split())
-        raise ValueError(f"{file}: {what} ({type(cause).__name__}: {text})") from error
+        raise raising(f"{file}: {what} ({type(cause).__name__}: {text})") from error

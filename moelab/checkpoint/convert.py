@@ -18,21 +18,18 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from moelab import registry
 from moelab.arguments import whole
-from moelab.checkpoint.checkpoint import SUFFIXES, Checkpoint
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts, Piece, few_bits, store_layers
-from moelab.checkpoint.restore import blobs_of, pieces, places, small_files, source_files
+from moelab.checkpoint.restore import blobs_of, pieces, places
 from moelab.files import cache_root, vacant
 from moelab.forks import in_children
-from moelab.models.identity import digest
 from moelab.models.seam import MoELayer, Weights, seam_class
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.headers import WEIGHT_MAP
-from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
+from moelab.store.layout import SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
@@ -80,7 +77,7 @@ def convert(
         codec,
         shards,
         quantize,
-        content_of(checkpoint),
+        checkpoint.content,
     )
     with closing(writer):
         _write_experts(checkpoint, writer, quantize, end)
@@ -140,7 +137,13 @@ def _other_files(
 ) -> tuple[list[tuple[str, bytes]], dict[str, Any] | None]:
     """(small files, what the source's files looked like) for `StoreWriter.finish`."""
     if checkpoint.store is None:
-        return list(small_files(checkpoint)), source_files(checkpoint, writer.head["checksum"])
+        headers = {}
+        for file in checkpoint.files:
+            with open(file, "rb") as f:
+                header = f.read(int.from_bytes(f.read(8), "little")).decode()
+            headers[file.name] = [file.stat().st_size, header]
+        looked = {"files": headers, "checksum": writer.head["checksum"]}
+        return list(checkpoint.small_files()), looked
     left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
     names = [name for name in checkpoint.store.files if name not in left_out]
     return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
@@ -180,23 +183,6 @@ def quantize_expert(
             fewbit.unpack(form, blob, tensor)
 
 
-def content_of(checkpoint: Checkpoint) -> str:
-    """32 hex digits of all files that a conversion reads, every byte, unlike those of
-    `moelab.models.identity`; of a store, its index, which has the checksums of the others."""
-    if checkpoint.store is not None:
-        return digest(checkpoint.folder / INDEX)
-    small = {
-        name: xxhash.xxh3_128_hexdigest(content)
-        for name, content in small_files(checkpoint)
-        if Path(name).suffix in SUFFIXES
-    }
-    large = {
-        file.name: digest(file)
-        for file in progress(checkpoint.files, "looking for changes", unit="file")
-    }
-    return xxhash.xxh3_128_hexdigest(repr(sorted((small | large).items())).encode())
-
-
 _converting = threading.Lock()  # another thread waits for the store, and takes it
 in_children(_converting._at_fork_reinit)
 
@@ -216,7 +202,7 @@ def kept_store(
     store = checkpoint.store
     if store is not None and form == (store.quantized or store.codec):
         return store
-    name = f"{checkpoint.name}-{content_of(checkpoint)}.{form}".replace("/", "--")
+    name = f"{checkpoint.name}-{checkpoint.content}.{form}".replace("/", "--")
     destination = cache_root() / name
     try:
         with _converting:

@@ -71,8 +71,6 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
     tokenizer = _tokenizer_or_warning(checkpoint.folder)
     if checkpoint.store is not None:
         check_weights(checkpoint.store)
-    if dtype == "auto":
-        _warn_of_narrowed(checkpoint)
     model = _filled(checkpoint, checkpoint.dtype(dtype), external or checkpoint.store is not None)
     model.generation_config = _generation_config(checkpoint.folder)
     if checkpoint.store is not None and not external:
@@ -154,16 +152,6 @@ def _generation_config(folder: Path) -> Any:
     with blamed(own, "no generation config can be read of it"):
         return GenerationConfig.from_pretrained(
             folder, local_files_only=True, **({} if own.is_file() else of_model)
-        )
-
-
-def _warn_of_narrowed(checkpoint: Checkpoint) -> None:
-    if narrowed := checkpoint.plan.narrowed:
-        more = f" and {len(narrowed) - 1:,} tensors more" if len(narrowed) > 1 else ""
-        warnings.warn(
-            f"{checkpoint.folder} stores {narrowed[0]}{more} more precisely than transformers computes "
-            f"with it, in the {checkpoint.config.dtype} that config.json asks for",
-            stacklevel=4,
         )
 
 

@@ -36,8 +36,6 @@ class LoadingPlan:
 
     twin : the model on the meta device.
     dtype : what transformers computes in where the config does not say.
-    narrowed : keys of weights that are stored more precisely than the architecture computes with
-        them.
     experts : for each MoE layer, the experts module's parameters by name and how each is made; {}
         in a store.
     stored : for each MoE layer, the type that holds a parameter of any of its experts exactly, by
@@ -49,7 +47,6 @@ class LoadingPlan:
     layers: list[MoELayer]
     quantizer: Any
     dtype: torch.dtype
-    narrowed: list[str]
     experts: list[dict[str, compat.ParameterPlan]]
     stored: list[dict[str, torch.dtype]]
     expert_keys: set[str]
@@ -86,7 +83,8 @@ def make_plan(
     if store is not None:
         made |= _experts_of_store(store, layers)
     _require_all(folder, twin, set(checked.parameters) - made, made, foreign)
-    narrowed = [key for plan in plans.values() for key in checked.narrowed(plan)]
+    for plan in plans.values():
+        checked.require_same_kind(plan)
     experts: list[dict[str, compat.ParameterPlan]] = []
     for layer in layers:
         prefix, own = f"{layer.name}.experts.", banks(layer.experts)
@@ -99,9 +97,7 @@ def make_plan(
     expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
     stored = [checked.types(plan) for plan in experts]
     ignored = set(foreign.values())
-    return LoadingPlan(
-        twin, layers, quantizer, main, narrowed, experts, stored, expert_keys, ignored
-    )
+    return LoadingPlan(twin, layers, quantizer, main, experts, stored, expert_keys, ignored)
 
 
 @dataclass(frozen=True)
@@ -137,26 +133,24 @@ class _Checked:
                 )
         return set(made)
 
-    def narrowed(self, plan: compat.ParameterPlan) -> list[str]:
-        """Keys of weights that lose precision; ValueError for numbers of another kind than the
-        model's."""
-        types = {DTYPES[self.tensors[key].dtype] for key in plan.keys}
+    def require_same_kind(self, plan: compat.ParameterPlan) -> None:
+        """ValueError for numbers of another kind than the model's; any float is cast to any other.
+        What codes beside scales mean, the quantiser knows."""
         if self.quantizer and len(plan.sources) > 1 and not self._plain(plan):
-            return []  # codes and scales: what the quantiser stores, it knows
-        parameter = self.parameters[plan.target]
-        floating = parameter.is_floating_point()
-        wider = {t for t in types if compat.widest({t, parameter.dtype}) != parameter.dtype}
-        odd = {t for t in types if t.is_floating_point != floating or not floating and t in wider}
-        if odd:
-            keys = [key for key in plan.keys if DTYPES[self.tensors[key].dtype] in odd]
-            raise ValueError(
-                f"{self.folder}: {_described(self.tensors, keys)}, where the model has "
-                f"{parameter.dtype}, and nothing says what its numbers mean"
+            return
+        wanted = self.parameters[plan.target].dtype
+        for key in plan.keys:
+            found = DTYPES[self.tensors[key].dtype]
+            fits = (
+                found.is_floating_point
+                if wanted.is_floating_point
+                else (not found.is_floating_point and compat.widest({found, wanted}) == wanted)
             )
-        if compat.kept_in_fp32(self.twin, plan.target, parameter):
-            return []
-        lost = {dtype for dtype in wider if dtype.itemsize > 1}
-        return [key for key in plan.keys if DTYPES[self.tensors[key].dtype] in lost]
+            if not fits:
+                raise ValueError(
+                    f"{self.folder}: {_described(self.tensors, [key])}, where the model has {wanted}, "
+                    f"and nothing says what its numbers mean"
+                )
 
     def types(self, plans: dict[str, compat.ParameterPlan]) -> dict[str, torch.dtype]:
         """`LoadingPlan.stored` of a layer's experts; what is dequantised has the model's type."""

@@ -11,9 +11,8 @@ A tensor that is stored in a few-bit format counts as two, its codes and its sca
 `down_proj.codes` …
 
 A store has no `layout.json` if its source's bytes are not in it (fp8 in blocks of another size is
-dequantised) or if it was synthesized. It is then restored to other files of the same model. Files
-in subfolders and weights in other formats are not kept, and of weights that were rounded nothing is
-restored."""
+dequantised) or if it was synthesized, and is not restored then. Files in subfolders and weights in
+other formats are not kept."""
 
 from __future__ import annotations
 
@@ -27,21 +26,17 @@ from typing import Any
 
 import torch
 
-from moelab.checkpoint.checkpoint import SUFFIXES, Checkpoint
+from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
+from moelab.checkpoint.config import blamed
 from moelab.files import atomic, vacant
 from moelab.store import fewbit
 from moelab.store.headers import (
     DTYPES,
-    OTHER_WEIGHTS,
     WEIGHT_MAP,
-    header_bytes,
-    nbytes,
     read_header,
 )
 from moelab.store.layout import (
     CHECKSUMS,
-    FILE_LIMIT,
-    INDEX,
     PIECE,
     SOURCE_LAYOUT,
     WEIGHTS,
@@ -49,11 +44,9 @@ from moelab.store.layout import (
     StoreError,
     plain_name,
 )
-from moelab.store.reader import MEASURED, Chunks
+from moelab.store.reader import Chunks
 from moelab.store.verify import check_weights, checked_experts
 
-#: prefix of a source's file whose name a store uses itself
-BESIDE = "source."
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -153,64 +146,25 @@ def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
     return torch.equal(view[:1], bits[:1]) and torch.equal(view, bits)
 
 
-def source_files(checkpoint: Checkpoint, checksum: str) -> dict[str, Any]:
-    """For `layout.json`: sizes and headers of a checkpoint's safetensors files, and the kind of
-    their checksums."""
-    files = {}
-    for file in checkpoint.files:
-        with open(file, "rb") as f:
-            files[file.name] = [
-                file.stat().st_size,
-                f.read(int.from_bytes(f.read(8), "little")).decode(),
-            ]
-    return {"files": files, "checksum": checksum}
-
-
-def small_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    """(name in the store, content) of everything in a checkpoint's folder that is no weights."""
-    for path in sorted(checkpoint.folder.iterdir()):
-        name = path.name
-        if (
-            name.startswith(".")
-            or name == MEASURED
-            or path.suffix in OTHER_WEIGHTS
-            or not path.is_file()
-        ):
-            continue
-        if (
-            path.is_symlink() and path.suffix not in SUFFIXES
-        ):  # those `Checkpoint.at` knows to stay inside
-            continue
-        if path.stat().st_size > FILE_LIMIT:
-            raise ValueError(
-                f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; move it "
-                f"elsewhere"
-            )
-        taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
-        yield BESIDE * taken + name, path.read_bytes()
-
-
 # -------------------------------------------------------------------------------------------------------
 # and back
 
 
-def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
+def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
     """Write the checkpoint that a store was made from; returns its folder.
 
-    All its files are the source's, byte for byte; of a store without `layout.json` the tensors are
-    those that transformers computes with, one file a MoE layer. What is read is checked; one expert
-    at a time is in memory.
+    All its files are the source's, byte for byte. What is read is checked; one expert at a time is
+    in memory.
 
     Raises FileExistsError: the destination exists. StoreError: the store is damaged, or does not
-    give what it says that it was made from; its weights were rounded."""
-    store, destination = (
-        store if isinstance(store, ExpertStore) else ExpertStore(store),
-        vacant(destination),
-    )
-    if store.quantized:
+    give what it says that it was made from; its weights are not the source's own."""
+    store = source if isinstance(source, ExpertStore) else ExpertStore(source)
+    destination = vacant(destination)
+    if store.quantized or SOURCE_LAYOUT not in store.files:
         raise StoreError(
-            f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
-            f"is not in it; convert it without quantize= for a store that can be restored"
+            f"the weights in {store.folder} were rounded, dequantised or synthesized, so the checkpoint "
+            f"that they were made from is not in it; open the store itself, and save_pretrained writes "
+            f"it as transformers would"
         )
     with atomic(destination) as folder:
         folder.mkdir()
@@ -218,44 +172,21 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
-        if SOURCE_LAYOUT in store.files:
-            try:
-                _write(store, folder, json.loads((store.folder / SOURCE_LAYOUT).read_bytes()))
-                made = Checkpoint.at(folder).identity
-            except (
-                KeyError,
-                TypeError,
-                ValueError,
-                IndexError,
-                AttributeError,
-                RuntimeError,
-                OverflowError,
-                FileNotFoundError,
-            ) as error:  # a RecursionError is a RuntimeError
-                raise (
-                    error
-                    if isinstance(error, StoreError)
-                    else StoreError(
-                        f"{store.folder / SOURCE_LAYOUT} does not describe what is in this store ({type(error).__name__}: "
-                        f"{error}); convert the model again"
-                    )
-                ) from error
-            if made != store.identity:
-                raise StoreError(
-                    f"{store.folder} says that it was made from the model {store.identity}, and what it "
-                    f"holds is {made}; convert the model again"
-                )
-        else:
-            weight_map = _write(store, folder, _model_layout(store))
-            (folder / WEIGHT_MAP).write_text(
-                json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
+        layout, wrong = store.folder / SOURCE_LAYOUT, "it does not describe what is in this store"
+        with blamed(layout, wrong, passing=StoreError, raising=StoreError):
+            _write(store, folder, json.loads(layout.read_bytes()))
+            made = Checkpoint.at(folder).identity
+        if made != store.identity:
+            raise StoreError(
+                f"{store.folder} says that it was made from the model {store.identity}, and what it "
+                f"holds is {made}; convert the model again"
             )
     return destination
 
 
-def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str, str]:
-    """Write the safetensors files of a layout into a folder; returns key → file. ValueError and the
-    like if impossible."""
+def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> None:
+    """Write the safetensors files of a layout into a folder. ValueError and the like if
+    impossible."""
     headers = {
         plain_name(name): (size, header.encode())
         for name, (size, header) in layout["files"].items()
@@ -292,7 +223,7 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
         bits = {name: _bits(tensor) for name, tensor in pieces(tensors, blobs_of(chunks)).items()}
         for key, start, name, shape, offset, strides, check in layout["experts"][i]:
             data = bits[name].as_strided(shape, strides, offset).contiguous()
-            if check is not None and CHECKSUMS[layout["checksum"]](data) != check:
+            if CHECKSUMS[layout["checksum"]](data) != check:
                 raise StoreError(
                     f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
                     f"does not give {key} of the source; convert the model again"
@@ -300,7 +231,6 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
             if (dtype := DTYPES[targets[key].dtype]).itemsize != data.element_size():
                 data = data.view(torch.float32).to(dtype)  # scales, which had been widened
             write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
-    return {key: target.file.name for key, target in targets.items()}
 
 
 def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[str, Any]) -> None:
@@ -317,35 +247,6 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
             raise ValueError(f"{key} is not whole")
     if odd := targets.keys() ^ filled.keys():
         raise ValueError(f"{min(odd)} is not in both")
-
-
-def _model_layout(store: ExpertStore) -> dict[str, Any]:
-    """The layout of a checkpoint as transformers would hold it: the other weights, and a file for
-    each MoE layer."""
-    groups, experts = [{key: entry[:2] for key, entry in store.weights.items()}], []
-    for layer in store.layers:
-        tensors: dict[str, tuple[str, list[int]]] = {}
-        for expert, entries in enumerate(layer.experts):
-            experts.append([])
-            for name, entry in entries.items():
-                key = (
-                    f"{layer.module}.{name}"
-                    if layer.stacked
-                    else f"{layer.module}.expert_{expert}.{name}"
-                )
-                tensors[key] = entry.dtype, [*[len(layer.experts)] * layer.stacked, *entry.shape]
-                experts[-1].append(
-                    [key, expert * entry.n * layer.stacked, name, [entry.n], 0, [1], None]
-                )
-        groups.append(tensors)
-    files = {}
-    for i, tensors in enumerate(groups):
-        header, size = header_bytes(tensors), sum(nbytes(*tensor) for tensor in tensors.values())
-        files[f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"] = [
-            len(header) + size,
-            header[8:].decode(),
-        ]
-    return {"files": files, "experts": experts}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

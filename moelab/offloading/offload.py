@@ -23,9 +23,9 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
+from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
-from moelab.checkpoint.opening import build
 from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
@@ -178,11 +178,11 @@ def offload(
         unless_open.callback(reader.close)
         if residency.holds_all:
             with filling(slots := memory.slots(), reader) as loaded:
-                model = build(checkpoint, how.dtype, external=True).to(how.on)
+                model = opening.build(checkpoint, how.dtype, external=True).to(how.on)
                 held = loaded()
             residency.fill()
         else:
-            model = build(checkpoint, how.dtype, external=True).to(how.on)
+            model = opening.build(checkpoint, how.dtype, external=True).to(how.on)
         delays = how.delays or quick_delays(store, model, memory.sizes.in_place, memory.compact)
         if not held:
             if how.plan == "auto" and memory.sizes.sm:

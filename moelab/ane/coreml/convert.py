@@ -55,7 +55,6 @@ from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.checkpoint.convert import content_of
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.files import vacant, write_text
 from moelab.journal import Journal
@@ -145,7 +144,7 @@ def convert_model(
         entry, of_layer = source.layer(layer)
         layers.append(entry)
         tasks += of_layer
-    began = about | {"content": content_of(checkpoint)}
+    began = about | {"content": checkpoint.content}
     with closing(Work(destination.with_name(destination.name + ".part"), began)) as work:
         with progress(
             total=len(tasks), desc="converting", unit="graph", initial=len(work.done)
@@ -255,7 +254,7 @@ class _Source:
     def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         tensors = {
-            key.removeprefix(prefix): self.checkpoint.read(key)
+            key.removeprefix(prefix): self.checkpoint.read(self.checkpoint.tensors[key])
             for key in self.checkpoint.tensors
             if key.startswith(prefix)
         }
