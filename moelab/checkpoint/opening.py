@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,16 @@ from moelab.store.headers import read_json
 from moelab.store.layout import ExpertStore
 from moelab.store.verify import check_weights
 
-#: files of which one at least makes a tokenizer, and the package that reads it if transformers
-#: alone does not
-TOKENIZERS = {
-    "tokenizer.json": "",
-    "tokenizer_config.json": "",
-    "vocab.json": "",
-    "tokenizer.model": "sentencepiece",
-    "spiece.model": "sentencepiece",
-    "tiktoken.model": "tiktoken",
-    "tekken.json": "mistral_common",
-}
+#: files of which one at least makes a tokenizer
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tiktoken.model",
+    "tekken.json",
+)
 
 
 def open_checkpoint(
@@ -187,34 +186,30 @@ def load_tokenizer(folder: Path) -> Any:
     cannot be read."""
     from transformers import AutoTokenizer
 
-    if not (files := [name for name in TOKENIZERS if os.path.lexists(folder / name)]):
+    if not any(os.path.lexists(folder / name) for name in TOKENIZERS):
         return None
     for path in read_by_name(folder):
         require_file(path)
     settings = folder / "tokenizer_config.json"
     said = read_json(settings) if settings.is_file() else {}
-    named = str(said.get("fast_tokenizer_files", ""))
-    if "/" in named or "\\" in named:
+    if re.search(r"[/\\]", str(said.get("fast_tokenizer_files", ""))):
         raise ValueError(
-            f"{settings} names {named[:80]}, outside the folder; nothing of the kind is read. Remove "
+            f"{settings} names files outside the folder; nothing of the kind is read. Remove "
             f"fast_tokenizer_files"
         )
     why = "its tokenizer cannot be read, so the model takes token ids only"
-    if "tokenizer.json" not in files:
-        if "auto_map" in said:
-            raise ValueError(
-                f"{folder}: {why}: it is code of its own (auto_map), which is never run here; put a "
-                f"tokenizer.json there"
-            )
-        if absent := [name for name in map(TOKENIZERS.get, files) if name and not find_spec(name)]:
-            why += f"; install {absent[0]}"
+    if "auto_map" in said and not (folder / "tokenizer.json").exists():
+        raise ValueError(
+            f"{folder}: {why}: it is code of its own (auto_map), which is never run here; put a "
+            f"tokenizer.json there"
+        )
     with blamed(folder, why):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
-            raise ValueError("it has no vocabulary")
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        tokenizer.padding_side = "left"  # what batched generation with a decoder needs
-        return tokenizer
+            raise ValueError("it has no vocabulary, or a package that reads it is not installed")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"  # what batched generation with a decoder needs
+    return tokenizer

@@ -140,16 +140,6 @@ def test_a_file_that_changes_is_noticed(tmp_path):
         model(IDS)
 
 
-def test_what_a_checkpoint_cannot_do_is_said(tmp_path):
-    store = store_of(tiny.save("mixtral", tmp_path))
-    with pytest.raises(ValueError, match="past the page cache; convert it to a store"):
-        Reader(store, "direct")
-    with Reader(store) as reader, pytest.raises(LookupError, match="no expert 4 of MoE layer 0"):
-        reader.read(0, 4)
-    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
-        offload(tmp_path / "elsewhere")
-
-
 WITHIN = """
 import json, re, sys, torch
 from pathlib import Path
