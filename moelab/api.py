@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import Field, dataclass, fields, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vector
 from moelab.speculate.predictors import lacking
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups
 from moelab.store.layout import ExpertStore
+from moelab.zipmoe.measure import quick_delays
+from moelab.zipmoe.planner import auto_pools
 
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
@@ -77,6 +80,9 @@ class OpenOptions(Offloading):
         "memory",
         type=number(0),
         metavar="MARGIN",
+    )
+    calibration: Calibration | None = option(
+        None, "counts of this very model: for executors with capacities, plan auto, prefetch static"
     )
     dense: str | None = option(
         None,
@@ -129,12 +135,14 @@ class OpenOptions(Offloading):
         return self.executor not in ("exact", None)
 
     def completed(self) -> OpenOptions:
-        """With what follows from executor and prefetch, unless it is given."""
+        """With what follows from executor, prefetch and calibration, unless it is given."""
         kernels = "kernels" if self.executor in ("fast", "gemv") else False
         return replace(
             self,
             ahead=None if self.prefetch is not None and self.ahead == 0 else self.ahead,
             compact=kernels if self.compact is None else self.compact,
+            delays=quick_delays if self.delays is None else self.delays,
+            plan=partial(auto_pools, self.calibration) if self.plan == "auto" else self.plan,
         )
 
     def given(self) -> list[Field]:

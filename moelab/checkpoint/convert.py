@@ -28,6 +28,7 @@ from moelab.forks import in_children
 from moelab.models.seam import MoELayer, Weights, seam_class
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
+from moelab.store.codec import Codec
 from moelab.store.headers import WEIGHT_MAP
 from moelab.store.layout import SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
@@ -151,7 +152,7 @@ def _other_files(
 
 def read_expert(
     experts: CheckpointExperts, layer: int, expert: int
-) -> tuple[Weights, dict[str, tuple[str, Any]], list[Piece]]:
+) -> tuple[Weights, dict[str, tuple[Codec, Any]], list[Piece]]:
     """An expert's tensors, the blobs of those that the source has in few bits, and what was read of
     a checkpoint, see `places`; scales as they are in the blobs."""
     if experts.stored is not None:
@@ -168,19 +169,20 @@ def read_expert(
 
 
 def quantize_expert(
-    form: str, tensors: Weights, blobs: dict[str, tuple[str, Any]], layer: MoELayer
+    quantize: str, tensors: Weights, blobs: dict[str, tuple[Codec, Any]], layer: MoELayer
 ) -> None:
     """Round the matrices of an expert to a format, in place; those that it does not fit keep their
     bits."""
     if getattr(layer.experts, "is_transposed", seam_class(type(layer.experts)).is_transposed):
-        form += ".T"
+        quantize += ".T"
+    form = fewbit.find_format(quantize)
     for name, tensor in tensors.items():
         if name in blobs and blobs[name][0] == form:
             continue
         blobs.pop(name, None)
-        if (blob := fewbit.pack(form, tensor)) is not None:
+        if (blob := form.compress(tensor)) is not None:
             blobs[name] = form, blob
-            fewbit.unpack(form, blob, tensor)
+            form.decompress(blob, tensor)
 
 
 _converting = threading.Lock()  # another thread waits for the store, and takes it

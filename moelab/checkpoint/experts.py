@@ -30,9 +30,10 @@ from moelab.checkpoint.plan import LoadingPlan
 from moelab.models import compat
 from moelab.models.seam import MoELayer, Weights, banks
 from moelab.store import fewbit, packings
+from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane
 from moelab.store.headers import NAMES, Stored
-from moelab.store.layout import Chunk, ExpertStore, Extent, TensorEntry, aligned
+from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
 #: (key, first weight of it that was read, what was read) of a tensor in the checkpoint
@@ -148,8 +149,8 @@ def expert_parameters(layer: MoELayer) -> dict[str, torch.Tensor]:
 
 def few_bits(
     plan: LoadingPlan, sources: list[Piece], made: torch.Tensor
-) -> tuple[str, np.ndarray, list[Piece]] | None:
-    """(format, blob, sources as they are in it) of what a parameter is made of; None unless it is
+) -> tuple[Codec, np.ndarray, list[Piece]] | None:
+    """(codec, blob, sources as they are in it) of what a parameter is made of; None unless it is
     in few bits and the blob unpacks to what was made of it, bit for bit."""
     if found := fewbit.published([tensor for *_, tensor in sources], made):
         form, blob, wide = found
@@ -159,11 +160,11 @@ def few_bits(
     return found and (*found, sources)
 
 
-def blob_of(plan: LoadingPlan, form: str, sources: list[Piece]) -> np.ndarray:
-    """The blob of a parameter of which `few_bits` has found the format."""
+def blob_of(plan: LoadingPlan, codec: Codec, sources: list[Piece]) -> np.ndarray:
+    """The blob of a parameter of which `few_bits` has found the codec."""
     return (
         packings.gathered(*plan.quantizer.scheme, sources)[1]
-        if packings.is_packing(form)
+        if isinstance(codec, packings.Packing)
         else fewbit.gathered([tensor for *_, tensor in sources])[1]
     )
 
@@ -176,7 +177,7 @@ class CheckpointLayer:
     experts: list[dict[str, TensorEntry]]
 
 
-class CheckpointStore(ExpertStore):
+class CheckpointStore(ExpertFiles):
     """A checkpoint as the store of codec "raw" that it was never converted to; not one for `verify`
     and `restore`.
 
@@ -190,7 +191,7 @@ class CheckpointStore(ExpertStore):
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
         self.spec, self.folder, plan = checkpoint.spec, checkpoint.folder, checkpoint.plan
-        self._forms: dict[tuple, str] = {}  # what a parameter is made of → its format
+        self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
             forms = {} if plan.quantizer is None else self._few_bits(index)
@@ -208,21 +209,21 @@ class CheckpointStore(ExpertStore):
     def _type(self, parameter: torch.Tensor) -> torch.dtype:
         return self.dtype if parameter.is_floating_point() else parameter.dtype
 
-    def _layer(self, layer: MoELayer, forms: dict[str, str]) -> CheckpointLayer:
+    def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
         """A layer whose experts' parameters are in few bits, by name, or as the model computes with
         them."""
         entries, at = {}, 0
         for name, parameter in expert_parameters(layer).items():
-            dtype, shape, form = self._type(parameter), tuple(parameter.shape), forms.get(name)
-            length = fewbit.nbytes(form, shape) if form else parameter.numel() * dtype.itemsize
-            planes = ((form or "raw", (Chunk(at, length, ""),)),)
-            entries[name] = TensorEntry(NAMES[dtype], shape, "", planes)
+            dtype, shape = NAMES[self._type(parameter)], tuple(parameter.shape)
+            codec = forms.get(name, RAW)
+            length = codec.nbytes(shape, dtype)
+            entries[name] = TensorEntry(dtype, shape, "", ((codec, (Chunk(at, length, ""),)),))
             at += aligned(length)
         tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
         return CheckpointLayer(tensors, [entries] * layer.E)
 
-    def _few_bits(self, index: int) -> dict[str, str]:
-        """Name → format of the parameters that can stay in few bits, by the layer's first expert,
+    def _few_bits(self, index: int) -> dict[str, Codec]:
+        """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
         layer = self.checkpoint.plan.layers[index]
         kinds: dict[str, set[tuple]] = defaultdict(set)
@@ -237,18 +238,18 @@ class CheckpointStore(ExpertStore):
                 continue
             if kind not in self._forms:
                 self._forms[kind] = self._form(source)
-            if self._forms[kind]:
+            if self._forms[kind] is not RAW:
                 found[source.name] = self._forms[kind]
         return found
 
-    def _form(self, source: ParameterSource) -> str:
-        """The few-bit format of a parameter; "" for none, or for a symmetric matrix, since W and Wᵀ
+    def _form(self, source: ParameterSource) -> Codec:
+        """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
         look alike."""
         read = _read(self.checkpoint, source)
         made = source.make(self.checkpoint.plan, read).to(self.dtype)
         few = few_bits(self.checkpoint.plan, source.pieces(read), made)
         symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
-        return few[0] if few and not symmetric else ""
+        return few[0] if few and not symmetric else RAW
 
     def sources(self, layer: int, expert: int) -> Iterator[ParameterSource]:
         """What each parameter of an expert is made of."""
@@ -298,7 +299,7 @@ class CheckpointStore(ExpertStore):
             memory = read[pattern].reshape(-1).view(torch.uint8).numpy()
             yield stored.file, stored.begin, [memoryview(memory)]
         target = plane.shards[0]
-        if fewbit.is_format(plane.codec):
+        if plane.codec.few_bits:
             target[:] = blob_of(plan, plane.codec, source.pieces(read))
         else:
             made = source.make(plan, read)

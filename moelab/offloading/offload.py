@@ -10,6 +10,7 @@ the experts' modules hand each call to the engine.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,36 +23,29 @@ from moelab.arguments import whole
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.calibration import Calibration
 from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
 from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.filling import filling
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.pipeline import DEPTH
-from moelab.offloading.requests import Delays
-from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.offloading.load_queue import Order, given_order, plain_order
+from moelab.offloading.loading import DEPTH, filling
+from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import (
     Sizes,
     Slots,
     divide,
-    every_one_is_multiplied,
-    has_few_bits,
     slot_counts,
 )
 from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
-from moelab.simulation.microbenchmarks import quick_delays
 from moelab.specs import ExpertKey
 from moelab.store.headers import NAMES
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
-from moelab.zipmoe.affinity import default_order, naive_order
-from moelab.zipmoe.planner import TIMED, WARM, best_pools, drawn, shares_of
 
 
 def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
@@ -75,13 +69,10 @@ class Offloading:
     )
     plan: Any = option(
         None,
-        "what of a compressed store is kept in which state: pools, a plan of `zipmoe.planning`, or auto, "
-        "chosen by simulation with a calibration; by default whole experts",
+        "what of a compressed store is kept in which state: pools, a plan of `zipmoe.planning`, a "
+        "function that finds one, or auto, by simulation with a calibration; by default whole experts",
         "memory",
         choices=["auto"],
-    )
-    calibration: Calibration | None = option(
-        None, "counts of this very model: for executors with capacities, plan auto, prefetch static"
     )
     workers: int = option(1, "threads that decompress", "memory", type=whole(1), metavar="N")
     staging: int | None = option(
@@ -102,8 +93,11 @@ class Offloading:
         "memory",
     )
     scheduler: Any = option("default", "orders reads and decoding: a name or a function", "memory")
-    delays: Delays | None = option(
-        None, "seconds of an expert's parts on this machine, measured by default", "memory"
+    delays: Any = option(
+        None,
+        "seconds of an expert's parts on this machine, for plans and schedulers that ask for them, or a "
+        "function that measures them (by default `zipmoe.measure.quick_delays`)",
+        "memory",
     )
     mode: str = option(
         "auto",
@@ -135,10 +129,9 @@ class Offloading:
             raise ValueError(f"workers is {self.workers}; at least one thread must decompress")
         if self.ahead is not None and self.ahead < 0:
             raise ValueError(f"ahead is {self.ahead}; it is a number of experts, 0 or more")
-        if isinstance(self.plan, str) and self.plan != "auto":
+        if isinstance(self.plan, str):
             raise ValueError(
-                f"the plan is {self.plan!r}; it must be pools, what `moelab.zipmoe.planning.plan` "
-                f"makes, or 'auto'"
+                f"the plan is {self.plan!r}; it must be pools, or what `moelab.zipmoe.planning.plan` makes"
             )
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.mode == "pinned" and kind == "cpu":
@@ -183,10 +176,13 @@ def offload(
             residency.fill()
         else:
             model = opening.build(checkpoint, how.dtype, external=True).to(how.on)
-        delays = how.delays or quick_delays(store, model, memory.sizes.in_place, memory.compact)
+        delays = how.delays
+        if callable(delays):
+            asked = memory.sizes.sm or how.scheduler != "default"
+            delays = delays(store, model) if asked else None
         if not held:
-            if how.plan == "auto" and memory.sizes.sm:
-                memory = memory.planned(checkpoint.identity, delays)
+            if callable(how.plan) and memory.sizes.sm:
+                memory = memory.planned(model, delays)
                 residency = memory.residency()
             slots = memory.slots()
             slots.touch()
@@ -223,13 +219,13 @@ class Memory:
     @classmethod
     def divided(cls, store: ExpertStore, budget: str | float | int, how: Offloading) -> Memory:
         """Raises ValueError: less than one load in flight and those prefetched; a plan beyond the
-        budget; plan="auto" without a calibration."""
+        budget."""
         device = how.on
-        pools = None if how.plan == "auto" else getattr(how.plan, "pools", how.plan)
-        compact = every_one_is_multiplied(store) if how.compact == "kernels" else bool(how.compact)
+        pools = None if callable(how.plan) else getattr(how.plan, "pools", how.plan)
+        compact = store.multiplied if how.compact == "kernels" else bool(how.compact)
         # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
-        as_stored = compact and device.type == "cpu" or not has_few_bits(store)
+        as_stored = compact and device.type == "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
         L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
         ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
@@ -243,11 +239,6 @@ class Memory:
                 f"in-flight expert(s), read and decoded{f', {ahead} of them prefetched' * bool(ahead)}; "
                 f"give '{-(-least // 10**6)}MB' or more"
             )
-        if how.plan == "auto" and sizes.sm and how.calibration is None:
-            raise ValueError(
-                "plan='auto' divides the memory by how popular experts are: give calibration=, which "
-                "`moelab calibrate MODEL FILE` makes"
-            )
         staging = how.staging
         if staging is None and device.type != "cpu":
             # a load takes less than a call that computes some of them
@@ -258,24 +249,22 @@ class Memory:
         kept = room - scratch - staging * sizes.in_flight
         return cls(store, how, L, E, room, kept, sizes, compact, pools, staging)
 
-    def planned(self, identity: str, delays: Delays) -> Memory:
-        """The same memory with the pools that are fastest in simulation, by the calibration's
-        popularity."""
+    def planned(self, model: Any, delays: Any) -> Memory:
+        """The same memory with the pools that a plan that is a function finds."""
         how = self.how
-        shares = shares_of(how.calibration.require(identity, self.store.spec))
-        best = best_pools(
-            shares,
-            drawn(shares, WARM + TIMED),
+        pools = how.plan(
+            model,
+            self.store.spec,
             self.kept,
             self.sizes,
             delays,
-            workers=how.workers,
-            staging=self.staging,
-            policy=how.cache,
-            scope=how.scope,
-            margin=how.margin,
+            how.workers,
+            self.staging,
+            how.cache,
+            how.scope,
+            how.margin,
         )
-        return replace(self, pools=best[0].pools)
+        return replace(self, pools=pools)
 
     def residency(self) -> Residency:
         how = self.how
@@ -297,7 +286,7 @@ class Memory:
         residency: Residency,
         slots: Slots,
         reader: Reader,
-        delays: Delays,
+        delays: Any,
         held: dict[ExpertKey, dict[str, int]],
     ) -> Engine:
         """What loads and computes the model's experts within this memory; `held` : slots of those
@@ -314,28 +303,32 @@ class Memory:
             how.workers,
             self.staging,
             ahead,
-            delays,
+            experts_bytes(self.store),
             self.store.weights_bytes,
             how.scheduler,
             how.on.type,
         )
-        order = (
-            make("scheduler", how.scheduler) if isinstance(how.scheduler, str) else how.scheduler
-        )
-        if how.mode == "pinned" and self.sizes.in_place and order is default_order:
-            order = naive_order  # experts that are sent take equally long
+        sends = how.mode == "pinned" and self.sizes.in_place
         return Engine(
             residency,
             slots,
             reader,
-            delays,
             EngineRun(settings, residency),
+            _order(how.scheduler, delays, how.workers, sends),
             how.workers,
             ahead,
-            one_thread=one_thread_pays(self.store, model, self.sizes.in_place),
-            scheduler=order,
+            one_thread=not self.sizes.in_place and one_thread_pays(self.store, model),
             held=held,
         )
+
+
+def _order(scheduler: Any, delays: Any, workers: int, sends: bool) -> Callable[..., Order]:
+    """A scheduler as the engine calls it, with requests alone. sends : whether experts are sent from
+    pinned memory as they lie, which takes equally long."""
+    if scheduler == "default" and (sends or delays is None):
+        return given_order if sends else plain_order
+    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
+    return lambda requests: order(requests, delays, workers)
 
 
 def _bound_code_caches() -> None:
