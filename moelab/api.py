@@ -28,7 +28,7 @@ from moelab.checkpoint.opening import open_checkpoint
 from moelab.fast.fast_decode import DENSE, FastDecode
 from moelab.models import eager, plugged
 from moelab.models.identity import identity
-from moelab.models.patches import Patches, put
+from moelab.models.patches import Patches
 from moelab.offloading.budget import memory as budget
 from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
 from moelab.offloading.offload import Offloading, offload, option
@@ -318,14 +318,8 @@ def _executing(
         if isinstance(executor, str)
         else executor
     )
-    session, engine = model.moelab, model.moelab.engine
     with Patches() as patches:
-        put(patches, session, "executor", executor)
-        if engine is None:
-            patches.enter_context(plugged(model, run or eager))
-        else:
-            put(patches, engine, "executor", run)
-            patches.enter_context(plugged(model, source=session.source))
+        patches.enter_context(plugged(model, run or eager))
         if executor == "fast":
             patches.enter_context(FastDecode(model, dense=dense))
         yield
@@ -379,7 +373,7 @@ def _prefetching(
 @contextmanager
 def _routing(model: Any, margin: float) -> Iterator[None]:
     with CacheAwareRouting(model, margin) as routing, Patches() as patches:
-        put(patches, model.moelab, "routing", routing)
+        patches.put(model.moelab, "routing", routing)
         yield
 
 

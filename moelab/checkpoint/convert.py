@@ -25,7 +25,8 @@ from moelab.checkpoint.experts import CheckpointExperts, Piece, few_bits, store_
 from moelab.checkpoint.restore import blobs_of, pieces, places
 from moelab.files import cache_root, vacant
 from moelab.forks import in_children
-from moelab.models.seam import MoELayer, Weights, seam_class
+from moelab.models.experts import Weights, seam_of
+from moelab.models.seam import MoELayer
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
@@ -173,7 +174,7 @@ def quantize_expert(
 ) -> None:
     """Round the matrices of an expert to a format, in place; those that it does not fit keep their
     bits."""
-    if getattr(layer.experts, "is_transposed", seam_class(type(layer.experts)).is_transposed):
+    if seam_of(layer.experts).is_transposed:
         quantize += ".T"
     form = fewbit.find_format(quantize)
     for name, tensor in tensors.items():

@@ -26,8 +26,8 @@ from torch import Tensor
 from moelab.cache.residency import Request, Residency, Step
 from moelab.forks import renew_in_children
 from moelab.intervals import Mean
+from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
-from moelab.models.seam import SeamExperts, assignments, execute
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.load_queue import Order, plain_order
 from moelab.offloading.loading import Loader, clock
@@ -66,8 +66,6 @@ class Engine:
     order : of a step's reads and decoding.
     workers : threads that decode.
     ahead : how many experts may be prefetched into slots that nothing demanded needs.
-    executor : computes instead of transformers' own operations, see `moelab.experts`; then no bit
-        is promised.
     one_thread : whether one token's experts may be computed by one thread while others are decoded.
     held : slots of the experts that are in memory already, as residency has them.
     cancelled : asked before every layer whether to end this thread's forward pass with `Cancelled`.
@@ -84,16 +82,10 @@ class Engine:
         order: Callable[[Sequence[Request]], Order] = plain_order,
         workers: int = 1,
         ahead: int = 0,
-        executor: Callable[..., Tensor] | None = None,
         one_thread: bool = False,
         held: dict[ExpertKey, dict[str, int]] | None = None,
     ) -> None:
-        self.residency, self.order, self.workers, self.executor = (
-            residency,
-            order,
-            workers,
-            executor,
-        )
+        self.residency, self.order, self.workers = residency, order, workers
         self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
         self.cancelled: Callable[[], bool] | None = None
         self.computes_in: torch.dtype | None = None
@@ -181,7 +173,8 @@ class Engine:
         self._report_other(clock(), layer)
         with self.loader.changing():
             step = controller.begin(layer, tokens, self.loader.ready.put)
-        compute = self._expert_by_expert if self.executor is None else self._with_executor
+        exact = experts.executor is eager
+        compute = self._expert_by_expert if exact else self._with_executor
         return compute(x, ids, weights, experts, step)
 
     def _expert_by_expert(
@@ -205,13 +198,13 @@ class Engine:
     def _with_executor(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
-        """The layer by `executor`: experts in memory together, then each as it is loaded; [T,
-        H]."""
+        """The layer by an executor: experts in memory together, then each as it is loaded; [T,
+        H]. No bit is promised."""
         E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
         out, start = torch.zeros_like(x), clock()
         if there:
             chosen = _only(there, ids, E) if loads else ids
-            out = execute(self.executor, x, chosen, weights, experts)
+            out = execute(experts.executor, x, chosen, weights, experts)
             self._executed(there, start)
         parts, added = _parts(ids, E) if loads and not self._far else {}, []
         while loads:
@@ -220,12 +213,12 @@ class Engine:
                 late.append(loads.pop(self.loader.wait()))
             start = clock()
             if self._far:
-                out += execute(self.executor, x, _only(late, ids, E), weights, experts)
+                out += execute(experts.executor, x, _only(late, ids, E), weights, experts)
             else:
                 expert = late[0].key.expert
                 choice, tokens = parts[expert]
                 alone, w = torch.full((len(tokens), 1), expert), weights[tokens, choice][:, None]
-                y = execute(self.executor, x[tokens], alone, w, experts)
+                y = execute(experts.executor, x[tokens], alone, w, experts)
                 added.append((expert, tokens, y))
             self._executed(late, start)
         for _, tokens, y in sorted(added, key=lambda one: one[0]):  # whichever was loaded first
@@ -290,18 +283,21 @@ class Engine:
                 self._report_other(begin, of.layer)
                 step = self.controller.decide(of.layer, dict.fromkeys(experts, 1))
                 self._report(step.requests, begin, end)
-            self.executor.took(found)
+            modules[0].executor.took(found)
             return found
 
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
         """Where the experts of these layers lie, as the executor asks for it; None if some may
         leave."""
-        residency, find = self.residency, getattr(self.executor, "banks", None)
+        residency, executor = self.residency, modules[0].executor
+        find = getattr(executor, "banks", None)
         loading = self._broken or self.loader.closed or not residency.holds_all
         if find is None or loading or residency.sees:
             return None
+        if any(of.executor is not executor for of in modules):
+            return None
         layers = [of.layer for of in modules]
-        state = self.loader, self.executor, dtype, len(residency)
+        state = self.loader, executor, dtype, len(residency)
         if self._banks.get(layers[0], (None,))[0] != state:
             full = residency.full()
             self._banks[layers[0]] = state, find(modules, dtype, [full[layer] for layer in layers])
@@ -309,12 +305,13 @@ class Engine:
 
     # a forward pass
 
-    def begin_forward(self, info: ForwardInfo) -> float:
-        """A forward pass begins; returns the time."""
+    def begin_forward(self, info: ForwardInfo, exact: bool = True) -> float:
+        """A forward pass begins, `exact` if its experts are computed by transformers' own
+        operations; returns the time."""
         with self.loader.changing():
             self.controller.begin_forward(info.phase)
         self.decoding = info.phase == "decode"
-        if self.decoding and self.executor is not None and not self._far:
+        if self.decoding and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
         self._began = self._idle_since = clock()

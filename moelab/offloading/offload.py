@@ -190,8 +190,8 @@ def offload(
         unless_open.callback(engine.close)
         every = (entries for layer in store.layers for entries in layer.experts)
         stored = {entry.dtype for entries in every for entry in entries.values()}
-        plug(model, executor=engine)
         experts = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
+        plug(model, source=experts, engine=engine)
         Session(model, engine, experts, store, memory.budget)
         unless_open.pop_all()
     return model

@@ -19,11 +19,12 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.forks import renew_in_children
+from moelab.models.experts import Run, eager, named
 from moelab.models.forward import ForwardInfo, forward_info
 from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
-from moelab.models.patches import Dressed, Patches, dress, put
-from moelab.models.seam import MoELayer, discover, named, require_adaptable
+from moelab.models.patches import Patches
+from moelab.models.seam import MoELayer, discover, require_adaptable
 from moelab.models.stream import stacks
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
 from moelab.offloading.interrupts import deferred
@@ -36,7 +37,7 @@ from moelab.store.layout import ExpertStore
 LONGEST = 4096
 
 
-class InTurn(Dressed):
+class InTurn:
     """Mixin over an opened model, or what is called by itself of it: of all threads' calls, one
     runs at a time."""
 
@@ -53,7 +54,7 @@ class OpenedModel(InTurn):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own; ValueError where the experts are not in memory, since they would be
         left out."""
-        if any(getattr(layer.experts, "resident", True) is False for layer in discover(self)):
+        if not all(layer.resident for layer in discover(self)):
             raise ValueError(
                 "this model's experts are not in memory, so they would not be saved: copy its folder, "
                 "restore its store (moelab.restore), or open it without memory="
@@ -98,11 +99,9 @@ class Session:
         resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
-    executor : the name, or the function, by which experts are computed.
     routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
     """
 
-    executor: Any = "exact"
     routing: Any = None
     timeline: Timeline = property(lambda self: self.run.timeline)
     forwards: list[Forward] = property(lambda self: self.run.forwards)
@@ -131,21 +130,21 @@ class Session:
             engine.cancelled = lambda: (asked := mine()) is not None and asked()
         self._calls: dict[int, object] = {}  # thread → the generation or forward that it runs
         self._cancelled: set[object] = set()
-        self._model = id(model)
+        self._model, self._layers = id(model), discover(model)
         self.forked()
         renew_in_children(self)
         self.reset()
         self._patches = self._listen(model)
         self._parts = ExitStack()  # what was put on the model besides
         for part in (model, *(stack for stack, _ in stacks(model))):
-            dress(self, part, opened_class if part is model else in_turn_class)
-            put(self, part, "moelab", self)
+            part.__class__ = (opened_class if part is model else in_turn_class)(type(part))
+            part.moelab = self
 
     def _listen(self, model: Any) -> Patches:
         """Hooks that say when forward passes begin and end, and in memory what is routed."""
         # `generate` calls an encoder by itself
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []
-        layers = discover(model) if self.engine is None else ()  # an engine knows its steps
+        layers = self._layers if self.engine is None else ()  # an engine knows its steps
         with Patches() as patches:
             for module in (model, *alone):
                 before = module.register_forward_pre_hook
@@ -161,6 +160,11 @@ class Session:
         self.turn, self._forward = threading.RLock(), None
         self._calls.clear()
 
+    @property
+    def executor(self) -> Run:
+        """What computes the experts; `moelab.models.eager` for transformers' own operations."""
+        return self._layers[0].seam.executor if self._layers[0].plugged else eager
+
     def __repr__(self) -> str:
         parts = (
             ["all experts in memory"]
@@ -170,7 +174,7 @@ class Session:
                 named(self.run.settings.policy),
             ]
         )
-        parts += [named(self.executor)]
+        parts += ["exact" if self.executor is eager else named(self.executor).lower()]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
         if self.routing is not None:
@@ -252,7 +256,8 @@ class Session:
         require_adaptable(module)
         info = forward_info(args, kwargs)
         self.run.begin_forward()
-        start = clock() if self.engine is None else self.engine.begin_forward(info)
+        exact = self.executor is eager
+        start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
         self._forward, self._routed = (id(module), call, start, info), []
 
     def _end_forward(self, module: Any, _: tuple, output: Any) -> Any:

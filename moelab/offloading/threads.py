@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from moelab.kernels.compile import c_library
+from moelab.models.experts import seam_of
 from moelab.models.seam import discover
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import StoreExperts
@@ -70,7 +71,7 @@ def one_thread_pays(store: ExpertStore, model: Any) -> bool:
     a core: whether that gives the same bits, tried on 8 tokens, as no library promises it."""
     if model.device.type != "cpu" or torch.get_num_threads() == 1:
         return False
-    experts, results = discover(model)[0].experts, []
+    experts, results = seam_of(discover(model)[0].experts), []
     x = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)).to(model.dtype)
     with StoreExperts(store, model.dtype) as source, torch.inference_mode():
         weights = source(0, 0)

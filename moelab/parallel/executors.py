@@ -262,14 +262,14 @@ class Hidden(Executor):
         up, down = names(experts)
         hit = [(experts.weights(e), rows) for e, rows in d.hit()]
         parts = [
-            experts._linear(mine[d.tokens[rows]], w, up) for w, rows in hit
+            experts.linear(mine[d.tokens[rows]], w, up) for w, rows in hit
         ]  # each [n, 2I], parts of sums
         h = torch.cat(parts) if parts else x.new_zeros(0, 1)
         sizes = share(len(h), world.size)
         h = world.all_gather(world.reduce_scatter(h, sizes, "reduce"), sizes, "reduce")
         out = zeros(mine, weights, experts)
         for w, rows in hit:
-            y = experts._linear(activate(experts, h[rows]), w, down)
+            y = experts.linear(activate(experts, h[rows]), w, down)
             token = d.tokens[rows]
             out.index_add_(0, token, (y * weights[token, d.choices[rows], None]).to(out.dtype))
         return world.all_gather(out.to(x.dtype).T, columns, "result").T

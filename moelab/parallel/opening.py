@@ -83,7 +83,7 @@ def open_parallel(
         parallel, tp = _variant(advice, inner)
         reasons.append(f"{parallel}: {advice}")
     grid, way = Grid(degree(parallel, W, tp)), VARIANTS[parallel]
-    layers = [layer.experts for layer in discover(model)]
+    layers = [layer.seam for layer in discover(model)]
     placements = [way.place(experts.num_experts, grid.ep.size) for experts in layers]
     if counts is not None and grid.ep.size > 1 and parallel != "blocks":
         before = max(measure(load, of).ratio for load, of in zip(counts.tolist(), placements))

@@ -55,7 +55,7 @@ def test_checkpoint_experts_are_the_models_own(name, tmp_path):
     plug(resident)
     for layer in discover(resident):
         for expert in range(resident.spec.E):
-            own, read = layer.experts.own(expert), source(layer.index, expert)
+            own, read = layer.seam.own(expert), source(layer.index, expert)
             assert own.keys() == read.keys()
             assert all(torch.equal(own[n], read[n]) and read[n].data_ptr() % 64 == 0 for n in own)
     unplug(resident)

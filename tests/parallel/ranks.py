@@ -54,7 +54,7 @@ def generate_with(folder, ways):
         inner = make("executor", name) if name else eager
         model = open_parallel(folder, variant, inner=inner, dtype=torch.float32, **options)
         tokens, logits = tokens_and_logits(model)
-        tally = discover(model)[0].experts.executor.tally
+        tally = discover(model)[0].seam.executor.tally
         made.append((tokens, logits, tally.routed, tally.executed, tally.slots))
     return made
 
