@@ -28,7 +28,8 @@ import torch
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.plan import LoadingPlan
 from moelab.models import compat
-from moelab.models.seam import MoELayer, Weights, banks
+from moelab.models.experts import Weights
+from moelab.models.seam import MoELayer, banks
 from moelab.store import fewbit, packings
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane

@@ -11,8 +11,9 @@ A tensor that is stored in a few-bit format counts as two, its codes and its sca
 `down_proj.codes` …
 
 A store has no `layout.json` if its source's bytes are not in it (fp8 in blocks of another size is
-dequantised) or if it was synthesized, and is not restored then. Files in subfolders and weights in
-other formats are not kept."""
+dequantised) or if it was synthesized. It is then restored to other files of the same model. Files
+in subfolders and weights in other formats are not kept, and of weights that were rounded nothing is
+restored."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ from moelab.store.codec import Codec
 from moelab.store.headers import (
     DTYPES,
     WEIGHT_MAP,
+    header_bytes,
+    nbytes,
     read_header,
 )
 from moelab.store.layout import (
@@ -153,18 +156,18 @@ def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
 def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
     """Write the checkpoint that a store was made from; returns its folder.
 
-    All its files are the source's, byte for byte. What is read is checked; one expert at a time is
-    in memory.
+    All its files are the source's, byte for byte; of a store without `layout.json` the tensors are
+    those that transformers computes with, one file a MoE layer. What is read is checked; one expert
+    at a time is in memory.
 
     Raises FileExistsError: the destination exists. StoreError: the store is damaged, or does not
-    give what it says that it was made from; its weights are not the source's own."""
+    give what it says that it was made from; its weights were rounded."""
     store = source if isinstance(source, ExpertStore) else ExpertStore(source)
     destination = vacant(destination)
-    if store.quantized or SOURCE_LAYOUT not in store.files:
+    if store.quantized:
         raise StoreError(
-            f"the weights in {store.folder} were rounded, dequantised or synthesized, so the checkpoint "
-            f"that they were made from is not in it; open the store itself, and save_pretrained writes "
-            f"it as transformers would"
+            f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
+            f"is not in it; convert it without quantize= for a store that can be restored"
         )
     with atomic(destination) as folder:
         folder.mkdir()
@@ -172,6 +175,11 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
+        if SOURCE_LAYOUT not in store.files:
+            where = _write(store, folder, _model_layout(store))
+            index = {"metadata": {}, "weight_map": where}
+            (folder / WEIGHT_MAP).write_text(json.dumps(index, indent=1))
+            return destination
         layout, wrong = store.folder / SOURCE_LAYOUT, "it does not describe what is in this store"
         with blamed(layout, wrong, passing=StoreError, raising=StoreError):
             _write(store, folder, json.loads(layout.read_bytes()))
@@ -184,9 +192,9 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
     return destination
 
 
-def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> None:
-    """Write the safetensors files of a layout into a folder. ValueError and the like if
-    impossible."""
+def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str, str]:
+    """Write the safetensors files of a layout into a folder; returns key → file. ValueError and the
+    like if impossible."""
     headers = {
         plain_name(name): (size, header.encode())
         for name, (size, header) in layout["files"].items()
@@ -223,7 +231,7 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> None:
         bits = {name: _bits(tensor) for name, tensor in pieces(tensors, blobs_of(chunks)).items()}
         for key, start, name, shape, offset, strides, check in layout["experts"][i]:
             data = bits[name].as_strided(shape, strides, offset).contiguous()
-            if CHECKSUMS[layout["checksum"]](data) != check:
+            if check is not None and CHECKSUMS[layout["checksum"]](data) != check:
                 raise StoreError(
                     f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
                     f"does not give {key} of the source; convert the model again"
@@ -231,6 +239,7 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> None:
             if (dtype := DTYPES[targets[key].dtype]).itemsize != data.element_size():
                 data = data.view(torch.float32).to(dtype)  # scales, which had been widened
             write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
+    return {key: target.file.name for key, target in targets.items()}
 
 
 def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[str, Any]) -> None:
@@ -247,6 +256,38 @@ def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[s
             raise ValueError(f"{key} is not whole")
     if odd := targets.keys() ^ filled.keys():
         raise ValueError(f"{min(odd)} is not in both")
+
+
+def _model_layout(store: ExpertStore) -> dict[str, Any]:
+    """The layout of a checkpoint as transformers would hold it: the other weights, and a file for
+    each MoE layer."""
+    groups, experts = [{key: entry[:2] for key, entry in store.weights.items()}], []
+    for layer in store.layers:
+        tensors: dict[str, tuple[str, list[int]]] = {}
+        E = len(layer.experts)
+        for expert, entries in enumerate(layer.experts):
+            places = []
+            for name, entry in entries.items():
+                if layer.stacked:
+                    key, shape, start = (
+                        f"{layer.module}.{name}",
+                        [E, *entry.shape],
+                        expert * entry.n,
+                    )
+                else:
+                    key = f"{layer.module}.expert_{expert}.{name}"
+                    shape, start = [*entry.shape], 0
+                tensors[key] = entry.dtype, shape
+                places.append([key, start, name, [entry.n], 0, [1], None])
+            experts.append(places)
+        groups.append(tensors)
+    files = {}
+    for i, tensors in enumerate(groups):
+        header = header_bytes(tensors)
+        size = len(header) + sum(nbytes(*tensor) for tensor in tensors.values())
+        name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        files[name] = [size, header[8:].decode()]
+    return {"files": files, "experts": experts}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

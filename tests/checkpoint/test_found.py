@@ -66,9 +66,8 @@ def rewrite(folder: Path, tensors: dict, **config) -> Path:
 def every_way(folder: Path, scratch: Path):
     """(how, its logits) of a checkpoint opened in each way, converted, and restored."""
     store = convert(folder, scratch / "store")
-    places = {"checkpoint": folder, "store": store.folder}
-    if "layout.json" in store.files:  # the source's own bytes are in it
-        places["restored"] = restore(store, scratch / "back")
+    back = restore(store, scratch / "back")
+    places = {"checkpoint": folder, "store": store.folder, "restored": back}
     for name, place in places.items():
         for options in ({}, {"experts": "external"}, {"memory": "50%"}):
             with open_model(place, **options) as model:
