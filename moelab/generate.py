@@ -7,9 +7,7 @@
 
 Under torchrun every rank reads and holds the model without its routed experts, and its share of
 those. All ranks compute attention and shared experts for all tokens, and the experts where they are
-(`moelab.parallel`). Prompts are routed in sequence parallel: a rank asks the routers about its
-share of the tokens, and what they chose is gathered (not with ep-a2a, which keeps every bit).
-Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only rank 0 prints.
+(`moelab.parallel`). Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only rank 0 prints.
 
 The reason for several ranks is memory: each holds its share of the experts. A token is slower than
 in one process that has room for all: attention is computed by each rank, and each layer waits for
@@ -40,7 +38,7 @@ from moelab.models.greedy import greedy, not_followed
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
-from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, route_in_sequence, spread
+from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
 
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
@@ -100,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how experts are spread over the ranks that torchrun started, to have memory for them, "
         f"not to be faster: ep (all-gather), ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp "
-        f"(cut), tp-ep (both), hidden (cut along H), blocks (tokens in blocks), auto: as AWS "
+        f"(cut), tp-ep (both), auto: as AWS "
         f"Neuron's guide advises (default: {DEFAULT})",
     )
     add(
@@ -236,9 +234,8 @@ def generate(
         network = open_parallel(
             checkpoint, parallel, tp, inner, dtype, device, opening.get("calibration"), spare
         )
-        session, parallel = Session(network), network.parallel
-        if parallel != DEFAULT:
-            session.enter(route_in_sequence(network))
+        Session(network)
+        parallel = network.parallel
     if stream:
         for reason in getattr(network, "reasons", ()):
             print(reason, file=sys.stderr)

@@ -317,7 +317,11 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
         """Saying nothing finds nothing."""
         ahead = traces[text].spec.L - of.hits.shape[1]
         return 100 * float(
-            of.hits.sum() / (traces[text].decode.ids[:, ahead:] != traces[text].spec.E).sum()
+            of.hits.sum()
+            / (
+                traces[text].select(traces[text].phase == DECODE).ids[:, ahead:]
+                != traces[text].spec.E
+            ).sum()
         )
 
     def mine_on(text: str) -> Played:

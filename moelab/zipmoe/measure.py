@@ -19,7 +19,7 @@ from moelab.models.seam import discover
 from moelab.offloading.run import experts_bytes
 from moelab.simulation.costs import Delays
 from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader, cast, decode_tensor, empty_tensors
+from moelab.store.reader import Chunks, Reader, cast, decode_tensor, empty_tensors
 from moelab.store.stages import decompress, recover
 
 ROUNDS, TOKENS = 5, 16
@@ -35,8 +35,7 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         yield
         seconds[name].append(time.perf_counter() - start)
 
-    experts, entries = discover(model)[0].experts, store.entries(0, 0)
-    out, apart = empty_tensors(entries), [name for name in entries if entries[name].separable]
+    experts, out = discover(model)[0].seam, empty_tensors(store.entries(0, 0))
     with Reader(store) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
         for i in range(ROUNDS):
@@ -45,11 +44,11 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
                 with timed(part):
                     read[part] = reader.read(0, expert, part, buffer)
             with timed("decompress"):
-                for name in apart:
+                for name in apart(read["E"]):
                     decompress(read["E"], name, out[name])
             with timed("recover"):
                 for name, tensor in out.items():
-                    if name in apart:
+                    if name in apart(read["E"]):
                         recover(read["SM"], name, tensor)
                     else:
                         decode_tensor(read["E"], read["SM"], name, tensor)
@@ -69,9 +68,14 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         recover=took["recover"],
         expert_base=max(0.0, took["1 tokens"] - token),
         expert_token=token,
-        K=max(len(entry.planes[0][1]) for entry in entries.values()),
-        N=len(entries),
+        K=max(len(entry.planes[0][1]) for entry in store.entries(0, 0).values()),
+        N=len(store.entries(0, 0)),
         e_bytes=e_bytes,
         sm_bytes=sm_bytes,
         experts_bytes=every,
     )
+
+
+def apart(chunks: Chunks) -> list[str]:
+    """The tensors that are decoded in two stages."""
+    return [name for name, entry in chunks.entries.items() if entry.separable]
