@@ -30,7 +30,6 @@ from moelab.checkpoint.config import blamed, load_config
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.configs import QUANTISATION, quantisation, spec_from_config
 from moelab.files import absolute, from_hub, small_model, stamp
-from moelab.models import compat
 from moelab.models.guard import check_spec
 from moelab.models.identity import digest, of_tensors
 from moelab.progress import progress
@@ -94,7 +93,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Any:
-        """Its config, set to dequantise (`compat.dequantising`) if some weights are quantised.
+        """Its config, set to dequantise (`models.quantizers`) if some weights are quantised.
 
         Tools that dequantise a checkpoint leave its quantization_config in config.json: where all
         weights are plain, that does not count."""
@@ -112,7 +111,9 @@ class Checkpoint:
         if plain or not method:
             for name in QUANTISATION:
                 vars(config).pop(name, None)
-        return compat.dequantising(config)
+        from moelab.models import quantizers
+
+        return quantizers.dequantising(config)
 
     @cached_property
     def spec(self) -> MoESpec:

@@ -85,6 +85,8 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, external: bool) -> Any:
     from safetensors import safe_open
     from transformers.utils import logging
 
+    from moelab.models.quantizers import readable
+
     plan, folder = checkpoint.plan, checkpoint.folder
     left_out = plan.ignored | (plan.expert_keys if external else set())
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
@@ -101,7 +103,7 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, external: bool) -> Any:
     logging.disable_progress_bar()
     try:
         with blamed(folder / "config.json", "no model can be made of its checkpoint"):
-            report = compat.fill(model, checkpoint.config, tensors)
+            report = compat.fill(model, readable(checkpoint.config), tensors)
             if wrong := {kind: sorted(map(str, keys))[:3] for kind, keys in report.items() if keys}:
                 raise ValueError(f"transformers reports {wrong}")
     finally:

@@ -61,6 +61,8 @@ def make_plan(
     Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no
     floating-point number where the model has one, or a code without its scale; an architecture that
     cannot be built with this config; a dense one."""
+    from moelab.models.quantizers import quantizer_for
+
     main = _first_type(folder, tensors)
     with blamed(
         folder / "config.json", f"no {config.model_type} model can be built of this config"
@@ -69,7 +71,7 @@ def make_plan(
             config = copy(config)
             config.dtype = main
         twin = compat.meta_twin(config)
-        quantizer = compat.quantizer_for(config)
+        quantizer = quantizer_for(config)
     layers = discover(twin)
     try:
         plans, foreign = compat.loading_plan(twin, tensors, quantizer)

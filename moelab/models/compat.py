@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moelab.configs import quantisation
 from moelab.forks import in_children
-from moelab.store import packings
 
 _lock = threading.RLock()
 in_children(_lock._at_fork_reinit)
@@ -173,14 +171,14 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
     It is given a model where it would construct one, and tensors instead of a folder, so it looks
     for nothing else there: no adapters, other weights or code.
 
-    config : the checkpoint's, which says how it is quantised."""
+    config : the checkpoint's, which says how it is quantised (`models.quantizers.readable`)."""
     private = _private(type(model))
     model.__class__, model._constructed = private, True
     filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
     _, report = filled.from_pretrained(
         None,
         model=model,
-        config=_readable(config),
+        config=config,
         state_dict=tensors,
         dtype=model.config.dtype,
         output_loading_info=True,
@@ -188,173 +186,6 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
     )
     _public(model)
     return report
-
-
-def dequantising(config: Any) -> Any:
-    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants
-    GPU packages.
-
-    Raises ValueError, by name, for what of compressed-tensors, GPTQ and AWQ is not read.
-    """
-    if (method := quantisation(config)) in PACKED:
-        packings.scheme(dict(config.quantization_config), config.name_or_path)
-    if method not in ("mxfp4", "fp8"):
-        return config
-    config = deepcopy(config)
-    if isinstance(config.quantization_config, dict):
-        config.quantization_config["dequantize"] = True
-    else:
-        config.quantization_config.dequantize = True
-    return config
-
-
-def quantizer_for(config: Any):
-    """The quantizer of a quantised checkpoint, set to dequantise; None for a plain one."""
-    if getattr(config, "quantization_config", None) is None:
-        return None
-    from transformers.quantizers.auto import get_hf_quantizer
-
-    return get_hf_quantizer(
-        _readable(dequantising(deepcopy(config))),
-        None,
-        device_map=None,
-        weights_only=True,
-        user_agent={},
-    )[0]
-
-
-#: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and
-#: their packages
-PACKED = ("compressed-tensors", "gptq", "awq")
-
-#: experts that checkpoints stack, and that are quantised one by one as linear layers: whether the
-#: stack is transposed
-APART = {"Llama4TextExperts": True, "Qwen3VLMoeTextExperts": False}
-
-
-def _readable(config: Any) -> Any:
-    """The config for quantisers of our own, where transformers' want packages that dequantising
-    does not use."""
-    method = quantisation(config)
-    if method != "fp8" and method not in PACKED:
-        return config
-    _register_quantizers()
-    config, fields = copy(config), config.quantization_config
-    fields = dict(fields if isinstance(fields, dict) else fields.to_dict())
-    config.quantization_config = (
-        fields | {"quant_method": FP8}
-        if method == "fp8"
-        else {"quant_method": UNPACKED, "fields": fields}
-    )
-    return config
-
-
-#: names under which transformers knows our quantisers
-FP8, UNPACKED = "moelab-fp8", "moelab-unpacked"
-
-
-@once
-def _register_quantizers() -> None:
-    """Tell transformers of a quantiser that dequantises FP8 without the package accelerate, which
-    its own asks for, and of one that dequantises `PACKED`, while a model is loaded."""
-    from transformers.core_model_loading import (
-        Concatenate,
-        ConversionOps,
-        MergeModulelist,
-        Transpose,
-        WeightConverter,
-    )
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-    from transformers.utils.quantization_config import FineGrainedFP8Config, QuantizationConfigMixin
-
-    @register_quantizer(FP8)
-    class Dequantizer(FineGrainedFP8HfQuantizer):
-        def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-    register_quantization_config(FP8)(FineGrainedFP8Config)
-
-    @register_quantization_config(UNPACKED)
-    class PackedConfig(QuantizationConfigMixin):
-        def __init__(self, quant_method: str, fields: dict[str, Any]) -> None:
-            self.quant_method, self.fields, self.dequantize = quant_method, fields, True
-
-    class Dequantize(ConversionOps):
-        """The tensors of each layer become its weight, one for each expert where they come in
-        lists."""
-
-        def __init__(self, quantizer: HfQuantizer) -> None:
-            self.hf_quantizer = quantizer
-
-        def convert(
-            self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: Any
-        ) -> dict[str, Any]:
-            layers: dict[str, dict[str, Any]] = {}
-            for pattern, found in input_dict.items():
-                layer, dot, name = pattern.rpartition(".")
-                layers.setdefault(layer + dot, {})[name] = (
-                    found if isinstance(found, list) else [found]
-                )
-            target = model.get_parameter(full_layer_name)
-            dtype = torch.float32 if kept_in_fp32(model, full_layer_name, target) else target.dtype
-            return {
-                f"{layer}weight" if layer else full_layer_name: [
-                    self._weight(dict(zip(tensors, one))).to(dtype)
-                    for one in zip(*tensors.values(), strict=True)
-                ]
-                for layer, tensors in layers.items()
-            }
-
-        def _weight(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            weight = tensors.get("weight")
-            if (
-                len(tensors) == 1
-                and weight is not None
-                and weight.is_floating_point()
-                and weight.itemsize > 1
-            ):
-                return weight  # not quantised
-            return packings.dequantize(*self.hf_quantizer.scheme, tensors)
-
-    @register_quantizer(UNPACKED)
-    class Quantizer(HfQuantizer):
-        def __init__(self, config: QuantizationConfigMixin, **options: Any) -> None:
-            super().__init__(config, **options)
-            self.scheme = packings.scheme(config.fields)
-            self.serialized_names = {
-                "weight": [
-                    "weight",
-                    *(name for name in packings.KINDS[self.scheme[0]][0] if name != "weight"),
-                ]
-            }
-
-        def get_load_operations(self) -> dict[str, type]:
-            return {"dequantize": Dequantize}
-
-        def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
-            for kind in {type(module).__name__ for module in model.modules()} & APART.keys():
-                steps = [Transpose(1, 2)] * APART[kind]
-                weight_conversions = [
-                    *weight_conversions,
-                    WeightConverter(
-                        ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"],
-                        "experts.gate_up_proj",
-                        [MergeModulelist(0), Concatenate(1), *steps],
-                    ),
-                    WeightConverter(
-                        "experts.*.down_proj.weight",
-                        "experts.down_proj",
-                        [MergeModulelist(0), *steps],
-                    ),
-                ]
-            return super().update_weight_conversions(weight_conversions, model)
-
-        def _convert_model_for_quantization(self, model: Any) -> None:
-            pass
-
-        is_trainable, is_serializable = False, lambda self: False
 
 
 def share_conversion(model_type: str, like: str) -> None:
