@@ -43,6 +43,8 @@ from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
 SHARED = ("executor", "dtype")
+#: further options of `generate` that the command has
+GENERATING = ("model", "prompt", "max_new_tokens", "perfetto")
 #: registered names that are not offered, since they need what no file has
 NOT_OFFERED = ("belady", "next-token", "hybrid", "oracle")
 
@@ -75,16 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
-    kinds = [parser.epilog or ""]
-    for name, of in OPENING.items():
-        flag, needs = dict(of.metadata["flag"]), of.metadata["needs"]
-        if kind := flag.pop("names", None):
-            offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
-            flag |= {"choices": offered, "metavar": "NAME"}
-            kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
-        purpose = f"with --{needs}, {of.metadata['purpose']}" if needs else of.metadata["purpose"]
-        default = f" (default: {of.default})" if of.default is not None else ""
-        add(f"--{name.replace('_', '-')}", help=purpose + default, **flag)
+    _add_opening(parser)
     add("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
     add(
         "--calibration",
@@ -130,14 +123,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "read, decoding and wait",
     )
     add("--json", action="store_true", help="print one JSON document")
+
+
+def _add_opening(parser: argparse.ArgumentParser) -> None:
+    """The options of `open_model`, and what their names are for at the end of --help."""
+    kinds = [parser.epilog or ""]
+    for name, of in OPENING.items():
+        flag, needs, purpose = (
+            dict(of.metadata["flag"]),
+            of.metadata["needs"],
+            of.metadata["purpose"],
+        )
+        if kind := flag.pop("names", None):
+            offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
+            flag |= {"choices": offered, "metavar": "NAME"}
+            kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
+        if needs:
+            purpose = f"with --{needs}, {purpose}"
+        if of.default is not None:
+            purpose += f" (default: {of.default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", help=purpose, **flag)
     parser.epilog = "\n\n".join(kinds)
 
 
 def main(args: argparse.Namespace) -> int:
-    options = {
-        name: getattr(args, name) for name in ("model", "prompt", "max_new_tokens", "perfetto")
-    }
-    opening = {n: value for n in OPENING if (value := getattr(args, n)) is not None}
+    options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
+    options = {name: value for name, value in options.items() if value is not None}
     if (args.estimator is None) != (args.prefetch != "estimator"):
         raise ValueError(
             "--prefetch estimator and --estimator FILE need each other; moelab.speculate.train makes the "
@@ -148,31 +159,27 @@ def main(args: argparse.Namespace) -> int:
             "--prefetch static needs --calibration FILE, made by `moelab calibrate MODEL FILE`"
         )
     if args.estimator is not None:
-        opening["prefetch"] = estimating(args.estimator)
+        options["prefetch"] = estimating(args.estimator)
     if args.calibration:
-        opening["calibration"] = Calibration.load(args.calibration)
+        options["calibration"] = Calibration.load(args.calibration)
+    ranks = {"parallel": args.parallel, "tp": args.tp, "spare": args.spare}
+    given = " ".join(f"--{name} {value}" for name, value in ranks.items() if value)
     if "RANK" in os.environ:
-        if alone := [
-            f"--{name.replace('_', '-')}"
-            for name in opening
-            if name not in (*SHARED, "calibration")
-        ]:
+        if alone := [name for name in OPENING if name in options and name not in SHARED]:
             raise ValueError(
-                f"{', '.join(alone)}: for one process; under torchrun each rank holds its share of the "
-                f"experts as they are stored (few bits: convert the model first, and give the store)"
+                f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
+                f"holds its share of the experts as they are stored (few bits: convert the model first, "
+                f"and give the store)"
             )
-        spreading = {"parallel": args.parallel or DEFAULT, "tp": args.tp, "spare": args.spare}
+        ranks["parallel"] = args.parallel or DEFAULT
         with connect(args.timeout) as device:
-            result = generate(
-                **options, **spreading, **opening, device=device, stream=not args.json
-            )
+            result = generate(**options, **ranks, device=device, stream=not args.json)
+    elif given:
+        raise ValueError(
+            f"{given} needs several processes: torchrun --nproc-per-node 2 -m moelab generate {given} …"
+        )
     else:
-        ranks = ((n, getattr(args, n)) for n in ("parallel", "spare", "tp"))
-        if given := " ".join(f"--{name} {value}" for name, value in ranks if value):
-            raise ValueError(
-                f"{given} needs several processes: torchrun --nproc-per-node 2 -m moelab generate {given} …"
-            )
-        result = generate(**options, **opening, stream=not args.json)
+        result = generate(**options, stream=not args.json)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result)) if args.json else _told(result))
     return 0

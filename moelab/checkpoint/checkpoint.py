@@ -1,6 +1,6 @@
 """A checkpoint: what is found of a model before a weight of it is read, each thing once.
 
-    locate (`find`) → headers (`Checkpoint.at`) → config → geometry (spec) → plan
+    locate → headers (`Checkpoint.at`) → config → geometry (spec) → plan
 
 `Checkpoint.at` takes whatever names a model and reads headers only; config, spec, plan and identity
 are found when they are first asked for. Opening, converting, offloading and restoring hand this one
@@ -77,7 +77,7 @@ class Checkpoint:
         if isinstance(source, Checkpoint):
             return source
         store = source if isinstance(source, ExpertStore) else None
-        folder = store.folder if store else find(source)
+        name, folder = (store.folder.name, store.folder) if store else locate(source)
         _check_folder(folder)
         if (
             store is None
@@ -87,8 +87,6 @@ class Checkpoint:
             store = ExpertStore(folder)
         files, tensors = read_folder(folder)
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
-        local = store is not None or absolute(source or folder).exists()
-        name = "small" if source is None else folder.name if local else str(source)
         return cls(name, folder, tuple(files), tensors, store, stamps)
 
     @cached_property
@@ -209,14 +207,14 @@ class Checkpoint:
         return tensor
 
 
-def find(source: str | Path | None) -> Path:
-    """The local folder of a model; a hub id is downloaded (config, tokenizer, safetensors) or found
-    in the cache."""
+def locate(source: str | Path | None) -> tuple[str, Path]:
+    """(name, local folder) of a model; a hub id is downloaded (config, tokenizer, safetensors) or
+    found in the cache."""
     if source is None:
-        return small_model()
+        return "small", small_model()
     path, text = absolute(source), str(source)
     if path.exists():
-        return path
+        return path.name, path
     if path.with_name(path.name + ".part").is_dir():
         raise FileNotFoundError(
             f"there is nothing at {path} yet: its conversion was cut off; run the same convert "
@@ -231,7 +229,7 @@ def find(source: str | Path | None) -> Path:
         )
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
-    return from_hub(text, [f"*{suffix}" for suffix in SUFFIXES])
+    return text, from_hub(text, [f"*{suffix}" for suffix in SUFFIXES])
 
 
 def _check_folder(folder: Path) -> None:

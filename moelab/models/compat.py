@@ -274,13 +274,12 @@ def loading_plan(
     plans: dict[str, ParameterPlan] = {}
     foreign: dict[str, str] = {}
     for key in sorted(keys, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(
-            key, renamings, converters, twin.base_model_prefix, parameters
-        )
-        if target not in parameters and key in parameters:
+        for rules in ((renamings, converters), ([], [])):  # some keys are names already
             target, pattern = loading.rename_source_key(
-                key, [], [], twin.base_model_prefix, parameters
+                key, *rules, twin.base_model_prefix, parameters
             )
+            if target in parameters or key not in parameters:
+                break
         if target not in parameters:
             foreign[target] = key
             continue
@@ -289,18 +288,25 @@ def loading_plan(
             raise ValueError(f"{key} and {plan.keys[0]} both are {target}")
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
-        plan.apart = any("*" in pattern for pattern in plan.sources)
-        operations = getattr(plan.converter, "operations", ())
-        # of what is stacked, the parameter's first axis counts the sources
-        stacked = any(type(op).__name__ == "MergeModulelist" for op in operations)
-        count = len(parameters[plan.target]) if stacked else None
-        order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
-        plan.sources = {
-            pattern: _in_order(plan, pattern, renamings, count)
-            for pattern in dict.fromkeys(order)
-            if pattern in plan.sources
-        }
+        _put_in_order(plan, parameters, renamings)
     return plans, foreign
+
+
+def _put_in_order(
+    plan: ParameterPlan, parameters: dict[str, torch.Tensor], renamings: list[Any]
+) -> None:
+    """Sort the sources of a plan as they are joined, and the keys of each by their numbers."""
+    plan.apart = any("*" in pattern for pattern in plan.sources)
+    operations = getattr(plan.converter, "operations", ())
+    # of what is stacked, the parameter's first axis counts the sources
+    stacked = any(type(op).__name__ == "MergeModulelist" for op in operations)
+    count = len(parameters[plan.target]) if stacked else None
+    order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
+    plan.sources = {
+        pattern: _in_order(plan, pattern, renamings, count)
+        for pattern in dict.fromkeys(order)
+        if pattern in plan.sources
+    }
 
 
 def _in_order(
