@@ -252,7 +252,7 @@ class Bench:
         return offload(
             self.store,
             memory,
-            policy=policy,
+            cache=policy,
             plan=pools,
             scheduler=scheduler,
             delays=self.delays,

@@ -45,11 +45,11 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
                 with timed(part):
                     read[part] = reader.read(0, expert, part, buffer)
             with timed("decompress"):
-                for name in apart:
+                for name in apart(read["E"]):
                     decompress(read["E"], name, out[name])
             with timed("recover"):
                 for name, tensor in out.items():
-                    if name in apart:
+                    if name in apart(read["E"]):
                         recover(read["SM"], name, tensor)
                     else:
                         decode_tensor(read["E"], read["SM"], name, tensor)
@@ -69,8 +69,8 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         recover=took["recover"],
         expert_base=max(0.0, took["1 tokens"] - token),
         expert_token=token,
-        K=max(len(entry.planes[0][1]) for entry in entries.values()),
-        N=len(entries),
+        K=max(len(entry.planes[0][1]) for entry in store.entries(0, 0).values()),
+        N=len(store.entries(0, 0)),
         e_bytes=e_bytes,
         sm_bytes=sm_bytes,
         experts_bytes=every,

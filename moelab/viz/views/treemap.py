@@ -19,7 +19,7 @@ import numpy as np
 
 from moelab.advice.model import Model, find_model
 from moelab.calibration import Calibration
-from moelab.checkpoint.opening import find
+from moelab.checkpoint.checkpoint import locate
 from moelab.files import absolute, atomic, cache_folder
 from moelab.progress import progress
 from moelab.records import Rows
@@ -227,7 +227,7 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
     Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another
     geometry."""
     card = find_model(model) if like("model", model) and not Path(model).exists() else None
-    path = Path(card.spec.name) if card else find(model)
+    path = Path(card.spec.name) if card else locate(model)[1]
     parts = parts_of(card) if card else survey.parts(path)
     most = survey.sample_size(parts)
     seen = counted(counts)

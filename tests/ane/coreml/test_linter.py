@@ -21,7 +21,7 @@ from moelab.ane.coreml.linter import lint, lint_examples
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.ane.plan import make_plan
 from moelab.ane.popularity import assumed_counts
-from moelab.checkpoint.checkpoint import load_config
+from moelab.checkpoint.config import load_config
 from moelab.checkpoint.opening import open_checkpoint, spec_of
 from moelab.files import small_model
 from moelab.models import compat, plug
