@@ -31,7 +31,7 @@ from moelab.store.verify import main as verify_main
 from moelab.store.verify import verify
 from tests.checkpoint.stores import identity_of, open_store
 from tests.models import tiny
-from tests.models.test_seam import generate
+from tests.models.sweep import generate
 from tests.store.faults import small_checkpoint
 
 

@@ -375,7 +375,9 @@ def test_an_expert_of_another_rank_is_not_here():
     source = ShardedExperts(
         [experts], lambda _, e: experts.own(e), Placement.consecutive(4, 2), device=1
     )
-    assert torch.equal(source(0, 3)["down_proj"], experts.down_proj[3]) and source.held(0) == [2, 3]
+    assert torch.equal(source(0, 3)["down_proj"], experts.module.down_proj[3]) and source.held(
+        0
+    ) == [2, 3]
     with pytest.raises(KeyError, match="another rank"):
         source(0, 0)
 

@@ -35,7 +35,7 @@ from moelab.store.reader import Reader, StoreExperts
 from moelab.zipmoe.planning import plan
 from tests.checkpoint.stores import open_store
 from tests.models import tiny
-from tests.models.test_seam import generate
+from tests.models.sweep import generate
 
 
 @pytest.fixture(scope="module")
