@@ -205,7 +205,7 @@ def test_cut_along_h_needs_plain_experts(tmp_path):
     layer = plug(open_model(tiny.save("llama4_text", tmp_path / "model")))[0]
     with pytest.raises(ValueError, match="use tp or ep"):
         VARIANTS["hidden"](None).run(
-            torch.zeros(1, 8), torch.zeros(1, 1).long(), torch.ones(1, 1), layer.experts
+            torch.zeros(1, 8), torch.zeros(1, 1).long(), torch.ones(1, 1), layer.seam
         )
 
 
