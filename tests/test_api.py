@@ -115,9 +115,7 @@ def test_using_is_for_a_block(folder, memory):
         assert torch.equal(tokens(lm), expected) and not calls
         for name in moelab.names("executor"):
             with moelab.using(lm, executor=name):
-                assert lm.moelab.engine is None or (lm.moelab.engine.executor is None) == (
-                    name == "exact"
-                )
+                assert (lm.moelab.executor is moelab.models.eager) == (name == "exact")
 
 
 def test_fast_is_fast_everywhere(folder):

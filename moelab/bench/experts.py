@@ -152,8 +152,9 @@ class PackedExperts:
                     packed = as_bf12(w)
                     (memory,), (row,) = packed.memory, packed.rows
                 else:
-                    memory = fewbit.pack(form, w)
-                    row = fewbit.row(form, memory.ctypes.data, w.shape)
+                    codec = fewbit.find_format(form)
+                    memory = codec.compress(w)
+                    row = codec.row(memory.ctypes.data, len(memory), w.shape)
                 self.blobs.append(memory)
                 self.rows[name].append(row)
 

@@ -73,28 +73,12 @@ def _cut(tensor: Tensor, dim: int, part: int, parts: int) -> Tensor:
 def on_intermediate(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
     """`cut` along I, so that the parts' `experts.ffn` add up; ValueError for experts behind which
     there is a norm."""
-    _refuse_norm(experts)
-    return cut(weights, "I", part, parts, experts)
-
-
-def on_hidden(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
-    """`cut` along H; ValueError for experts outside transformers' experts interface or with a norm
-    behind them."""
-    _refuse_norm(experts)
-    if experts.is_concatenated is None:
-        raise ValueError(
-            f"{type(experts.module).__name__} has a forward of its own, which cannot be stopped between its "
-            f"matrices: shard its experts on I"
-        )
-    return cut(weights, "H", part, parts, experts)
-
-
-def _refuse_norm(experts: Any) -> None:
     if experts.has_post_expert_norm:
         raise ValueError(
             f"{type(experts.module).__name__} normalises each expert's output, which needs the whole of it: "
             f"spread its experts (ep) instead of cutting them (tp)"
         )
+    return cut(weights, "I", part, parts, experts)
 
 
 @dataclass(frozen=True)
