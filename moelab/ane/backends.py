@@ -76,7 +76,7 @@ class TorchBackend(Backend):
         def linear(x: Tensor, name: str) -> Tensor:
             weights = banks(experts, name)[members]
             y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
-            return y + getattr(experts, name + "_bias")[members][:, None] if experts.has_bias else y
+            return y + banks(experts, name + "_bias")[members][:, None] if experts.has_bias else y
 
         up, down = names(experts)
         return linear(activate(experts, linear(buffer, up)), down) * scale[..., None]

@@ -125,12 +125,12 @@ class Sharding:
             parts = [cut(weights, self.on, part, self.cores, experts) for part in range(self.cores)]
             if self.on == "H":
                 columns = x.split(share(x.shape[1], self.cores), dim=1)
-                partial = [experts._linear(of, part, up) for of, part in zip(columns, parts)]
+                partial = [experts.linear(of, part, up) for of, part in zip(columns, parts)]
                 h = activate(experts, sum(partial))
-                y = torch.cat([experts._linear(h, part, down) for part in parts], dim=1)
+                y = torch.cat([experts.linear(h, part, down) for part in parts], dim=1)
             else:
                 partial = [
-                    experts._linear(activate(experts, experts._linear(x, part, up)), part, down)
+                    experts.linear(activate(experts, experts.linear(x, part, up)), part, down)
                     for part in parts
                 ]
                 y = sum(partial)

@@ -74,15 +74,17 @@ def exact(x, ids, weights, experts):
     for e in range(experts.num_experts):
         tokens, choice = (ids == e).nonzero(as_tuple=True)
         if len(tokens):
-            wide = {name: p[e].double() for name, p in experts.named_parameters(recurse=False)}
+            wide = {
+                name: p[e].double() for name, p in experts.module.named_parameters(recurse=False)
+            }
             h = x[tokens].double()
             for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
                 h = h @ (wide[name] if experts.is_transposed else wide[name].T)
                 h = h + wide[name + "_bias"] if experts.has_bias else h
                 h = (
-                    experts._apply_gate(h)
+                    experts.module._apply_gate(h)
                     if name == "gate_up_proj"
-                    else experts.act_fn(h)
+                    else experts.module.act_fn(h)
                     if name == "up_proj"
                     else h
                 )

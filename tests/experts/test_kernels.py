@@ -433,7 +433,7 @@ def test_any_clamp_is_seen(limit, which):
             else up
         )
 
-    experts._apply_gate = gate
+    experts.module._apply_gate = gate
     assert not silu_gated(experts)
 
 

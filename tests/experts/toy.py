@@ -97,14 +97,14 @@ def naive(x, ids, weights, experts):
             e = int(ids[t, k])
             if e == experts.num_experts:
                 continue
-            w = {name: p[e].double() for name, p in experts.named_parameters(recurse=False)}
+            w = {name: p[e].double() for name, p in experts.module.named_parameters(recurse=False)}
             h = x[t].double()
             for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
                 h = h @ w[name] if experts.is_transposed else w[name] @ h
                 h = h + w[name + "_bias"] if experts.has_bias else h
                 if name == "gate_up_proj":
-                    h = experts._apply_gate(h[None])[0]
+                    h = experts.module._apply_gate(h[None])[0]
                 elif name == "up_proj":
-                    h = experts.act_fn(h)
+                    h = experts.module.act_fn(h)
             out[t] += float(weights[t, k]) * h
     return out

@@ -43,7 +43,7 @@ def outputs_one_by_one(model, trace):
                     x,
                     torch.tensor([[expert]]),
                     torch.tensor([[weight if scales_input else 1.0]], dtype=x.dtype),
-                    layer.experts,
+                    layer.seam,
                 )
                 found.setdefault((layer.index, expert), []).append(y[0].double())
     moelab.models.unplug(model)

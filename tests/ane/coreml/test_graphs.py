@@ -214,7 +214,7 @@ def test_experts_of_every_layout_become_plain_matrices(layout):
 
 def test_an_unknown_activation_is_refused():
     experts = toy.make_experts(1, 16, 24)
-    experts.act_fn = torch.nn.Tanh()
+    experts.module.act_fn = torch.nn.Tanh()
     with pytest.raises(ValueError, match="activation"):
         activation_of(experts)
 
