@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.models import MoELayer, discover
+from moelab.models import MoELayer, discover, eager
 from moelab.models.patches import Patches
 from moelab.specs import State
 from moelab.speculate.execution import found
@@ -111,7 +111,7 @@ class CacheAwareRouting(AbstractContextManager):
                 "cache-aware routing prefers experts that are in memory: open the model with memory="
             )
         self.margin, self.engine, layers = require_margin(margin), engine, discover(model)
-        if margin and engine.executor is None:
+        if margin and model.moelab.executor is eager:
             raise ValueError(
                 'cache-aware routing changes the output, and the executor "exact" promises every bit of '
                 'it: use executor="fast"'

@@ -60,7 +60,7 @@ def open_parallel(
         parallel, tp = _variant(advice, inner)
         reasons.append(f"{parallel}: {advice}")
     grid = Grid(degree(parallel, W, tp))
-    layers = [layer.experts for layer in discover(model)]
+    layers = [layer.seam for layer in discover(model)]
     placements = [Placement.consecutive(of.num_experts, grid.ep.size) for of in layers]
     if counts is not None and grid.ep.size > 1:
         placements, reason = _balanced(counts, placements, spare)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
+from moelab.models.experts import named
 from moelab.models.forward import forward_info
 from moelab.models.patches import Patches
-from moelab.models.seam import named
 from moelab.models.stream import stacks, streams
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
@@ -159,7 +159,7 @@ class Speculation(AbstractContextManager):
             S = info.tokens // len(mask)
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
-        self._listen(self.mode != "hint" or getattr(self.layers[0].experts.executor, "opens", True))
+        self._listen(self.mode != "hint" or getattr(_executor(self.layers[0]), "opens", True))
 
     def _end(self) -> None:
         self._running, self._phase = False, PREFILL
@@ -196,7 +196,7 @@ class Speculation(AbstractContextManager):
         if prediction is not None:
             check(prediction, len(ids), self.predictor)
             self._predicted[target.index] = prediction
-            if (prefetch := getattr(layer.experts.executor, "prefetch", None)) is not None:
+            if (prefetch := getattr(_executor(layer), "prefetch", None)) is not None:
                 prefetch(target.index, prediction[0])  # line 9
         return s, ids, weights
 
@@ -230,6 +230,11 @@ class Speculation(AbstractContextManager):
             return None, weights, ids
         # A dialect's block wants the dialect's own form; what is in it, `_before` replaces.
         return ask(layer, x, weights.new_zeros(len(ids), self._none))
+
+
+def _executor(layer: MoELayer) -> Any:
+    """What is called with a layer's experts, and may be told of predictions."""
+    return layer.seam.engine or layer.seam.executor
 
 
 def check(prediction: Any, T: int, predictor: Predictor) -> None:

@@ -29,7 +29,7 @@ from moelab.checkpoint.opening import spec_of
 from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
-from moelab.models.patches import Patches, put
+from moelab.models.patches import Patches
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 from moelab.schema import checked
@@ -164,10 +164,7 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
     ids = recording.token_ids(prompts, getattr(model, "tokenizer", None))
     with Patches() as patches:
         sums = _Sums(model)
-        engine = getattr(getattr(model, "moelab", None), "engine", None)
-        if engine is not None:
-            put(patches, engine, "executor", sums)
-        patches.enter_context(plugged(model, engine or sums))
+        patches.enter_context(plugged(model, sums))
         for stream in sums.streams:
             for hook in stream.listen(partial(sums.add, stream.layer.index)):
                 patches.callback(hook.remove)

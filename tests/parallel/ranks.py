@@ -43,7 +43,7 @@ def generate_all(cases):
         inner = make("executor", name) if name else eager
         model = open_parallel(folder, variant, inner=inner, dtype=dtype, **options)
         tokens, logits = tokens_and_logits(model)
-        tally = discover(model)[0].experts.executor.tally
+        tally = discover(model)[0].seam.executor.tally
         made.append((tokens, logits, model.shards.nbytes, tally))
     return made
 

@@ -19,7 +19,7 @@ from moelab.trace import DECODE, PREFILL
 from tests.checkpoint import wild
 from tests.depth import in_turn
 from tests.models import tiny
-from tests.models.test_seam import generate
+from tests.models.sweep import generate
 from tests.speculate.conftest import PROMPTS, make
 
 

@@ -31,7 +31,7 @@ def outputs_one_by_one(model, trace):
                             if scales_input
                             else torch.ones(1, 1, dtype=x.dtype)
                         )
-                        y = eager(x[None], torch.tensor([[expert]]), w, layer.experts)
+                        y = eager(x[None], torch.tensor([[expert]]), w, layer.seam)
                         found.setdefault((layer.index, expert), []).append(y[0].double())
     return found
 
@@ -127,7 +127,7 @@ def test_measuring_changes_nothing(tiny_model):
     plug(model, executor=wrong)
     try:
         assert torch.equal(default_vectors(model, PROMPTS).d, expected.d)
-        assert discover(model)[0].experts.executor is wrong
+        assert discover(model)[0].seam.executor is wrong
     finally:
         plug(model, executor=eager)
         unplug(model)

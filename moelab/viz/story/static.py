@@ -451,7 +451,7 @@ def formats(run: Run, lm: Any, tokens: int, windows: int, seed: int) -> None:
     layers = plug(lm)
     sources = {name: Quantized(layers, name) for name in FORMATS}
     errors = layer_errors(lm, layers, sources, 4, tokens, seed)
-    own = sum(w.nbytes for w in layers[0].experts.weights(0).values())
+    own = sum(w.nbytes for w in layers[0].seam.weights(0).values())
     unplug(lm)
     run.table("Error of a layer's routed output", tables.formats(errors, sources, own, lm.spec.L))
     error, size = (
