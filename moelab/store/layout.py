@@ -68,6 +68,10 @@ CHECKSUMS: dict[str, Callable[[Any], str]] = {
 }
 
 
+#: what reading JSON of another form than expected raises
+MAKES_NO_SENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+
+
 def aligned(n: int) -> int:
     """`n` rounded up to a multiple of `ALIGN`."""
     return -(-n // ALIGN) * ALIGN
@@ -468,7 +472,7 @@ class ExpertStore(ExpertFiles):
             self._set_model(fields)
             self._set_layers(fields["layers"])
             self._set_weights(fields)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except MAKES_NO_SENSE as error:
             what = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"{index} is no index of an expert store ({what}). Convert the model again"
