@@ -97,25 +97,24 @@ def layer_error(
     routing [T, K]."""
     x, weights = x.float(), weights.float()
     plan = dispatch(ids.long(), experts.num_experts)
-    errors = {"weights": [0.0, 0.0], "experts": [0.0, 0.0]}
-
-    def add(name: str, exact: Tensor, other: Tensor) -> None:
-        for i, tensor in enumerate((other - exact, exact)):
-            errors[name][i] += tensor.double().square().sum().item()
-
-    contributions: tuple[list, list] = [], []
+    squares = torch.zeros(2, 2, dtype=torch.float64)  # of (weights, outputs), of (error, exact)
+    exact: list = []
+    other: list = []
     for expert, where in plan.hit():
         tokens, chosen = plan.tokens[where], plan.choices[where]
-        both = [
-            {name: w.float() for name, w in of.items()}
-            for of in (experts.weights(expert), source(experts.layer, expert))
-        ]
-        for name in both[0]:
-            add("weights", both[0][name], both[1][name])
-        add("experts", *(experts.ffn(x[tokens], w) for w in both))
-        for side, w in zip(contributions, both):
+        ours = {name: w.float() for name, w in experts.weights(expert).items()}
+        theirs = {name: w.float() for name, w in source(experts.layer, expert).items()}
+        for name in ours:
+            squares[0] += _squares(ours[name], theirs[name])
+        squares[1] += _squares(experts.ffn(x[tokens], ours), experts.ffn(x[tokens], theirs))
+        for side, w in ((exact, ours), (other, theirs)):
             side.append((expert, tokens, experts.weighted(x[tokens], weights[tokens, chosen], w)))
-    exact, other = (experts.accumulate(x, side).double() for side in contributions)
-    relative = [(a / b) ** 0.5 if b else 0.0 for a, b in errors.values()]
-    norm = exact.norm().item()
-    return LayerError(*relative, (other - exact).norm().item() / norm if norm else 0.0)
+    layer = _squares(experts.accumulate(x, exact), experts.accumulate(x, other))
+    return LayerError(
+        *((a / b) ** 0.5 if b else 0.0 for a, b in [*squares.tolist(), layer.tolist()])
+    )
+
+
+def _squares(exact: Tensor, other: Tensor) -> Tensor:
+    """Sums of squares of the error and of what is exact: [2], float64."""
+    return torch.stack([t.double().square().sum() for t in (other - exact, exact)])
