@@ -23,8 +23,8 @@ from typing import Any
 from moelab.bench import measure, peers
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
+from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.files import folder_bytes
-from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.records import Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit

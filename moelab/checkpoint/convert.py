@@ -30,9 +30,10 @@ from moelab.checkpoint.restore import blobs_of, pieces, places, small_files, sou
 from moelab.configs import spec_from_config
 from moelab.files import cache_root, vacant
 from moelab.forks import in_children
+from moelab.models.experts import Weights, seam_of
 from moelab.models.guard import check_spec
 from moelab.models.identity import digest, of_checkpoint
-from moelab.models.seam import MoELayer, Weights, seam_class
+from moelab.models.seam import MoELayer
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
@@ -181,7 +182,7 @@ def quantize_expert(
 ) -> None:
     """Round the matrices of an expert to a format, in place; those that it does not fit keep their
     bits."""
-    if getattr(layer.experts, "is_transposed", seam_class(type(layer.experts)).is_transposed):
+    if seam_of(layer.experts).is_transposed:
         quantize += ".T"
     form = fewbit.find_format(quantize)
     for name, tensor in tensors.items():

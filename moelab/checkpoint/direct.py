@@ -28,8 +28,9 @@ import torch
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.completeness import Examined, LoadingPlan, complete
 from moelab.models import compat
+from moelab.models.experts import Weights
 from moelab.models.identity import of_checkpoint
-from moelab.models.seam import MoELayer, Weights, banks
+from moelab.models.seam import MoELayer, banks
 from moelab.store import fewbit, packings
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane

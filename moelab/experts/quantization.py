@@ -34,7 +34,7 @@ class Quantized:
     def __init__(self, layers: Sequence[Any], format: str) -> None:
         require("format", format, FORMATS)
         for layer in layers:
-            if not hasattr(layer.experts, "weights"):
+            if not layer.plugged:
                 raise ValueError(
                     f"{layer.name}: these experts are not behind the seam; give moelab.models.plug(model)"
                 )
@@ -43,14 +43,15 @@ class Quantized:
         #: parameter name → an empty tensor of its shape and dtype
         self.like: dict[str, Tensor] = {}
         for layer in progress(layers, f"quantising to {format}", unit="layers"):
-            transposed = bool(getattr(layer.experts, "is_transposed", False))
-            for e in range(layer.experts.num_experts):
-                weights = layer.experts.weights(e)
+            experts = layer.seam
+            for e in range(experts.num_experts):
+                weights = experts.weights(e)
                 self.like |= {
                     name: torch.empty_like(w, device="meta") for name, w in weights.items()
                 }
                 self.kept[layer.index, e] = {
-                    name: _quantized(w.detach(), format, transposed) for name, w in weights.items()
+                    name: _quantized(w.detach(), format, bool(experts.is_transposed))
+                    for name, w in weights.items()
                 }
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:

@@ -90,13 +90,13 @@ class FastDecode(Patches):
                         else {}
                     )
                     if bare(module) and (fast := find(module, **how)) is not None:
-                        self.wrap(module, "forward", lambda _, fast=fast: fast)
+                        self.put(module, "forward", fast)
                         setattr(self, what, getattr(self, what) + 1)
                         unchanged.append(getattr(fast, "parts", None))
                         if (router := getattr(fast, "router", None)) is not None and bare(
                             router.module
                         ):
-                            self.wrap(router.module, "forward", lambda _, router=router: router)
+                            self.put(router.module, "forward", router)
                             unchanged.append(router.parts)
                 for parts in filter(None, unchanged):  # they have other forwards now
                     parts.seal()

@@ -103,7 +103,7 @@ def test_it_is_the_model_of_the_weights_that_it_means(case, tmp_path):
             assert torch.equal(logits(model), expected), (place, more)
     for place in (store.folder, source):  # converted or not, slots hold the same bytes
         with open_model(place, memory="60%", executor="fast") as model:
-            slots = model.moelab.engine.pipeline.slots
+            slots = model.moelab.engine.loader.slots
             assert (
                 slots.sizes.in_place == (case in MULTIPLIED)
                 and relative(logits(model), expected) < 0.03

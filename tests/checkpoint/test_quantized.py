@@ -99,9 +99,9 @@ def test_kernels_multiply_it_as_it_lies(name, architecture, tmp_path):
     )
     store = convert(source, tmp_path / "s", quantize=name)
     with open_model(store.folder, memory="40%") as model:
-        expected, joined = logits(model), model.moelab.engine.pipeline.slots.sizes.full
+        expected, joined = logits(model), model.moelab.engine.loader.slots.sizes.full
     with open_model(store.folder, memory="40%", executor="fast") as model:
-        slots = model.moelab.engine.pipeline.slots
+        slots = model.moelab.engine.loader.slots
         assert slots.sizes.in_place and slots.sizes.full < joined
         for _ in range(2):
             with torch.no_grad():
@@ -109,7 +109,7 @@ def test_kernels_multiply_it_as_it_lies(name, architecture, tmp_path):
         assert (steps - expected).float().norm() < 0.03 * expected.float().norm()
         assert slots.matrices([0], 0, [0])["gate_up_proj"][0].startswith(name)
     with open_model(store.folder, memory="40%", compact=True) as model:  # unpacked at each use
-        assert model.moelab.engine.pipeline.slots.sizes.in_place and torch.equal(
+        assert model.moelab.engine.loader.slots.sizes.in_place and torch.equal(
             logits(model), expected
         )
 

@@ -17,7 +17,7 @@ from moelab.experts.fast import Fast
 from moelab.experts.gemv import GEMV
 from moelab.kernels import feed_forward as around
 from moelab.kernels import products, vectors
-from moelab.models.seam import eager
+from moelab.models import eager
 from moelab.registry import make
 from moelab.store import bf12, fewbit
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
