@@ -5,7 +5,7 @@ would do, or by use.
     views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
-checkpoint is read as it is, a sample of a tensor at a time (`moelab.store.survey`)."""
+checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from moelab.progress import progress
 from moelab.records import Rows
 from moelab.registry import like, names, require
 from moelab.schema import naming
-from moelab.store import survey
 from moelab.store.headers import Stored
 from moelab.table import format_value
+from moelab.viz import survey
 from moelab.viz.figures import finish
 from moelab.viz.plotly_json import Figure
 from moelab.viz.store_figures import microscope
