@@ -16,7 +16,7 @@ the expert's input). Executors that go past `weighted` need an expert that is `p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -70,6 +70,28 @@ class Executor(ABC):
 
     def count(self, routed: int, executed: int, slots: int) -> None:
         self.tally.add(routed, executed, slots)
+
+    # layers of a single token in one call, see `moelab.fast.layers`
+
+    def token(
+        self, experts: list[Any], dtype: torch.dtype, compute: Callable[..., Any]
+    ) -> Any | None:
+        """What `compute(up, down)` returns, a `moelab.fast.layers.Computed`, of the `banks` of these
+        layers, which hold their weights; None where the layers are to be run one by one."""
+        return None
+
+    def banks(
+        self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
+    ) -> tuple[Any, Any] | None:
+        """`moelab.kernels.products.Matrices` of up and of down of SiLU-gated experts of each layer,
+        rows [L, E, 4], 0 for experts that are not resident; all are, by default. On a GPU lists of
+        `moelab.experts.gemv_triton.Bank`. None if there are no such kernels for these."""
+        return None
+
+    def count_layers(self, found: Any) -> None:
+        """Count what `compute` has computed."""
+        n = found.layers * found.ids.shape[1]
+        self.count(n, n, n)
 
 
 class Exact(Executor):

@@ -195,7 +195,7 @@ class Engine:
             self._other(begin, layer)
             step = self._decide(layer, dict.fromkeys(chosen, 1), begin)
             self._report(step.requests, begin, end)
-        self.executor.took(found)
+        self.executor.count_layers(found)
         self._sound = True
         return found
 

@@ -23,8 +23,8 @@ import torch
 
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import emitted, read, take
-from moelab.kernels.products import TEAM, in_threads
-from moelab.kernels.vectors import BF12, BLOCK, halves, span_of, table_of
+from moelab.kernels.threads import TEAM, in_threads
+from moelab.kernels.vectors import BF12, BLOCK
 from moelab.store.bits import as_bytes
 from moelab.store.headers import Shape
 
@@ -133,10 +133,10 @@ def _join_pieces(job):
 @emitted()
 def _join(w, other, table, n, out):
     """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
-    table = table_of(BF12, table)
+    table = BF12.table(table)
     with n.steps(BLOCK) as i:
         at = out + i * 2
-        for low, high in halves(BF12, w + span_of(BF12, i), other + span_of(BF12, i, 1), table):
+        for low, high in BF12.halves(w + BF12.span(i), other + BF12.beside(i), table):
             count = low.type.count
             at.store(
                 low.shuffled(

@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelab.kernels.products import KINDS, PACKED, TEAM, in_threads
+from moelab.kernels.products import KINDS, PACKED
+from moelab.kernels.threads import TEAM, in_threads
 from moelab.kernels.vectors import BLOCK as PART
 from moelab.kernels.vectors import WIDTH
 from moelab.registry import Entry
@@ -127,7 +128,7 @@ def _in_groups(name: str, w: Tensor, above: bool = False) -> tuple[Tensor, Tenso
         torch.empty(shape, dtype=form.scale),
     )
     round_groups(
-        PACKED[name](0), above, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr()
+        PACKED[name].tag, above, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr()
     )
     return codes.to(w.device), scales.to(w.device)
 
