@@ -94,9 +94,9 @@ class GEMV(Sorted):
             return None
         held = next(experts[0].parameters(), None) if resident is None else None
         device = torch.device("cpu") if held is None else held.device
-        if device.type == "cpu":
-            return _in_one(experts, dtype, resident)
-        if device.type not in GPUS or (kernels := _triton()) is None:
+        if device.type not in GPUS:
+            return _in_one(experts, dtype, resident) if device.type == "cpu" else None
+        if (kernels := _triton()) is None:
             return None
         if (found := _in_one(experts, dtype, resident, device.type)) is None:
             return None
