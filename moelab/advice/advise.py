@@ -26,9 +26,9 @@ from moelab.advice.ways import ZIPF, Way, hit_rates, least, possible, zipf
 from moelab.arguments import number, whole
 from moelab.cards import load_device
 from moelab.offloading import budget
-from moelab.offloading.budget import RESERVE, parse_budget
-from moelab.offloading.limits import MachineRates, kv_bytes
+from moelab.offloading.budget import RESERVE, kv_bytes, parse_budget
 from moelab.registry import names, require
+from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec, MoESpec
 from moelab.table import size
 

@@ -29,15 +29,18 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypedDict
 
+from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
 from moelab.bench.measure import load_average
+from moelab.bench.memory_limit import drop_cached, memory_limit
+from moelab.bench.profile import measured
 from moelab.files import cache_folder
 from moelab.journal import Journal
-from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.progress import progress
 from moelab.schema import Amount, Positive, Size, typed
+from moelab.simulation.fit import fitted
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
 TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
@@ -115,11 +118,10 @@ def run(
         then all tokens are given again for `LOOKED` seconds, and the calmest round counts.
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak"
-    (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile what took
-    how long in this run: all that is "observed", and how "late" a throttled read came."""
+    (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile how "late"
+    a throttled read came."""
     from moelab.advice import sample
     from moelab.evaluation import scores
-    from moelab.simulation.observed import observed
 
     with opened(source, options) as lm:
         ids, text = given(lm, batch, prompt + tokens)
@@ -147,35 +149,41 @@ def run(
             report["loss"] = [
                 float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")
             ]
-        store = this.store
         if profile is not None:
-            rounds = [(report["tpot"], observed(this.run))]
-            while this.forwards[-1].end - this.forwards[0].start < LOOKED:
-                first = len(this.forwards)
-                for _ in forwards(lm, ids, prompt):
-                    pass
-                rounds.append(
-                    (
-                        [end - start for start, end, *_ in this.forwards[first + 1 :]],
-                        observed(this.run.since(first)),
-                    )
-                )
-            report["tpot"], calm = min(rounds, key=lambda one: sum(one[0]))
-            report["observed"] = calm._replace(
-                predict=observed(this.run).predict
-            )  # asked for in few tokens
-            late = [
-                event.end - event.start - event.bytes / options.get("bandwidth", math.inf)
-                for event in this.run.timeline
-                if event.bytes
-            ]
-            report["late"] = max(median(late), 0.0) if late else 0.0
-    if profile is not None:
-        (
-            sample.of_store(store, options["executor"])
-            + sample.of_store(store, options["executor"])
-        ).calm().save(profile)
+            bandwidth = options.get("bandwidth", math.inf)
+            report |= _look_longer(lm, ids, prompt, bandwidth, profile)
+        whole = this.residency.holds_all
+    if profile is not None and whole:  # nothing was read
+        sample.of_store(source, options["executor"]).save(profile)
     return report
+
+
+def _look_longer(lm: Any, ids: Any, prompt: int, bandwidth: float, profile: str) -> dict[str, Any]:
+    """All tokens again for `LOOKED` seconds: seconds of each token of the calmest round, and how
+    late a throttled read comes; a profile of that round is saved."""
+    this, rounds = lm.moelab, [lm.moelab.run.since(0)]
+    load, start, before = load_average(), time.perf_counter(), others_seconds()
+    while this.forwards[-1].end - this.forwards[0].start < LOOKED:
+        first = len(this.forwards)
+        for _ in forwards(lm, ids, prompt):
+            pass
+        rounds.append(this.run.since(first))
+    others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
+    calm = min(rounds, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
+    if not this.residency.holds_all:
+        found = measured(lm, calm)
+        often = fitted(this.run).predict  # asked for in few tokens
+        found = replace(found, machine=replace(found.machine, predict=often))
+        replace(found, load_average=load, others=others, clock_mhz=clock_mhz()).save(profile)
+    late = [
+        event.end - event.start - event.bytes / bandwidth
+        for event in this.run.timeline
+        if event.bytes
+    ]
+    return {
+        "tpot": [end - begin for begin, end, *_ in calm.forwards[1:]],
+        "late": max(median(late), 0.0) if late else 0.0,
+    }
 
 
 def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> dict[str, Any]:

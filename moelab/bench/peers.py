@@ -258,14 +258,14 @@ class Moelab(Transformers):
         self.before = sum(counters.hits.values()), counters.misses
 
     def report(self) -> Record:
-        from moelab.cache.optimum import belady_hits, request_count
-        from moelab.offloading.limits import (
-            kv_bytes,
+        from moelab.bench.limits import (
+            belady_hits,
             layer_records,
             on_demand_limit,
             overlapped_limit,
+            request_count,
         )
-        from moelab.simulation.observed import observed
+        from moelab.offloading.budget import kv_bytes
 
         this, peak, anonymous = (
             self.offloading,
@@ -299,7 +299,6 @@ class Moelab(Transformers):
                 "workers": workers,
                 "staging": settings.staging,
                 "found": [getattr(metrics, key) for key in FOUND],
-                "observed": observed(this.run),
             }
             Path(self.options["trace"]).write_text(json.dumps(whole))
         this.close()
@@ -332,7 +331,7 @@ class Moelab(Transformers):
         three depths, into its slots, of which only those that are `free` may be overwritten: into a
         few buffers that the processor's cache holds, it would be a fifth faster. 0 without
         slots."""
-        layers, best, pipeline = self.offloading.store.layers, 0.0, self.offloading.engine.pipeline
+        layers, best, pipeline = self.offloading.store.layers, 0.0, self.offloading.engine.loader
         reader, slots = pipeline.reader, pipeline.slots
         everyone = [
             (layer, expert)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import Interval, ratio
 from moelab.records import Numbers, Records
-from moelab.simulation.observed import observed
+from moelab.simulation.costs import Delays, Machine
+from moelab.simulation.fit import fitted
 from moelab.simulation.simulator import flat
 
 STATES = "FCSE"
@@ -61,8 +63,7 @@ ABLATION = {
 class Warm(NamedTuple):
     """One budget. By "plan", "auto", the single states and an ablation's: arms, of which some may
     be equal; mean seconds of a decode step of each prompt [P], measured; the mean of all,
-    simulated: experts' parts as profiled, what the engine takes besides as it was while its caches
-    filled."""
+    simulated: reads as profiled, all else as it was while its caches filled."""
 
     arms: dict[str, Arm]
     took: dict[str, np.ndarray]
@@ -138,6 +139,12 @@ def since_start(
     }
 
 
+def at_disk(machine: Machine, profiled: Delays) -> Machine:
+    """A machine with another one's reads, here those of the disk that is throttled."""
+    reads = {"e_read": profiled.e_read, "sm_read": profiled.sm_read}
+    return replace(machine, delays=replace(machine.delays, **reads))
+
+
 def stationary(
     bench: Bench, share: float, before: int, tokens: int, ablation: bool = False
 ) -> Warm:
@@ -172,20 +179,20 @@ def stationary(
             models = {of: stack.enter_context(bench.open(*of)) for of in group}
             engines = {}
             for of, model in models.items():
-                session, reader = model.moelab, model.moelab.engine.pipeline.reader
+                session, reader = model.moelab, model.moelab.engine.loader.reader
                 session.reset()
                 reader.bandwidth = None
                 bench.text(model, fill, max(2, before // len(fill)))
                 reader.bandwidth = bench.disk
                 steps.append(session.steps)
                 cold.append(session.forwards)
-                engines[of] = steps[-1], observed(session.run)
+                engines[of] = steps[-1], at_disk(fitted(session.run), bench.delays)
                 session.reset()
             for i, of in measure.turns(group, len(timed), f"{share:.0%} of the memory", "prompt"):
                 bench.text(models[of], timed[i], tokens)
                 forwards = models[of].moelab.forwards[1 - tokens :]
                 took[of].append(float(np.mean([x.end - x.start for x in forwards])))
-            for of, (filled, engine) in engines.items():
+            for of, (filled, machine) in engines.items():
                 session, residency = (
                     models[of].moelab,
                     Residency(bench.L, bench.E, of.pools, of.policy),
@@ -196,7 +203,7 @@ def stationary(
                 for step in flat(filled):
                     residency.begin(*step)
                 played[of] = bench.simulated(
-                    session.steps, session.forwards, residency, of.order, engine
+                    session.steps, session.forwards, residency, of.order, machine
                 )
                 measure.agree(
                     "hits and evictions of the engine and the simulator",

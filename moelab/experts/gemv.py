@@ -74,7 +74,7 @@ class GEMV(Sorted):
     def token(
         self, experts: list[Any], dtype: torch.dtype, compute: Callable[..., Any]
     ) -> Any | None:
-        parameters = [(of, w) for of in experts for w in of._parameters.values()]
+        parameters = [(of, w) for of in experts for w in of.module._parameters.values()]
         of = [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         state = dtype, of
         if (known := self._banks.get(experts[0], (None, None)))[0] != state:
@@ -92,7 +92,7 @@ class GEMV(Sorted):
             for of in experts
         ):
             return None
-        held = next(experts[0].parameters(), None) if resident is None else None
+        held = next(experts[0].module.parameters(), None) if resident is None else None
         device = torch.device("cpu") if held is None else held.device
         if device.type not in GPUS:
             return _in_one(experts, dtype, resident) if device.type == "cpu" else None

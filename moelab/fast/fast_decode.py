@@ -85,7 +85,7 @@ class FastDecode(Patches):
             if bare(module) and (fused := KERNELS[what].of(module, **options)) is not None:
                 for one in (fused, *fused.inner):
                     if bare(one.module):
-                        self.wrap(one.module, "forward", lambda _, one=one: one)
+                        self.put(one.module, "forward", one)
                 found.append(fused)
         for fused in (*sum(self.fused.values(), []), *found):  # their parts have other forwards now
             for one in (fused, *fused.inner):

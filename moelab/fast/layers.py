@@ -155,9 +155,10 @@ class Stretch:
 
     def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
         """x after as many layers as can be computed; None for none."""
-        executor = getattr(self.experts[0], "executor", None)
-        run = getattr(executor, "token", None)
-        if run is None or any(experts.executor is not executor for experts in self.experts):
+        seams = [vars(experts).get("seam") for experts in self.experts]
+        if None in seams or len(runs := {of.engine or of.executor for of in seams}) > 1:
+            return None
+        if (run := getattr(runs.pop(), "token", None)) is None:
             return None
         memories, heard, made = [], [], []
 
@@ -171,7 +172,7 @@ class Stretch:
             *made[:], done = self.compute(x, token, memories, *experts)
             return done
 
-        found = run(self.experts, x.dtype, compute)
+        found = run(seams, x.dtype, compute)
         if found is None or not found.layers:
             return None
         for memory in memories[: found.layers]:

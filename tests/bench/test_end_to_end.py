@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from moelab.bench import end_to_end, harness, peers
 from moelab.bench.end_to_end import BASE, RESIDENT, ablation, divergence, front, parts, together
 from moelab.bench.harness import EngineBenchmark
+from moelab.bench.limits import LayerRecord, on_demand_limit, overlapped_limit
 from moelab.claims import ledger
-from moelab.offloading.limits import LayerRecord, on_demand_limit, overlapped_limit
 from moelab.specs import MoESpec
 from moelab.viz.end_to_end_figures import against, fronts
 

@@ -14,11 +14,19 @@ import pytest
 import torch
 
 from moelab import open_model
-from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, scale
+from moelab.bench import (
+    engine,
+    external_engines,
+    harness,
+    lru_baseline,
+    machine,
+    memory_limit,
+    peers,
+    scale,
+)
+from moelab.bench.profile import profile
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.synthesize import synthesize
-from moelab.offloading import control_group
-from moelab.simulation.profile import profile
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.viz.scale_figure import beside_memory
@@ -280,7 +288,7 @@ def test_linear_layers_in_few_bits_leave_experts_as_many_bytes_as_they_no_longer
         for name, module in open_model(place / "model").named_modules()
         if type(module) is torch.nn.Linear and not name.endswith("gate")
     ]
-    less = sum(w.nbytes - len(fewbit.pack("int4", w)) for w in linears)
+    less = sum(w.nbytes - len(fewbit.find_format("int4").compress(w)) for w in linears)
     assert bench(place, {}).rounded_bytes("int4") == pytest.approx(
         less, rel=0.01
     )  # blobs are aligned
@@ -307,7 +315,7 @@ def test_times_are_compared_with_those_of_the_same_forwards(place, here, monkeyp
     """A simulated TTFT is the median of both prompts, so the measured one is, too."""
     monkeypatch.setattr(engine, "SIMULATED", ("raw",))
     monkeypatch.setattr(engine, "BUDGETS", (0.5,))
-    monkeypatch.setattr("moelab.simulation.profile.profile", partial(profile, seconds=0))
+    monkeypatch.setattr("moelab.bench.profile.profile", partial(profile, seconds=0))
     reports = []
 
     class Kept(harness.EngineBenchmark):
@@ -360,7 +368,7 @@ def test_a_process_that_fails_is_a_row_with_its_last_word(place):
 
 
 def test_no_control_group_is_said_and_limits_nothing(tmp_path):
-    with control_group.memory_limit(10**9, tmp_path) as group:
+    with memory_limit.memory_limit(10**9, tmp_path) as group:
         assert (
             group.procs is None
             and "nothing was limited" in group.reason
@@ -372,7 +380,7 @@ def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_pa
     (tmp_path / "v2").mkdir()
     (tmp_path / "v2" / "cgroup.controllers").write_text("memory")
     monkeypatch.setattr(
-        control_group,
+        memory_limit,
         "_remove",
         lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()],
     )
@@ -382,7 +390,7 @@ def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_pa
         (tmp_path / "v2", "", "memory.max"),
         (tmp_path / "v1", "memory", "memory.limit_in_bytes"),
     ):
-        with control_group.memory_limit(12345, root) as group:
+        with memory_limit.memory_limit(12345, root) as group:
             assert (
                 group.procs.parent / file
             ).read_text() == "12345" and group.procs.parent.parent == root / parent

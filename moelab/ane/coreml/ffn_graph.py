@@ -77,7 +77,7 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
     """
     if experts.has_post_expert_norm:
         raise ValueError(
-            f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)"
+            f"{type(experts.module).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)"
         )
 
     def matrix(name: str) -> Tensor:
@@ -92,7 +92,7 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
             return None, None
         return (
             tuple(rows.chunk(2))
-            if getattr(experts, "is_concatenated", True)
+            if experts.is_concatenated is not False
             else (rows[::2], rows[1::2])
         )
 
@@ -116,12 +116,12 @@ def activation_of(experts: Any) -> str:
     ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
     if experts.has_gate:
-        up, concatenated = -0.9 * x, getattr(experts, "is_concatenated", True)
-        h = experts._apply_gate(
+        up, concatenated = -0.9 * x, experts.is_concatenated is not False
+        h = experts.activate(
             torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten()
         )
     else:
-        up, h = torch.ones_like(x), experts.act_fn(x)
+        up, h = torch.ones_like(x), experts.activate(x)
     for name, candidate in ACTIVATIONS.items():
         if torch.allclose(h, candidate(x) * up):
             return name
@@ -131,7 +131,7 @@ def activation_of(experts: Any) -> str:
     ):
         return "clamped"
     raise ValueError(
-        f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
+        f"the activation of {type(experts.module).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
         f"one; its experts must stay on the CPU"
     )
 

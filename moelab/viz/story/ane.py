@@ -232,7 +232,7 @@ def conversion(
             ane_conversion.on_first_layers(plan, n_layers),
             max(tokens, chunk),
         )
-        good, bad = lint_examples(plug(lm)[0].experts, lm.spec, folder)
+        good, bad = lint_examples(plug(lm)[0].seam, lm.spec, folder)
         context = made.model.manifest["settings"]["context"]
         ids = [
             lm.tokenizer(prompt.text)["input_ids"][:context]

@@ -451,7 +451,7 @@ def formats(run: Run, lm: Any, tokens: int, windows: int, seed: int) -> None:
     layers = plug(lm)
     sources = {name: Quantized(layers, name) for name in FORMATS}
     errors = layer_errors(lm, layers, sources, 4, tokens, seed)
-    own = sum(w.nbytes for w in layers[0].experts.weights(0).values())
+    own = sum(w.nbytes for w in layers[0].seam.weights(0).values())
     unplug(lm)
     run.table("Error of a layer's routed output", tables.formats(errors, sources, own, lm.spec.L))
     error, size = (
@@ -500,12 +500,10 @@ def exchange(run: Run, tokens: int, seed: int, W: int = 2) -> Mapping[str, Any]:
     sections."""
     found = parallel.run(tokens, (W,), seed, rounds=0)
     rows = found[f"volume on {W} ranks, {tokens} tokens (exact)"]
-    sent, as_formula = (
-        {way: row["dispatched"] for way, row in rows.items()},
-        all(row["as predicted"] for row in rows.values()),
-    )
+    sent = {way: row["dispatched"] for way, row in rows.items()}
+    as_formula = all(row["as predicted"] for row in rows.values())
     if not as_formula:
-        raise AssertionError("the bytes that were sent are not those of the formulas")
+        raise AssertionError("the rows that were sent are not those that a loop counts")
     run.figure(
         "volumes",
         figures.volumes(
