@@ -198,17 +198,6 @@ def names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def banks(experts: Any, name: str) -> Tensor | None:
-    """All experts' weights of one name, [E, …], where the module holds them and there is no source;
-    else None."""
-    return experts.module._parameters.get(name) if experts.source is None else None
-
-
-def activate(experts: Any, h: Tensor) -> Tensor:
-    """The architecture's own gate [n, 2I] → [n, I], or activation where there is no gate."""
-    return experts.activate(h)
-
-
 #: experts modules → (their settings and parts, what says whether these are as they were, whether
 #: that is silu · up)
 _SILU: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
@@ -229,7 +218,7 @@ def silu_gated(experts: Any) -> bool:
             *[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij"
         )
         silu = experts.has_gate and torch.allclose(
-            activate(experts, torch.cat([gate, up], -1)), F.silu(gate) * up, atol=1e-6
+            experts.activate(torch.cat([gate, up], -1)), F.silu(gate) * up, atol=1e-6
         )
         found = _SILU[experts] = now, Unchanged([*experts.module.modules()][1:]), silu
     return found[2] and found[1].listeners() is not None

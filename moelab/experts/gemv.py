@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, activate, plain, silu_gated
+from moelab.experts.executor import Sorted, plain, silu_gated
 from moelab.experts.located import locate
 from moelab.kernels import feed_forward as around
 from moelab.kernels.products import KINDS, Matrices, multiply
@@ -52,7 +52,7 @@ class GEMV(Sorted):
         if silu_gated(experts):
             return around.feed_forward(found.up, found.down, bounds, x, tokens, rows, weights)
         h = multiply(found.up, bounds, x, tokens)
-        y = multiply(found.down, bounds, activate(experts, h))
+        y = multiply(found.down, bounds, experts.activate(h))
         return around.combine(y, rows, weights, x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import banks, names
+from moelab.experts.executor import names
 from moelab.kernels.products import KINDS, PACKED, Matrices
 
 
@@ -44,6 +44,12 @@ def locate(
     if found is None or down.dtype != dtype or down.device.type != device:
         return None
     return Located(*(of._replace(rows=of.rows.take(chosen, 0)) for of in found[:2]))
+
+
+def banks(experts: Any, name: str) -> Tensor | None:
+    """All experts' weights of one name, [E, …], where the module holds them and there is no source;
+    else None."""
+    return experts.module._parameters.get(name) if experts.source is None else None
 
 
 #: experts modules that hold their weights → (where these lie, `Located` of all experts)

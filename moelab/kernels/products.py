@@ -292,8 +292,7 @@ def _columns(kind, at):
     """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights
     are read."""
     jobs, matrices, bounds, inputs = _job_at(at)
-    job = jobs[0]
-    sums = np.empty((8, OUTPUTS), np.float32)
+    job, sums = jobs[0], np.empty((8, OUTPUTS), np.float32)
     while True:
         piece = take(at)
         if piece >= job.M * job.pieces:
@@ -301,33 +300,33 @@ def _columns(kind, at):
         m, begin = piece // job.pieces, piece % job.pieces * OUTPUTS
         columns = min(OUTPUTS, job.R - begin)
         for token in range(bounds[m], bounds[m + 1], len(sums)):
-            tokens = min(len(sums), bounds[m + 1] - token)
+            mine = inputs[token : min(token + len(sums), bounds[m + 1])]
             sums[:] = 0
-            mine = inputs[token : token + tokens]
             _sum_columns(kind, job, matrices[m], mine, begin, columns, sums)
             _add_escapes_of_columns(kind, job, matrices[m], mine, begin, columns, sums)
-            _store_columns(kind, job, matrices[m], token, tokens, begin, columns, sums)
+            _store_columns(kind, job, matrices[m], token, len(mine), begin, columns, sums)
 
 
 @kernel
 def _sum_columns(kind, job, matrix, inputs, begin, columns, sums):
     """Add to sums [tokens, columns] all rows of weights, four at a time."""
     n, R, whole, table = job.n, job.R, columns - columns % step(kind), matrix[0] - 16
-    for i in range(0, n, 4):
-        at = matrix[0] + span(kind, i * R + begin)
-        second = matrix[1] + span(kind, i * R + begin) // 2
+    w, other = matrix[0] + span(kind, begin), matrix[1] + span(kind, begin) // 2
+    for i in range(0, n - 3, 4):
+        at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
         for t in range(len(inputs)):
             x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
-            if i + 4 <= n:
-                add_rows(4, kind, x, at, second, table, R, whole, to)
-            else:
-                for j in range(n - i):
-                    skip = span(kind, j * R)
-                    add_rows(1, kind, x + 4 * j, at + skip, second + skip // 2, table, R, whole, to)
-            for j in range(min(4, n - i) if whole < columns else 0):
-                value = weight(F32, x, j)
-                for c in range(whole, columns):
-                    sums[t, c] += value * weight(kind, at + span(kind, j * R), c)
+            add_rows(4, kind, x, at, second, table, R, whole, to)
+    for i in range(n - n % 4, n):
+        at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
+        for t in range(len(inputs)):
+            x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
+            add_rows(1, kind, x, at, second, table, R, whole, to)
+    for i in range(n if whole < columns else 0):
+        for t in range(len(inputs)):
+            value = weight(F32, inputs[t], i)
+            for c in range(whole, columns):
+                sums[t, c] += value * weight(kind, w + span(kind, i * R), c)
 
 
 @kernel

@@ -35,15 +35,16 @@ def stored(kind, shape, random):
     """(what must live, row of `Matrices`, the weights in double precision) of one random matrix."""
     if kind == "bf12":
         w = wild(shape, random, 0.01 if random.initial_seed() % 2 else 0.5)
-        blob = np.frombuffer(bf12.pack(w), np.uint8)
-        return blob, bf12.row(blob.ctypes.data, len(blob), w.numel()), w.double()
+        blob = bf12.pack(w)
+        return blob, bf12.CODEC.row(blob.ctypes.data, len(blob), shape), w.double()
     if kind in FEW:
         n = shape[1]
         spread = torch.exp(torch.randn(shape[0], n // 32, generator=random))
         w = (torch.randn(shape, generator=random) * spread.repeat_interleave(32, 1)).bfloat16()
-        blob = fewbit.pack(kind, w)
-        fewbit.unpack(kind, blob, wide := torch.empty(shape))
-        return blob, fewbit.row(kind, blob.ctypes.data, shape), wide.double()
+        form = fewbit.find_format(kind)
+        blob = form.compress(w)
+        form.decompress(blob, wide := torch.empty(shape))
+        return blob, form.row(blob.ctypes.data, len(blob), shape), wide.double()
     w = torch.randn(shape, generator=random).to(kind)
     return w, [w.data_ptr(), 0, 0, 0], w.double()
 
@@ -107,8 +108,8 @@ def test_every_bf16_number_is_read_right(transposed):
     words = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
     words = torch.where(words.isfinite(), words, torch.zeros_like(words))  # 0 · ∞ is no number
     for w in words.view(32, 32, 64):  # of few high bytes each, so that none is an escape
-        blob, T = np.frombuffer(bf12.pack(w), np.uint8), len(w) if transposed else w.shape[1]
-        row = bf12.row(blob.ctypes.data, len(blob), w.numel())
+        blob, T = bf12.pack(w), len(w) if transposed else w.shape[1]
+        row = bf12.CODEC.row(blob.ctypes.data, len(blob), w.shape)
         of = Matrices(PACKED["bf12"], np.array([row]), w.numel() // T, transposed)
         y, wide = multiply(of, np.array([0, T]), torch.eye(T)), w.float()
         if not transposed:  # an instruction for pairs of bf16 takes subnormals for 0
@@ -130,8 +131,9 @@ def test_every_code_is_read_right(name):
         scales = torch.linspace(-3, 1e-3, rows * 8).bfloat16()
     codes = codes.repeat(rows // 2 if name in ("mxfp4", "int4") else rows)
     blob = fewbit.joined(codes, scales)
-    fewbit.unpack(name, blob, wide := torch.empty(rows, 256))
-    row = fewbit.row(name, blob.ctypes.data, wide.shape)
+    form = fewbit.find_format(name)
+    form.decompress(blob, wide := torch.empty(rows, 256))
+    row = form.row(blob.ctypes.data, len(blob), wide.shape)
     of = Matrices(PACKED[name], np.array([row]), rows)
     assert torch.equal(multiply(of, np.array([0, 256]), torch.eye(256)).T, wide)
 
