@@ -26,6 +26,7 @@ from moelab.models.experts import named
 from moelab.models.forward import forward_info
 from moelab.models.patches import Patches
 from moelab.models.stream import stacks, streams
+from moelab.models.unchanged import Listener
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
 
@@ -126,8 +127,9 @@ class Speculation(AbstractContextManager):
             def of_entry(_m: nn.Module, args: tuple) -> None:
                 told(args[0])
 
-            of_entry.told = told  # for who computes it without calling the module
-            patches.hook(self._entries[layer.index].register_forward_pre_hook, of_entry)
+            patches.hook(
+                self._entries[layer.index].register_forward_pre_hook, Listener(told, of_entry)
+            )
         patches.hook(
             layer.router.register_forward_pre_hook,
             lambda _m, args: self._inputs.__setitem__(layer.index, args[0]),
