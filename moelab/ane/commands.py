@@ -19,7 +19,6 @@ import argparse
 import json
 import platform
 from argparse import SUPPRESS
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,74 +42,93 @@ PLANNING = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def command(run: Callable[[argparse.Namespace], int], purpose: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(
+    for run, add_options, purpose in (
+        (
+            plan,
+            _plan_options,
+            "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config",
+        ),
+        (convert, _convert_options, "turn a model into Core ML packages, layer by layer"),
+        (lint, _lint_options, "predict what the Neural Engine does not run of saved packages"),
+        (parity, _parity_options, "compare whole prefills through the packages with the model"),
+        (
+            doctor,
+            _doctor_options,
+            "on a Mac: check that each operation is on the Neural Engine, and computes well",
+        ),
+        (bench, _bench_options, "on a Mac: latency and energy of prefills"),
+        (
+            calibrate,
+            _calibrate_options,
+            "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model",
+        ),
+    ):
+        command = commands.add_parser(
             run.__name__, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
-        one.set_defaults(run=run)
-        return one
+        command.set_defaults(run=run)
+        add_options(command)
 
-    def planning(one: argparse.ArgumentParser) -> None:
-        """The options of planning, absent from the namespace unless they are given."""
-        for name, (kind, metavar, default, purpose) in PLANNING.items():
-            one.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=kind,
-                metavar=metavar,
-                default=SUPPRESS,
-                help=f"{purpose} ({default})",
-            )
+
+def _planning(one: argparse.ArgumentParser) -> None:
+    """The options of planning, absent from the namespace unless they are given."""
+    for name, (kind, metavar, default, purpose) in PLANNING.items():
         one.add_argument(
-            "--max-graph-mb",
-            type=number(above=0),
-            metavar="MB",
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar=metavar,
             default=SUPPRESS,
-            help="weights that one graph holds (1258)",
+            help=f"{purpose} ({default})",
         )
-        popularity = one.add_mutually_exclusive_group()
-        popularity.add_argument(
-            "--calibration",
-            type=Path,
-            metavar="FILE",
-            default=SUPPRESS,
-            help="of the model, by "
-            "`moelab calibrate MODEL FILE`; without it, popularity is assumed",
-        )
-        popularity.add_argument(
-            "--skew", default=SUPPRESS, help="assumed: even, typical or strong (typical)"
-        )
-        one.add_argument(
-            "--weights",
-            default="fp16",
-            help="of the experts: fp16, int8, palette4, palette6 or palette8 (%(default)s)",
-        )
-
-    def comparing(one: argparse.ArgumentParser) -> None:
-        one.add_argument("folder", type=Path, help="a converted model")
-        one.add_argument(
-            "--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted"
-        )
-        one.add_argument(
-            "--prompts",
-            type=whole(1),
-            default=20,
-            metavar="N",
-            help="prefills to compare (%(default)s)",
-        )
-        one.add_argument(
-            "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
-        )
-
-    one = command(
-        plan, "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config"
+    one.add_argument(
+        "--max-graph-mb",
+        type=number(above=0),
+        metavar="MB",
+        default=SUPPRESS,
+        help="weights that one graph holds (1258)",
     )
+    popularity = one.add_mutually_exclusive_group()
+    popularity.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        default=SUPPRESS,
+        help="of the model, by `moelab calibrate MODEL FILE`; without it, popularity is assumed",
+    )
+    popularity.add_argument(
+        "--skew", default=SUPPRESS, help="assumed: even, typical or strong (typical)"
+    )
+    one.add_argument(
+        "--weights",
+        default="fp16",
+        help="of the experts: fp16, int8, palette4, palette6 or palette8 (%(default)s)",
+    )
+
+
+def _comparing(one: argparse.ArgumentParser) -> None:
+    one.add_argument("folder", type=Path, help="a converted model")
+    one.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted"
+    )
+    one.add_argument(
+        "--prompts",
+        type=whole(1),
+        default=20,
+        metavar="N",
+        help="prefills to compare (%(default)s)",
+    )
+    one.add_argument(
+        "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
+    )
+
+
+def _plan_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "model",
         help="a model card (moelab.names('model') lists them), a checkpoint folder or a hub id; "
         "'small' is the shipped model",
     )
-    planning(one)
+    _planning(one)
     one.add_argument(
         "--layers", type=several(whole()), help="MoE layers to print, such as 0,1,47 (default: all)"
     )
@@ -135,14 +153,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--save", type=output, metavar="FILE", help="write the plan as JSON")
 
-    one = command(convert, "turn a model into Core ML packages, layer by layer")
+
+def _convert_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model"
     )
     one.add_argument(
         "destination", type=Path, help="the new folder; until it is complete, DESTINATION.part"
     )
-    planning(one)
+    _planning(one)
     one.add_argument(
         "--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning"
     )
@@ -168,14 +187,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-validation", action="store_true", help="do not evaluate each saved graph"
     )
 
-    one = command(lint, "predict what the Neural Engine does not run of saved packages")
+
+def _lint_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "packages", nargs="+", type=Path, help="packages, or folders of converted models"
     )
     one.add_argument("--json", action="store_true", help="print JSON")
 
-    one = command(parity, "compare whole prefills through the packages with the model")
-    comparing(one)
+
+def _parity_options(one: argparse.ArgumentParser) -> None:
+    _comparing(one)
     one.add_argument(
         "--mode",
         choices=("double", "fp16"),
@@ -183,10 +204,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the evaluator (%(default)s)",
     )
 
-    one = command(
-        doctor, "on a Mac: check that each operation is on the Neural Engine, and computes well"
-    )
-    comparing(one)
+
+def _doctor_options(one: argparse.ArgumentParser) -> None:
+    _comparing(one)
     one.add_argument(
         "--timeout",
         type=number(above=0),
@@ -196,7 +216,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--json", action="store_true", help="print JSON")
 
-    one = command(bench, "on a Mac: latency and energy of prefills")
+
+def _bench_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "folders", nargs="+", type=Path, help="converted models, e.g. one a chunk size"
     )
@@ -212,9 +233,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted"
     )
 
-    one = command(
-        calibrate, "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model"
-    )
+
+def _calibrate_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("output", type=output, help="where the samples go, as JSON")
     one.add_argument("--grid", default="", help="such as 1x32,4x64,8x128 (default: Table 5's)")
     one.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="(%(default)s)")

@@ -107,12 +107,7 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
-    known = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
-    known |= {"q_norm.weight", "k_norm.weight"} if shape.norm else set()
-    if other := set(tensors) - known:
-        raise ValueError(
-            f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it for the CPU"
-        )
+    _require_known(shape, tensors)
     weights = {name: half(tensor, name) for name, tensor in tensors.items()}
     S, D, H = shape.chunk, shape.head_dim, shape.hidden
 
@@ -132,15 +127,8 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
         weight = weights[f"{name}_norm.weight"].reshape(1, -1, D, 1) if shape.norm else None
         return rotated(mb, x, repair, cos, sin, weight, name=out)
 
-    def tensor(*dims: int) -> Any:
-        return mb.TensorSpec(shape=dims, dtype=types.fp16)
-
-    specs = [
-        tensor(1, H, 1, S),
-        *(tensor(1, 2, D, S) for _ in range(4)),
-        tensor(1, 1, S, shape.keys),
-        *(tensor(*shape.cache) for _ in range(2)),
-    ]
+    shapes = [(1, H, 1, S), *[(1, 2, D, S)] * 4, (1, 1, S, shape.keys), *[shape.cache] * 2]
+    specs = [mb.TensorSpec(shape=dims, dtype=types.fp16) for dims in shapes]
 
     @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
     def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
@@ -164,6 +152,15 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
         )
 
     return program
+
+
+def _require_known(shape: AttentionShape, tensors: dict[str, Tensor]) -> None:
+    known = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
+    known |= {"q_norm.weight", "k_norm.weight"} if shape.norm else set()
+    if other := set(tensors) - known:
+        raise ValueError(
+            f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it for the CPU"
+        )
 
 
 def _repeated(mb: Any, x: Any, times: int) -> Any:

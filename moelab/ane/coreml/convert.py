@@ -136,14 +136,7 @@ def convert_model(
     plan.require(mine, spec)
     plan = possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
-    about = {
-        "format": FORMAT,
-        "name": spec.name,
-        "checkpoint": str(checkpoint.folder.resolve()),
-        "fingerprint": mine,
-        "settings": asdict(settings),
-        "plan": plan.to_dict(),
-    }
+    about = _about(checkpoint, spec.name, mine, settings, plan)
     layers, tasks = [], []
     for layer in range(spec.num_layers):
         entry, of_layer = source.layer(layer)
@@ -166,6 +159,20 @@ def convert_model(
             "groups of unit cpu, from the checkpoint",
         }
         return ConvertedModel(work.publish(manifest, destination))
+
+
+def _about(
+    checkpoint: Checkpoint, name: str, model_id: str, settings: ConversionSettings, plan: ANEPlan
+) -> Record:
+    """What the manifest says of a conversion before it begins."""
+    return {
+        "format": FORMAT,
+        "name": name,
+        "checkpoint": str(checkpoint.folder.resolve()),
+        "fingerprint": model_id,
+        "settings": asdict(settings),
+        "plan": plan.to_dict(),
+    }
 
 
 def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
