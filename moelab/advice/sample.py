@@ -289,11 +289,8 @@ def sample_costs(
         found = sampled(form, executor)
         if look is None or found is None and form != AS_IS:
             return found
-        own, seen, L = (
-            costs(look.itself, model, True),
-            Observed(*look.ran["observed"]),
-            model.spec.L,
-        )
+        own, seen = costs(look.itself, model, True), Observed(*look.ran["observed"])
+        L = model.spec.L
         if executor != "fast":  # of which no run has told more than that
             return found and replace(
                 found,
@@ -302,12 +299,8 @@ def sample_costs(
             )
         awake = None  # the run knows its head, and more layers than a sample
         if found:
-            awake = max(
-                found.resident
-                + (sum(found.head) - sum(seen.head) + seen.first) / L
-                - seen.first / sample_spec(model.spec).L,
-                0.0,
-            )
+            head = (sum(found.head) - sum(seen.head) + seen.first) / L
+            awake = max(found.resident + head - seen.first / sample_spec(model.spec).L, 0.0)
         return replace(
             own if form == AS_IS else found,
             other=seen.other,

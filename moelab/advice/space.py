@@ -26,6 +26,7 @@ import numpy as np
 
 from moelab import registry
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
+from moelab.advice.question import Question
 from moelab.advice.ways import Way, fitted
 from moelab.cache.cross_token import CrossToken
 from moelab.cache.policies import NEEDS
@@ -97,6 +98,18 @@ class Scene:
     shares: np.ndarray
     batch: int
 
+    def part(self, first: int, end: int | None = None) -> Part:
+        at = slice(first, end)
+        return Part(self.steps[at], self.forwards[at], self.predictions[at])
+
+
+class Part(NamedTuple):
+    """Some forwards of a scene."""
+
+    steps: Steps
+    forwards: list[tuple[int, str]]
+    predictions: Predictions
+
 
 class Look(NamedTuple):
     """What a model showed when it ran here once: its tokens, its profile, and what `verify.run`
@@ -138,87 +151,20 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
     """A way with what the simulator finds; None where its memory holds no expert beside those that
     are loaded."""
     spec, sizes = model.spec, costs.sizes
-    delays = costs.delays if way.resident or costs.around is None else costs.around(costs.delays)
-    pools, ahead, staging, batch = Pools(F=spec.L * spec.E), 0, 1, seen.batch
-    # of one token and of a whole prompt: no line goes through both exactly
-    other, head = ((base + token * batch, 0.0) for base, token in (costs.other, costs.head))
-    if way.resident and costs.rest is not None:
-        other, head = (costs.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
-    if not way.resident:
-        room = way.budget
-        if room < sizes.in_flight + sizes.full:
-            return None
-        pools, staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
-        ahead = min(spec.K, staging - 1) if way.prefetch else 0
-        if sizes.sm:
-            pools = (
-                way.pools
-                or best_pools(
-                    seen.shares,
-                    seen.steps[: 1 + WARM + FEW],
-                    room - staging * sizes.in_flight,
-                    sizes,
-                    delays,
-                    most=FEW,
-                    workers=way.workers,
-                    staging=staging,
-                    policy=way.cache,
-                    warm=1 + WARM,
-                    other=other,
-                )[0].pools
-            )
-    gate, across = PrefetchGate(), CrossToken(spec.E)
-
-    def run(
-        residency: Residency,
-        steps: Steps,
-        forwards: list[tuple[int, str]],
-        predictions: Predictions,
-        other: Linear = other,
-        head: Linear = head,
-    ) -> Simulation:
-        return simulate(
-            steps,
-            forwards,
-            residency,
-            delays,
-            workers=way.workers,
-            staging=staging,
-            other=other,
-            head=head,
-            quiet=True,
-            **(
-                {}
-                if not ahead
-                else {
-                    "predictions": predictions,
-                    "ahead": ahead,
-                    "gate": gate,
-                    "across": across,
-                    "predict": costs.predict,
-                }
-            ),
-            awake=None if costs.around is None else costs.resident,
-        )
-
-    tokens = batch * context
-    whole = [
-        [
-            (layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))})
-            for layer, f in enumerate(seen.shares)
-        ]
-    ]
+    if (held := _held(spec, way, costs, seen)) is None:
+        return None
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
-    long, residency = (Residency(spec.L, spec.E, pools, way.cache) for _ in range(2))
+    long, residency = (Residency(spec.L, spec.E, held.pools, way.cache) for _ in range(2))
     if way.resident:  # all is read when the model is opened
         residency.fill()
         long.fill()
-    prompt = run(long, whole, [(tokens, "prefill")], [[]], costs.other, costs.head)
-    first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
+    prompt = held.run(long, _prompt(seen.shares, seen.batch * context), costs.other, costs.head)
+    # the gate has to learn, a cache just to be filled
+    first, gone = 1 + WARM, 0 if held.ahead else WARM
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
-    run(residency, seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
-    timed = run(residency, seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
+    held.run(residency, seen.part(gone, first))
+    timed = held.run(residency, seen.part(first))
     found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
     return replace(
         way,
@@ -226,11 +172,96 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         read=found.read_bytes / len(timed.forwards),
         tpot=tpot,
         ttft=prompt.ttft,
-        pools=pools if sizes.sm and not way.resident else None,
+        pools=held.pools if sizes.sm and not way.resident else None,
         kind="simulated",
         limited_by="loading" if (found.stall_per_step or 0) > tpot / 2 else "computing",
         written=0 if way.form == AS_IS else spec.L * spec.E * costs.disk + model.others,
     )
+
+
+class _Held:
+    """A way with its memory divided, whose tokens are simulated part by part; what prefetching has
+    learnt goes on from one to the next."""
+
+    def __init__(
+        self, way: Way, costs: Costs, delays: Delays, timing: tuple[Linear, Linear], spec: MoESpec
+    ) -> None:
+        self.way, self.costs, self.delays = way, costs, delays
+        self.other, self.head = timing
+        self.pools, self.ahead, self.staging = Pools(F=spec.L * spec.E), 0, 1
+        self.gate, self.across = PrefetchGate(), CrossToken(spec.E)
+
+    def run(
+        self,
+        residency: Residency,
+        tokens: Part,
+        other: Linear | None = None,
+        head: Linear | None = None,
+    ) -> Simulation:
+        prefetching = {
+            "predictions": tokens.predictions,
+            "ahead": self.ahead,
+            "gate": self.gate,
+            "across": self.across,
+            "predict": self.costs.predict,
+        }
+        return simulate(
+            tokens.steps,
+            tokens.forwards,
+            residency,
+            self.delays,
+            workers=self.way.workers,
+            staging=self.staging,
+            other=other or self.other,
+            head=head or self.head,
+            quiet=True,
+            **(prefetching if self.ahead else {}),
+            awake=None if self.costs.around is None else self.costs.resident,
+        )
+
+
+def _held(spec: MoESpec, way: Way, costs: Costs, seen: Scene) -> _Held | None:
+    """Divide a way's memory; None if it holds no expert beside those that are loaded."""
+    sizes, batch = costs.sizes, seen.batch
+    delays = costs.delays if way.resident or costs.around is None else costs.around(costs.delays)
+    # of one token and of a whole prompt: no line goes through both exactly
+    other, head = ((base + token * batch, 0.0) for base, token in (costs.other, costs.head))
+    if way.resident and costs.rest is not None:
+        other, head = (costs.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
+    held = _Held(way, costs, delays, (other, head), spec)
+    if way.resident:
+        return held
+    room = way.budget
+    if room < sizes.in_flight + sizes.full:
+        return None
+    held.pools, held.staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
+    held.ahead = min(spec.K, held.staging - 1) if way.prefetch else 0
+    if way.pools:
+        held.pools = way.pools
+    elif sizes.sm:
+        held.pools = best_pools(
+            seen.shares,
+            seen.steps[: 1 + WARM + FEW],
+            room - held.staging * sizes.in_flight,
+            sizes,
+            delays,
+            most=FEW,
+            workers=way.workers,
+            staging=held.staging,
+            policy=way.cache,
+            warm=1 + WARM,
+            other=other,
+        )[0].pools
+    return held
+
+
+def _prompt(shares: np.ndarray, tokens: int) -> Part:
+    """One forward of so many tokens, of which each expert gets its share; [L, E]."""
+    step = [
+        (layer, {e: n for e, share in enumerate(row) if (n := round(tokens * share))})
+        for layer, row in enumerate(shares)
+    ]
+    return Part([step], [(tokens, "prefill")], [[]])
 
 
 class Search:
@@ -240,23 +271,18 @@ class Search:
     played : of each way what it gives, which another search of the same memory may share.
     left : names of what was not tried, as time was over or nobody knows what it costs.
 
-    costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
-    memory : bytes for everything.
+    costs_of : (form, executor) → its costs, or None where they are not known.
+    loss : form → relative increase of language loss; None: unknown.
     """
 
     def __init__(
         self,
-        model: Model,
+        asked: Question,
         costs_of: Callable[[str, str], Costs | None],
         seen: Scene,
-        memory: int,
-        context: int,
-        batch: int,
         loss: Callable[[str], float | None],
-        allowed: float,
     ) -> None:
-        self.model, self.costs_of, self.seen, self.memory = model, costs_of, seen, memory
-        self.context, self.batch, self.loss, self.allowed = context, batch, loss, allowed
+        self.asked, self.costs_of, self.seen, self.loss = asked, costs_of, seen, loss
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
         self.played: dict[Way, Way | None] = {}
@@ -274,13 +300,13 @@ class Search:
         if (costs := self.costs_of(form, executor)) is None:
             self.left.append(form)
         return costs and fitted(
-            self.model,
+            self.asked.model,
             form,
             self.loss(form),
             costs.sizes.full,
-            memory or self.memory,
-            self.context,
-            self.batch,
+            memory or self.asked.memory,
+            self.asked.context,
+            self.asked.batch,
         )
 
     def play(self, way: Way, kept: list[Way]) -> Way | None:
@@ -288,7 +314,7 @@ class Search:
             if (costs := self.costs_of(way.form, way.executor)) is None:
                 self.left.append(way.name)
                 return None
-            self.played[way] = play(self.model, way, costs, self.seen, self.context)
+            self.played[way] = play(self.asked.model, way, costs, self.seen, self.asked.context)
         if played := self.played[way]:
             kept.append(played)
         return played
@@ -301,9 +327,9 @@ class Search:
         for way in progress(self.leaders(), "changing the fastest", unit="ways"):
             self.change(way)
         for way in progress(self.leaders(), "in other memory", unit="ways"):
-            if self.allowed == 0 and not way.lossless:
+            if self.asked.loss == 0 and not way.lossless:
                 continue
-            for memory in (round(share * self.memory) for share in (0.5, 0.75, 1.5)):
+            for memory in (round(share * self.asked.memory) for share in (0.5, 0.75, 1.5)):
                 if not self.late(f"{way.name} in {size(memory)}"):
                     self.other(way, memory)
 
@@ -313,7 +339,7 @@ class Search:
         best: dict[str, Way] = {}
         for way in sorted(self.found, key=lambda way: way.tpot):
             best.setdefault(way.form, way)
-        allowed = [way for way in best.values() if way.within(self.allowed)][:2]
+        allowed = [way for way in best.values() if way.within(self.asked.loss)][:2]
         return list(dict.fromkeys(allowed + list(best.values())[:1]))
 
     def change(self, way: Way) -> None:

@@ -119,13 +119,12 @@ def run(
     how long in this run: all that is "observed", and how "late" a throttled read came."""
     from moelab.advice import sample
     from moelab.evaluation import scores
-    from moelab.simulation.observed import observed
 
     with opened(source, options) as lm:
         ids, text = given(lm, batch, prompt + tokens)
         for _ in forwards(lm, ids, prompt):
             pass
-        this, seconds = lm.moelab, [end - start for start, end, *_ in lm.moelab.forwards]
+        this, seconds = lm.moelab, _seconds(lm.moelab.forwards)
         found = this.metrics()
         recall = [] if this.speculation is None else this.speculation.recall()
         known = [share for share in map(float, recall) if not math.isnan(share)]
@@ -144,38 +143,45 @@ def run(
         }
         if loss and lm.tokenizer is not None:
             windows = scores.text_windows(lm.tokenizer, "test", WINDOWS, TOKENS)
-            report["loss"] = [
-                float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")
-            ]
+            losses = scores.language_loss(lm, windows, 4, 0, "language loss")
+            report["loss"] = [float(value) for value in losses]
         store = this.store
         if profile is not None:
-            rounds = [(report["tpot"], observed(this.run))]
-            while this.forwards[-1].end - this.forwards[0].start < LOOKED:
-                first = len(this.forwards)
-                for _ in forwards(lm, ids, prompt):
-                    pass
-                rounds.append(
-                    (
-                        [end - start for start, end, *_ in this.forwards[first + 1 :]],
-                        observed(this.run.since(first)),
-                    )
-                )
-            report["tpot"], calm = min(rounds, key=lambda one: sum(one[0]))
-            report["observed"] = calm._replace(
-                predict=observed(this.run).predict
-            )  # asked for in few tokens
-            late = [
-                event.end - event.start - event.bytes / options.get("bandwidth", math.inf)
-                for event in this.run.timeline
-                if event.bytes
-            ]
-            report["late"] = max(median(late), 0.0) if late else 0.0
+            report |= _looked(lm, ids, prompt, seconds[1:], options.get("bandwidth", math.inf))
     if profile is not None:
-        (
-            sample.of_store(store, options["executor"])
-            + sample.of_store(store, options["executor"])
-        ).calm().save(profile)
+        executor = options["executor"]
+        both = sample.of_store(store, executor) + sample.of_store(store, executor)
+        both.calm().save(profile)
     return report
+
+
+def _seconds(forwards: Iterable[Any]) -> list[float]:
+    return [end - start for start, end, *_ in forwards]
+
+
+def _looked(lm: Any, ids: Any, prompt: int, tpot: list[float], bandwidth: float) -> dict[str, Any]:
+    """Give an offloaded model its tokens again for `LOOKED` seconds: "tpot" of the calmest round,
+    what was "observed" in it, and how "late" a read came that was throttled to `bandwidth`."""
+    from moelab.simulation.observed import observed
+
+    this = lm.moelab
+    rounds = [(tpot, observed(this.run))]
+    while this.forwards[-1].end - this.forwards[0].start < LOOKED:
+        first = len(this.forwards)
+        for _ in forwards(lm, ids, prompt):
+            pass
+        rounds.append((_seconds(this.forwards[first + 1 :]), observed(this.run.since(first))))
+    tpot, calm = min(rounds, key=lambda one: sum(one[0]))
+    late = [
+        event.end - event.start - event.bytes / bandwidth
+        for event in this.run.timeline
+        if event.bytes
+    ]
+    return {
+        "tpot": tpot,
+        "observed": calm._replace(predict=observed(this.run).predict),  # asked for in few tokens
+        "late": max(median(late), 0.0) if late else 0.0,
+    }
 
 
 def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> dict[str, Any]:
@@ -391,29 +397,19 @@ def verify(
 
     Returns what could not be run, with the reason.
     """
-    from moelab.advice.space import PROMPT, TIMED, WARM, typical
-
+    if loss and any(way.loss is None for way in ways) and not any(way.lossless for way in ways):
+        raise ValueError("a loss is measured beside a lossless way; give one")
     failed: dict[str, str] = {}
     windows: dict[str, list[float]] = {}
-    everything = [way for _ in range(rounds) for way in ways]
+    queue = sorted(ways, key=lambda way: not way.lossless) + [*ways] * (rounds - 1)
     end, longest = time.monotonic() + SECONDS, 0.0
     try:
-        with progress(
-            total=len(everything), desc="running the best (Ctrl-C stops)", unit="runs"
-        ) as bar:
-            if (
-                loss
-                and any(way.loss is None for way in ways)
-                and not any(way.lossless for way in ways)
-            ):
-                raise ValueError("a loss is measured beside a lossless way; give one")
-            for way in (
-                sorted(everything[: len(ways)], key=lambda way: not way.lossless)
-                + everything[len(ways) :]
-            ):
+        with progress(total=len(queue), desc="running the best (Ctrl-C stops)", unit="runs") as bar:
+            for way in queue:
                 if way.name in failed:
                     continue
-                if time.monotonic() + longest > end:
+                left = end - longest - time.monotonic()
+                if left < 0:
                     failed["the rest"] = (
                         f"not run, as {SECONDS:.0f} s were over; the next --verify goes on"
                     )
@@ -421,39 +417,52 @@ def verify(
                 bar.note(way.name)
                 asked = loss and way.form not in windows
                 try:
-                    source, start = (
-                        stored(model, way.form, end - longest - time.monotonic()),
-                        time.monotonic(),
-                    )
-                    found = fresh(
-                        source,
-                        options_of(way, model),
-                        memory,
-                        prompt=PROMPT,
-                        tokens=WARM + TIMED,
-                        batch=batch,
-                        loss=asked,
-                    )
+                    source, start = stored(model, way.form, left), time.monotonic()
+                    found = _ran(model, source, way, memory, batch, asked)
                     longest = max(longest, time.monotonic() - start)
                 except (RuntimeError, OSError, ValueError) as error:
                     failed[way.name] = str(error)
                     continue
                 if asked and found["loss"]:
                     windows[way.form] = found["loss"]
-                kept.add(
-                    settings=way.settings,
-                    batch=batch,
-                    predicted=way.tpot,
-                    ttft=found["ttft"],
-                    tpot=typical(found["tpot"][-TIMED:]),
-                    peak=found["peak"],
-                    limit=found["limit"],
-                    loss=relative(windows, way, ways) if asked else None,
-                )
+                lost = relative(windows, way, ways) if asked else None
+                keep(kept, way, batch, found, lost)
                 bar.update()
     except KeyboardInterrupt:
         failed["the rest"] = "stopped"
     return [f"{name}: {why}" for name, why in failed.items()]
+
+
+def _ran(
+    model: Model, source: str, way: Way, memory: int, batch: int, loss: bool
+) -> dict[str, Any]:
+    from moelab.advice.space import PROMPT, TIMED, WARM
+
+    return fresh(
+        source,
+        options_of(way, model),
+        memory,
+        prompt=PROMPT,
+        tokens=WARM + TIMED,
+        batch=batch,
+        loss=loss,
+    )
+
+
+def keep(kept: Kept, way: Way, batch: int, found: dict[str, Any], loss: Any) -> None:
+    """Keep what a way measured."""
+    from moelab.advice.space import TIMED, typical
+
+    kept.add(
+        settings=way.settings,
+        batch=batch,
+        predicted=way.tpot,
+        tpot=typical(found["tpot"][-TIMED:]),
+        ttft=found["ttft"],
+        peak=found["peak"],
+        limit=found["limit"],
+        loss=loss,
+    )
 
 
 def relative(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moelab import advise
 from moelab.advice import space
 from moelab.advice.model import AS_IS, DECODED, Model
+from moelab.advice.question import Question
 from moelab.advice.space import (
     PROMPT,
     TIMED,
@@ -121,9 +122,8 @@ def test_a_scene_has_as_many_tokens_as_it_says(batch):
 
 
 def search(memory, allowed, loss=LOSS.get, forms=(AS_IS, "bf12", "int8", "int4")):
-    found = Search(
-        MODEL, card_costs(CARD, MODEL, 1.0), scene(zipf(SPEC)), memory, 16, 1, loss, allowed
-    )
+    asked = Question(MODEL, CARD, memory, 16, 1, allowed, True, zipf(SPEC), "assumed")
+    found = Search(asked, card_costs(CARD, MODEL, 1.0), scene(asked.shares), loss)
     found.run(forms)
     return found
 

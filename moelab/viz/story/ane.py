@@ -81,7 +81,7 @@ def plan(
 ) -> ANEPlan:
     """Plans from a calibration, what they drop and pad on prompts they were made from and on
     others; the chosen one."""
-    spec, E, K = train.spec, train.spec.E, train.spec.K
+    spec = train.spec
     seen, unseen = (ane_accuracy.prompt_loads(trace, chunk) for trace in (train, test))  # [n, L, E]
     plans, slack = ane_accuracy.candidates(train, chunk, drop, group_size)
     accounts, chosen = (
@@ -90,6 +90,27 @@ def plan(
     )
     run.table("Four plans", tables.plans(plans, slack, accounts))
     imbalance = calibrate(train).imbalance(PREFILL)
+    _load_figure(run, seen, imbalance, chunk, spec)
+    _placement_figure(run, chosen, group_size, slack)
+    run.metrics_of(
+        {f"dropped_{name}": account.drop_rate for name, (_, account) in accounts.items()},
+        "of routings, test prompts",
+        "measured",
+    )
+    run.metrics_of(
+        {f"padded_{name}": account.padded_fraction for name, (_, account) in accounts.items()},
+        "of rows, test prompts",
+        "measured",
+    )
+    run.metric("slack", slack, "× expected loads", "measured")
+    _plan_takeaway(run, accounts, chosen, slack, imbalance)
+    return chosen
+
+
+def _load_figure(run: Run, seen: Any, imbalance: Any, chunk: int, spec: Any) -> None:
+    """Loads of the experts of the layer that is most out of balance; seen [n, L, E], imbalance
+    [L]."""
+    E, K = spec.E, spec.K
     skewed, r = int(imbalance.argmax()), float(imbalance.max())
     levels = {
         "r·B/E (printed)": r * chunk / E,
@@ -105,25 +126,23 @@ def plan(
         alt="A median line over the experts by popularity within a band of what chunks vary by, and horizontal "
         "lines at " + ", ".join(f"{tokens:.0f} ({name})" for name, tokens in levels.items()) + ".",
     )
+
+
+def _placement_figure(run: Run, chosen: ANEPlan, group_size: int, slack: float) -> None:
+    spec, chunk = chosen.spec, chosen.chunk
     run.figure(
         "placement",
         figures.placement(chosen),
         caption=f"Our plan of {spec.name}: each bar is a graph, as wide as it has experts; grey: experts on "
         f"the CPU (exact; G at most {group_size}, B = {chunk}, slack {slack:g}).",
         alt="One row a layer, its graphs from the hottest experts to the coldest; "
-        f"{chosen.cpu_experts} of {spec.L * E} experts, grey at the ends of the rows, are on the CPU.",
+        f"{chosen.cpu_experts} of {spec.L * spec.E} experts, grey at the ends of the rows, are on the CPU.",
     )
-    run.metrics_of(
-        {f"dropped_{name}": account.drop_rate for name, (_, account) in accounts.items()},
-        "of routings, test prompts",
-        "measured",
-    )
-    run.metrics_of(
-        {f"padded_{name}": account.padded_fraction for name, (_, account) in accounts.items()},
-        "of rows, test prompts",
-        "measured",
-    )
-    run.metric("slack", slack, "× expected loads", "measured")
+
+
+def _plan_takeaway(
+    run: Run, accounts: dict[str, Any], chosen: ANEPlan, slack: float, imbalance: Any
+) -> None:
     levels = sorted({len(layer.tiers.levels) for layer in chosen.layers})
     run.takeaway(
         "As the paper prints it, r·B/E drops **{printed:.0%}** of the routings; with the factor K {factor_k:.1%}, and "
@@ -139,9 +158,8 @@ def plan(
         worst=accounts["one_capacity"][1].padded_fraction,
         levels=" or ".join(map(str, levels)),
         least=float(imbalance.min()),
-        most=r,
+        most=float(imbalance.max()),
     )
-    return chosen
 
 
 def cards(run: Run, group_size: int, seed: int) -> None:
@@ -253,11 +271,17 @@ def conversion(
         "Whole prompts through the packages",
         tables.parity(same, [-(-len(one) // chunk) for one in ids], shaken),
     )
+    _parity_figure(run, same, plan, layers, tokens)
+    _conversion_metrics(run, made, caught, bad, same, rms)
+    _conversion_takeaway(run, made, layers, plan.spec.L, (len(caught), len(bad)), same, rms, shaken)
+
+
+def _parity_figure(run: Run, same: dict[str, Any], plan: ANEPlan, layers: int, tokens: int) -> None:
     run.figure(
         "parity",
         figures.parity({mode: p.last for mode, p in same.items()}, LOGITS),
         caption="Largest difference of a logit of the next token between the packages and the model, prompts "
-        f"of about {tokens} tokens in chunks of {chunk} (measured with the evaluator; {layers} of "
+        f"of about {tokens} tokens in chunks of {plan.chunk} (measured with the evaluator; {layers} of "
         f"{plan.spec.L} layers converted). The line is the tolerance, {LOGITS:g}.",
         alt="Points on a logarithmic axis beside the line of the tolerance: "
         + "; ".join(
@@ -265,6 +289,11 @@ def conversion(
         )
         + ".",
     )
+
+
+def _conversion_metrics(
+    run: Run, made: Any, caught: list[str], bad: dict[str, Any], same: dict[str, Any], rms: float
+) -> None:
     over = made.weight_bytes / made.expected_bytes
     run.metric("ffn_difference_double", made.difference, "of the largest output", "exact")
     run.metric("all_graphs_lint_clean", made.clean, "", "exact")
@@ -278,6 +307,20 @@ def conversion(
         )
         run.metric(f"same_token_{mode}", float(p.same.mean()), "of prompts", "measured")
     run.metric("ffn_rms_fp16", rms, "relative", "measured")
+
+
+def _conversion_takeaway(
+    run: Run,
+    made: Any,
+    layers: int,
+    L: int,
+    flagged: tuple[int, int],
+    same: dict[str, Any],
+    rms: float,
+    shaken: Any,
+) -> None:
+    """flagged : bad examples that the linter caught, of how many."""
+    caught, bad = flagged
     double, half = same["double"], same["fp16"]
     run.takeaway(
         "{layers} of {L} layers became {packages} packages of {over:.3f} times the expected size, every expert graph "
@@ -288,19 +331,19 @@ def conversion(
         "routes a token to the other one. **The control** has no graphs, only noise of that size on what the experts "
         "put out: its logits are off by up to **{control:.2g}**, so rounding and near ties alone cause that much.",
         layers=layers,
-        L=plan.spec.L,
+        L=L,
         packages=len(made.packages),
-        over=over,
+        over=made.weight_bytes / made.expected_bytes,
         difference=made.difference,
         clean="all" if made.clean else "NOT all",
-        caught=len(caught),
-        bad=len(bad),
+        caught=caught,
+        bad=bad,
         double=double.last.max(),
         half=half.last.max(),
         same_double=double.same.mean(),
         same_half=half.same.mean(),
         beyond=int((half.last > LOGITS).sum()),
-        n=len(ids),
+        n=len(half.last),
         limit=LOGITS,
         rms=rms,
         control=max(float(one.max()) for one in shaken),

@@ -180,36 +180,7 @@ def evaluation(
     found = over_seeds(sweep)
     run.metric("sweep_cpu", seconds, "s", "measured")
     run.metrics_of({name: middle for name, (middle, *_) in found.items()}, "×", "modelled")
-    run.figure(
-        "fig11",
-        figures.speedups(
-            sweep,
-            BALANCED | {"+TP+PRE": "NDP+TP+PRE", "+TP+LB+PRE": OURS},
-            "MoNDE",
-            "moe_decode",
-            means=found,
-            columns=3,
-        ),
-        caption="Experts during decode: the techniques one by one (modelled; N.S.: not supported, the experts "
-        "do not fit; diamonds: the paper's averages). After Fig. 11.",
-        alt="Five panels of four bars a group. With the defaults speedups grow with N, from below 1 for tensor "
-        "parallelism alone at two modules to three and four for Phi and Mixtral at six; the averages stand "
-        "beside the paper's diamonds.",
-    )
-    run.figure(
-        "fig9",
-        figures.speedups(
-            sweep,
-            {"Fiddler": "Fiddler", "MoNDE": "MoNDE", "GPU-NDP (TP+LB+PRE)": OURS},
-            "MoE-OnDemand",
-            "end_to_end",
-            title="speedup (×)",
-        ),
-        caption="Prompt and answer together, speedup over MoE-OnDemand (modelled; N.S.: not supported). After "
-        "Fig. 9, which shows latency.",
-        alt="Four panels. With the defaults Fiddler is at about 1.4 whatever N, MoNDE between 1 and 2.6 and "
-        "grows slowly, the framework grows to between 4 and 5.4 at six modules.",
-    )
+    _speedup_figures(run, sweep, found)
     ends = {over: sweep.mean_gains(OURS, over, "end_to_end") for over in PAPER[:3]}
     monde = ends["MoNDE"]
     run.table("End to end, over each of the others", tables.end_to_end(ends))
@@ -245,6 +216,40 @@ def evaluation(
     return found
 
 
+def _speedup_figures(run: Run, sweep: Sweep, found: Mapping[str, Spread]) -> None:
+    """Figures 11 and 9."""
+    run.figure(
+        "fig11",
+        figures.speedups(
+            sweep,
+            BALANCED | {"+TP+PRE": "NDP+TP+PRE", "+TP+LB+PRE": OURS},
+            "MoNDE",
+            "moe_decode",
+            means=found,
+            columns=3,
+        ),
+        caption="Experts during decode: the techniques one by one (modelled; N.S.: not supported, the experts "
+        "do not fit; diamonds: the paper's averages). After Fig. 11.",
+        alt="Five panels of four bars a group. With the defaults speedups grow with N, from below 1 for tensor "
+        "parallelism alone at two modules to three and four for Phi and Mixtral at six; the averages stand "
+        "beside the paper's diamonds.",
+    )
+    run.figure(
+        "fig9",
+        figures.speedups(
+            sweep,
+            {"Fiddler": "Fiddler", "MoNDE": "MoNDE", "GPU-NDP (TP+LB+PRE)": OURS},
+            "MoE-OnDemand",
+            "end_to_end",
+            title="speedup (×)",
+        ),
+        caption="Prompt and answer together, speedup over MoE-OnDemand (modelled; N.S.: not supported). After "
+        "Fig. 9, which shows latency.",
+        alt="Four panels. With the defaults Fiddler is at about 1.4 whatever N, MoNDE between 1 and 2.6 and "
+        "grows slowly, the framework grows to between 4 and 5.4 at six modules.",
+    )
+
+
 def combinations(
     run: Run, found: Mapping[str, Spread], seed: int, prompt: int, answer: int, smoke: bool
 ) -> Readings:
@@ -257,23 +262,7 @@ def combinations(
     began = time.process_time()
     combined = readings(choices, seed, prompt, answer)
     run.metric("readings_cpu", time.process_time() - began, "s", "measured")
-    errors = {
-        half: {name: tuple(off(name, value) for value in found[name]) for name in names}
-        for half, names in HALVES.items()
-    }
-    run.figure(
-        "agreement",
-        figures.agreement(
-            errors,
-            {name: tuple(float(off(name, end)) for end in combined.band(name)) for name in found},
-        ),
-        caption="Modelled against published figures (modelled, paper): points are the reading chosen here, "
-        "whiskers the seeds of the routing, open bars all readings that fit. 'fit' was fitted, 'judge' "
-        "was held out. Inside a verbal range the error counts as 0.",
-        alt="A row a figure, points left and right of zero, most of them inside a grey area of ten per cent; "
-        "the misses are labelled. Open bars around the points stay inside the grey area for fitted figures "
-        "and reach far beyond it for most of the others.",
-    )
+    _agreement_figure(run, found, combined)
     better = int((combined.errors < error(combined.at(CHOSEN)) * (1 - 1e-9)).sum())
     agree, null = bench.agreeing(found), [name for name in JUDGED if CLAIMS[name].predicted]
     alone = [name for name in JUDGED if CLAIMS[name].agrees(found[name][0]) and name not in null]
@@ -287,29 +276,7 @@ def combinations(
         )
     spread = max(high / low - 1 for _, low, high in found.values())
     run.metric("spread_over_seeds", spread, "largest, relative", "modelled")
-    run.metric(
-        "readings_that_fit",
-        int(combined.fits.sum()),
-        f"of {combined.fits.size} combinations",
-        "modelled",
-    )
-    run.metric("readings_with_less_error", better, "of those", "modelled")
-    for n, count in combined.agreement().items():
-        run.metric(
-            f"readings_judged_{n}",
-            count,
-            f"combinations that fit agree with {n} of {len(JUDGED)}",
-            "modelled",
-        )
-    for name in (*FIT, *JUDGED) if combined.fits.any() else ():
-        run.metrics_of(
-            {
-                f"band_{name}_{end}": value
-                for end, value in zip(("least", "most"), combined.band(name))
-            },
-            "×, over all that fit",
-            "modelled",
-        )
+    _reading_metrics(run, combined, better)
     run.metric(
         "agree_null", len(null), f"of {len(JUDGED)} judged figures, without a simulator", "modelled"
     )
@@ -333,6 +300,54 @@ def combinations(
         spread=spread,
     )
     return combined
+
+
+def _agreement_figure(run: Run, found: Mapping[str, Spread], combined: Readings) -> None:
+    errors = {
+        half: {name: tuple(off(name, value) for value in found[name]) for name in names}
+        for half, names in HALVES.items()
+    }
+    run.figure(
+        "agreement",
+        figures.agreement(
+            errors,
+            {name: tuple(float(off(name, end)) for end in combined.band(name)) for name in found},
+        ),
+        caption="Modelled against published figures (modelled, paper): points are the reading chosen here, "
+        "whiskers the seeds of the routing, open bars all readings that fit. 'fit' was fitted, 'judge' "
+        "was held out. Inside a verbal range the error counts as 0.",
+        alt="A row a figure, points left and right of zero, most of them inside a grey area of ten per cent; "
+        "the misses are labelled. Open bars around the points stay inside the grey area for fitted figures "
+        "and reach far beyond it for most of the others.",
+    )
+
+
+def _reading_metrics(run: Run, combined: Readings, better: int) -> None:
+    """How many readings fit, are better than the chosen one, agree with how many held-out figures;
+    the bands of all that fit."""
+    run.metric(
+        "readings_that_fit",
+        int(combined.fits.sum()),
+        f"of {combined.fits.size} combinations",
+        "modelled",
+    )
+    run.metric("readings_with_less_error", better, "of those", "modelled")
+    for n, count in combined.agreement().items():
+        run.metric(
+            f"readings_judged_{n}",
+            count,
+            f"combinations that fit agree with {n} of {len(JUDGED)}",
+            "modelled",
+        )
+    for name in (*FIT, *JUDGED) if combined.fits.any() else ():
+        run.metrics_of(
+            {
+                f"band_{name}_{end}": value
+                for end, value in zip(("least", "most"), combined.band(name))
+            },
+            "×, over all that fit",
+            "modelled",
+        )
 
 
 def clocks(run: Run, smoke: bool) -> None:

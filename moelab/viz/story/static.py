@@ -200,20 +200,7 @@ def tiers(
     """Plans run on n test prompts a source, a chunk of `tokens` each: what each drops and pads."""
     texts = static.chunk_texts(lm.tokenizer, n, tokens, seed)
     ran = static.run_ways(lm, plan.ways(), texts)
-    run.figure(
-        "tiers",
-        figures.plans(ran, {name: TABLE_3[name] for name in (LOWEST, HIGHEST)}),
-        caption=f"Choices dropped and slots padded in each layer ({lm.spec.name}, {len(texts)} test prompts of "
-        f"about {tokens} tokens, a chunk each; exact counts). Across: the least and most that NPUMoE's "
-        "Table 3 drops, with its padding (paper, PhiMoE).",
-        alt=f"Two panels over {lm.spec.L} layers, shares dropped and padded, a line a plan and two of the "
-        "paper. All layers together: "
-        + "; ".join(
-            f"{name} {percent(of.total.drop_rate, 0)} and {percent(of.total.padded_fraction, 0)}"
-            for name, of in ran.items()
-        )
-        + ".",
-    )
+    _tiers_figure(run, ran, lm.spec, len(texts), tokens)
     run.table(
         "Tiers",
         tables.tiers(plan, calibration.imbalance(PREFILL), static.chunk_imbalance(train, tokens)),
@@ -228,6 +215,35 @@ def tiers(
         "of slots",
         "measured",
     )
+    pad, prune = ran["tiers, pad"], ran["tiers, prune"]
+    if pad.total.dropped:
+        raise AssertionError("padding lost a token")
+    same = (
+        pad.agree >= prune.agree
+    )  # in bf16 rounding alone moves ties, of a model of noise at many places
+    run.metric("pad_is_lossless", same, "", "exact")
+    run.metric("pad_logits_largest_change", pad.changed, "logits, bf16", "measured")
+    _tiers_takeaway(run, ran, plan.launches, lm.spec.E, same)
+
+
+def _tiers_figure(run: Run, ran: Mapping[str, Any], spec: Any, prompts: int, tokens: int) -> None:
+    run.figure(
+        "tiers",
+        figures.plans(ran, {name: TABLE_3[name] for name in (LOWEST, HIGHEST)}),
+        caption=f"Choices dropped and slots padded in each layer ({spec.name}, {prompts} test prompts of "
+        f"about {tokens} tokens, a chunk each; exact counts). Across: the least and most that NPUMoE's "
+        "Table 3 drops, with its padding (paper, PhiMoE).",
+        alt=f"Two panels over {spec.L} layers, shares dropped and padded, a line a plan and two of the "
+        "paper. All layers together: "
+        + "; ".join(
+            f"{name} {percent(of.total.drop_rate, 0)} and {percent(of.total.padded_fraction, 0)}"
+            for name, of in ran.items()
+        )
+        + ".",
+    )
+
+
+def _tiers_takeaway(run: Run, ran: Mapping[str, Any], launches: float, E: int, same: bool) -> None:
     one, pad, prune, groups, printed = (
         ran[name]
         for name in (
@@ -238,13 +254,6 @@ def tiers(
             "tiers, literal B/E",
         )
     )
-    if pad.total.dropped:
-        raise AssertionError("padding lost a token")
-    same = (
-        pad.agree >= prune.agree
-    )  # in bf16 rounding alone moves ties, of a model of noise at many places
-    run.metric("pad_is_lossless", same, "", "exact")
-    run.metric("pad_logits_largest_change", pad.changed, "logits, bf16", "measured")
     run.takeaway(
         "Calibrated tiers drop **{dropped:.1%}** and pad **{padded:.1%}**; one capacity of $cf=1.25$ drops {one:.1%} "
         "and pads {one_padded:.1%}. Groups drop the same and pad {groups:.1%}, in {launches:.1f} launches a layer "
@@ -257,8 +266,8 @@ def tiers(
         one=one.total.drop_rate,
         one_padded=one.total.padded_fraction,
         groups=groups.total.padded_fraction,
-        launches=plan.launches,
-        E=lm.spec.E,
+        launches=launches,
+        E=E,
         agree=pad.agree,
         pruned_agree=prune.agree,
         rest="the rest is rounding in bf16" if same else "**that is more than rounding explains**",
@@ -372,7 +381,11 @@ def executors(
         run.metric(f"{phase}_speedup_over_transformers", of.speedup, "×", "measured")
         if not isinstance(of.reached, str):  # or the limit was measured wrongly
             run.metric(f"{phase}_share_of_roofline", of.reached, "", "measured")
-    many, one = found.values()
+    _executors_takeaway(run, *found.values())
+    return found["decode"]
+
+
+def _executors_takeaway(run: Run, many: experts.ExpertTimes, one: experts.ExpertTimes) -> None:
     run.takeaway(
         "In prefill *{many}* is {faster:.2f} times as fast as the best of transformers and reaches {reached} of the "
         "roofline; all experts with masks takes {all:.1f} times as long. In decode *{one}* is {decode:.2f} times as "
@@ -390,7 +403,6 @@ def executors(
         blocks=many.medians["blockwise"] / many.ours[0],
         block=one.medians["blockwise"] / one.ours[0],
     )
-    return one
 
 
 def loading(

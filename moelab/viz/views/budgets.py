@@ -8,7 +8,7 @@ curves. Left out: prefetching, and pools of chunks (`moelab advise`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp, log
@@ -360,6 +360,59 @@ def budget(
     found = {one.name: one for one in (recorded(source, prompt, tokens) for source in sources)}
     if not found:
         raise ValueError("there is nothing to explore: give an opened model, as views.budget(lm)")
+    explorers, machines = _explorers(found, device, devices)
+    first = next(iter(found))
+    if target is None:
+        at = explorers[first, device or machines[0]]
+        target = float(f"{1.2 / min(at.play(p, at.share(share)).tpot for p in policies):.2g}")
+
+    def compute(
+        share: float, policies: Sequence[str], model: str, machine: str, target: float
+    ) -> Budgets:
+        return budgets(explorers[model, machine], share, policies, target)
+
+    known = [name for name in names("cache") if name not in NEEDS]
+    controls = {
+        "share": slider("memory for experts (% of all)", share, 1.0, 100.0, log=True),
+        "policies": several("cache policies", policies, known),
+        "model": menu("model", first, list(found)),
+        "machine": menu("machine", device or machines[0], machines),
+        "target": _wanted(target),
+    }
+    return View(
+        "budget",
+        controls,
+        compute,
+        draw,
+        rows,
+        command("budget", found[first]),
+        words,
+        lambda view: button(view, lambda: explorers[_chosen(view)], options),
+        lambda: _ahead(explorers.values(), dict.fromkeys([*policies, BELADY, *known])),
+    )
+
+
+def _chosen(view: View) -> tuple[str, str]:
+    return view.values["model"], view.values["machine"]
+
+
+def _ahead(explorers: Iterable[Explorer], policies: Iterable[str]) -> Iterator[Point]:
+    """All that may be asked for, played before it is."""
+    for policy in policies:
+        for one in explorers:
+            yield from (one.play(policy, memory) for memory in one.grid())
+
+
+def _wanted(target: float) -> Any:
+    least, most = min(target, 1.0) / 10, max(target, 10.0) * 10
+    return slider("wanted (tokens/s)", target, least, most, log=True, beyond=1e9)
+
+
+def _explorers(
+    found: Mapping[str, Recorded], device: str | None, devices: Sequence[str]
+) -> tuple[dict[tuple[str, str], Explorer], list[str]]:
+    """({(source, machine): its explorer}, the machines on which all sources can be simulated).
+    ValueError: `device` is none of them, or there are none."""
     explorers = {
         (name, machine): made
         for name, one in found.items()
@@ -376,51 +429,7 @@ def budget(
             f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run "
             f"of a model in memory has no delays, and a card needs rates of disk, memory and arithmetic"
         )
-    first = next(iter(found))
-
-    if target is None:
-        at = explorers[first, device or machines[0]]
-        target = float(f"{1.2 / min(at.play(p, at.share(share)).tpot for p in policies):.2g}")
-
-    def compute(
-        share: float, policies: Sequence[str], model: str, machine: str, target: float
-    ) -> Budgets:
-        return budgets(explorers[model, machine], share, policies, target)
-
-    known = [name for name in names("cache") if name not in NEEDS]
-
-    def ahead() -> Iterator[Point]:
-        for policy in dict.fromkeys([*policies, BELADY, *known]):
-            for one in explorers.values():
-                yield from (one.play(policy, memory) for memory in one.grid())
-
-    controls = {
-        "share": slider("memory for experts (% of all)", share, 1.0, 100.0, log=True),
-        "policies": several("cache policies", policies, known),
-        "model": menu("model", first, list(found)),
-        "machine": menu("machine", device or machines[0], machines),
-        "target": slider(
-            "wanted (tokens/s)",
-            target,
-            min(target, 1.0) / 10,
-            max(target, 10.0) * 10,
-            log=True,
-            beyond=1e9,
-        ),
-    }
-    return View(
-        "budget",
-        controls,
-        compute,
-        draw,
-        rows,
-        command("budget", found[first]),
-        words,
-        lambda view: button(
-            view, lambda: explorers[view.values["model"], view.values["machine"]], options
-        ),
-        ahead,
-    )
+    return explorers, machines
 
 
 def _explorer(found: Recorded, machine: str) -> Explorer | None:

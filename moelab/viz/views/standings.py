@@ -123,18 +123,6 @@ def arena(
     def compute(share: int = percent) -> Contest:
         return every[share]
 
-    def rows(contest: Contest) -> Rows:
-        return [
-            {"place": place, "name": of.name}
-            | {f"{trace}, {contest.unit}": of.scores.get(trace) for trace in contest.ceiling}
-            for place, of in enumerate(contest.standings, 1)
-        ] + [
-            {
-                "place": "ceiling",
-                **{f"{trace}, {contest.unit}": top for trace, top in contest.ceiling.items()},
-            }
-        ]
-
     def command(share: float = 0.0) -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
@@ -158,7 +146,7 @@ def arena(
         controls,
         compute,
         draw,
-        rows,
+        _rows,
         command,
         words,
         label="where it chose wrongly",
@@ -166,3 +154,16 @@ def arena(
         tell=tell,
         first=TRACEBACK if first.own.error else "",
     )
+
+
+def _rows(contest: Contest) -> Rows:
+    return [
+        {"place": place, "name": of.name}
+        | {f"{trace}, {contest.unit}": of.scores.get(trace) for trace in contest.ceiling}
+        for place, of in enumerate(contest.standings, 1)
+    ] + [
+        {
+            "place": "ceiling",
+            **{f"{trace}, {contest.unit}": top for trace, top in contest.ceiling.items()},
+        }
+    ]
