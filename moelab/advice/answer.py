@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +189,6 @@ class Advice:
                 ]
             )
         )
-
-    def _ipython_display_(self) -> None:
-        """Words, figure and table; words alone where nothing can be drawn."""
-        try:  # by name: figures stand above advice, which works without their packages
-            draw = import_module("moelab.viz.advice_figure").draw
-        except ModuleNotFoundError:
-            return print(self)
-        draw(self)
 
 
 def unmeasured(ways: Iterable[Way], loss: float) -> list[str]:

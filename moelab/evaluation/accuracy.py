@@ -77,6 +77,40 @@ def compare(
     modes that count it; "pairs": {task: {"mode − other": row}} of any two that are not the
     baseline; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
     fewer than two samples, an encoder-decoder, no tokenizer."""
+    _require_scorable(model, modes, tasks)
+    texts = {
+        task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed)
+        if task == "loss"
+        else task_prompts(model.tokenizer, task, n, tokens, seed)
+        for task in tasks
+    }
+    samples: Samples = {task: {} for task in texts}
+    recalls: dict[tuple[str, str], float] = {}
+    for mode, context in modes.items():
+        for task, items in texts.items():
+            size = 1 if mode in singly else batch_size
+            with context() as running:
+                samples[task][mode] = _scores(
+                    model, task, items, size, tokens, decode, f"{mode}: {task}"
+                )
+                if hasattr(running, "recall") and (
+                    known := [share for share in running.recall().tolist() if not math.isnan(share)]
+                ):
+                    recalls[task, mode] = sum(known) / len(known)
+    settings = {
+        "prompts": n,
+        "windows": windows,
+        "tokens": tokens,
+        "seed": seed,
+        "scored": "decode steps" if decode else "one forward pass",
+    }
+    found = result(samples, settings)
+    for (task, mode), share in recalls.items():
+        found["scores"][task][mode]["recall"] = share
+    return found
+
+
+def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
         raise ValueError(
@@ -95,39 +129,14 @@ def compare(
         raise ValueError(
             "the model has no tokenizer; put one beside its weights, or set model.tokenizer"
         )
-    texts = {
-        task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed)
-        if task == "loss"
-        else task_prompts(model.tokenizer, task, n, tokens, seed)
-        for task in tasks
-    }
-    samples: Samples = {task: {} for task in texts}
-    recalls: dict[tuple[str, str], float] = {}
-    for mode, context in modes.items():
-        for task, items in texts.items():
-            label, last = f"{mode}: {task}", tokens // 4 if decode else 0
-            size = 1 if mode in singly else batch_size
-            with context() as running:
-                samples[task][mode] = (
-                    scores.language_loss(model, items, size, last, label)
-                    if task == "loss"
-                    else np.array(scores.right_answers(model, items, size, decode, label))
-                )
-                if hasattr(running, "recall") and (
-                    known := [share for share in running.recall().tolist() if not math.isnan(share)]
-                ):
-                    recalls[task, mode] = sum(known) / len(known)
-    settings = {
-        "prompts": n,
-        "windows": windows,
-        "tokens": tokens,
-        "seed": seed,
-        "scored": "decode steps" if decode else "one forward pass",
-    }
-    found = result(samples, settings)
-    for (task, mode), share in recalls.items():
-        found["scores"][task][mode]["recall"] = share
-    return found
+
+
+def _scores(
+    model: Any, task: str, items: Any, size: int, tokens: int, decode: bool, label: str
+) -> np.ndarray:
+    if task == "loss":
+        return scores.language_loss(model, items, size, tokens // 4 if decode else 0, label)
+    return np.array(scores.right_answers(model, items, size, decode, label))
 
 
 def compare_dropping(

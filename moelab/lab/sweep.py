@@ -60,7 +60,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
@@ -361,34 +361,29 @@ def write(path: Path, rows: list[Row]) -> None:
     fields, columns = [], []
     for role in Row._fields:
         for name in dict.fromkeys(name for row in rows for name in getattr(row, role)):
-            cells, about = (
-                [getattr(row, role).get(name) for row in rows],
-                {"role": role, "name": name},
-            )
+            cells = [getattr(row, role).get(name) for row in rows]
+            about = {"role": role, "name": name}
             if role == "metrics":
                 one = next(cell for cell in cells if cell)
                 about |= {"kind": one["kind"], "unit": one["unit"]}
                 cells = [cell and cell["value"] for cell in cells]
-            types = {type(cell) for cell in cells if cell is not None}
-            if not (types <= {int, float} or len(types) == 1 and types <= {str, bool}):
-                cells = [
-                    cell if cell is None or isinstance(cell, str) else json.dumps(cell)
-                    for cell in cells
-                ]
             label = f"at {name}" if role == "at" else name
             while label in (field.name for field in fields):
                 label = f"{role} {label}"
-            columns.append(
-                pyarrow.array(
-                    [
-                        float(cell) if cell is not None and float in types <= {int, float} else cell
-                        for cell in cells
-                    ]
-                )
-            )
+            columns.append(pyarrow.array(_of_one_type(cells)))
             fields.append(pyarrow.field(label, columns[-1].type, metadata=about))
     with atomic(path) as part:
         parquet.write_table(pyarrow.Table.from_arrays(columns, schema=pyarrow.schema(fields)), part)
+
+
+def _of_one_type(cells: list[Any]) -> list[Any]:
+    """Cells of a column: texts where they are of several types, numbers all whole or none."""
+    types = {type(cell) for cell in cells if cell is not None}
+    if types == {int, float}:
+        return [None if cell is None else float(cell) for cell in cells]
+    if len(types) <= 1 and types <= {int, float, str, bool}:
+        return cells
+    return [cell if cell is None or isinstance(cell, str) else json.dumps(cell) for cell in cells]
 
 
 def read(path: str | Path) -> list[Row]:

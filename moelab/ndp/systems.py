@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -31,13 +31,22 @@ from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_secon
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
 from moelab.ndp.prefetch import most_used
+from moelab.ndp.routing import PromptRouting
 from moelab.registry import require
-
-if TYPE_CHECKING:
-    from moelab.ndp.simulation import NDPRun
 
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
 SHARES = ROUND | {"none": np.positive}  # of an expert
+
+
+class Run(Protocol):
+    """What a system may ask of the run that it plans (`moelab.ndp.simulation.NDPRun`)."""
+
+    routing: PromptRouting
+    costs: Costs
+    most: int
+    cached: np.ndarray
+
+    def experts_that_pay(self, usual: int) -> int: ...
 
 
 class System(ABC):
@@ -58,12 +67,12 @@ class System(ABC):
     @abstractmethod
     def plan(self, step: LayerStep, costs: Costs) -> Plan: ...
 
-    def resident(self, run: NDPRun) -> np.ndarray:
+    def resident(self, run: Run) -> np.ndarray:
         """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most
         popular ones."""
         return most_used(run.routing.history, run.most * self.cached)
 
-    def prefetched(self, run: NDPRun) -> np.ndarray:
+    def prefetched(self, run: Run) -> np.ndarray:
         """Which it has when decoding begins, bool [L, E]; what it had not is loaded before. Here,
         if the system `prefetches`, the ones that the prompt used most, and else those that it
         has."""
