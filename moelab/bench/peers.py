@@ -265,13 +265,9 @@ class Moelab(Transformers):
             on_demand_limit,
             overlapped_limit,
         )
-        from moelab.simulation.observed import observed
 
-        this, peak, anonymous = (
-            self.offloading,
-            process()["peak_rss_bytes"],
-            _proc("status", r"^RssAnon:\s*(\d+)"),
-        )
+        this, peak = self.offloading, process()["peak_rss_bytes"]
+        anonymous = _proc("status", r"^RssAnon:\s*(\d+)")
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
         records, decoded = layer_records(list(this.timeline), forwards)
@@ -287,21 +283,7 @@ class Moelab(Transformers):
             else None
         )
         if self.options.get("trace"):
-            steps = [
-                [[layer, list(experts.items())] for layer, experts in forward]
-                for forward in this.steps
-            ]
-            settings = this.run.settings
-            whole = {
-                "steps": steps,
-                "forwards": forwards,
-                "pools": list(astuple(settings.pools)),
-                "workers": workers,
-                "staging": settings.staging,
-                "found": [getattr(metrics, key) for key in FOUND],
-                "observed": observed(this.run),
-            }
-            Path(self.options["trace"]).write_text(json.dumps(whole))
+            self._write_trace(metrics, forwards, workers)
         this.close()
         return {
             "imports_rss_bytes": self.imports,
@@ -320,6 +302,26 @@ class Moelab(Transformers):
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None,
             "overlapped_s": overlapped_limit(records, rate, decoded, workers) if decoded else None,
         }
+
+    def _write_trace(self, metrics: Any, forwards: list[Any], workers: int) -> None:
+        """What the simulator needs to play this run again."""
+        from moelab.simulation.observed import observed
+
+        this = self.offloading
+        steps = [
+            [[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps
+        ]
+        settings = this.run.settings
+        whole = {
+            "steps": steps,
+            "forwards": forwards,
+            "pools": list(astuple(settings.pools)),
+            "workers": workers,
+            "staging": settings.staging,
+            "found": [getattr(metrics, key) for key in FOUND],
+            "observed": observed(this.run),
+        }
+        Path(self.options["trace"]).write_text(json.dumps(whole))
 
     def measure(
         self, tokens: Sequences, prompts: list[int], logits_to: str | None = None
