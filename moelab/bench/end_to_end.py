@@ -587,10 +587,11 @@ def tables(
     engine, options = ("eager", {}) if fits else ("mapped", {"opened": "external"})
     reference = _reference(bench, engine, options | {"logits": str(kept)})
     bench.reference = reference | {"logits": np.load(kept)}
-    gone = {} if alone else absent(external, batch)
+    why_not = {} if alone else absent(external, batch)
+    gone = {name: {"result": why} for name, why in why_not.items()}
     resident = {RESIDENT: ("eager", {}, None)} if fits and not alone else {}
     unfit = {}
-    if not (fits or alone):
+    if RESIDENT not in resident and not alone:
         why = f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has {room / 1e9:.2f} GB for them"
         unfit = {RESIDENT: {"result": why}}
     for share in (size / spec.experts_bytes for size in sizes):
@@ -606,12 +607,12 @@ def tables(
         reports, found = collect(bench, ours | others) | {RESIDENT: [[reference | {"kl": 0.0}]]}, {}
         for i, rate in enumerate(rates):
             base = row(bench, ours[BASE], reports[BASE], i, None).get("TPOT s")
-            arms_here = ours | ({} if rate else others) | resident
-            found[section(share, rate, axes)] = (
-                {name: row(bench, arm, reports[name], i, base) for name, arm in arms_here.items()}
-                | ({} if rate else {name: {"result": why} for name, why in gone.items()})
-                | unfit
-            )
+            peers, missing = ({}, {}) if rate else (others, gone)  # they read at the disk's rate
+            found[section(share, rate, axes)] = {
+                name: row(bench, arm, reports[name], i, base)
+                for name, arm in (ours | peers | resident).items()
+            }
+            found[section(share, rate, axes)] |= missing | unfit
         if simulated:
             predict(bench, arms, share, rates, found, axes, profiles)
         yield found
