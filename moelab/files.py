@@ -359,8 +359,7 @@ def load_tensors(
             said = file.metadata() or {}
             if said.get("format") != form:
                 raise ValueError(f"it is a safetensors file but no {what} ({form})")
-            names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
         if missing := about.keys() - said.keys():
             raise ValueError(f"it does not say {', '.join(sorted(missing))}")
         return build(

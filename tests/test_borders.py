@@ -470,10 +470,7 @@ def test_json_that_is_wrong_anywhere_is_refused_or_right(kind, tmp_path, model):
 def test_tensors_that_are_wrong_anywhere_are_refused_or_right(kind, tmp_path, model):
     path, judge = valid(kind, tmp_path, model)
     with safe_open(path, "pt") as file:
-        about, tensors = (
-            file.metadata(),
-            {name: file.get_tensor(name) for name in list(file.keys())},
-        )
+        about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
     refused = 0
     for name, tensor in tensors.items():
         last = tensor.flatten().clone()

@@ -1,5 +1,6 @@
 """A transformers model and the seam through which everything else reaches into it."""
 
+from moelab.models.identity import identity
 from moelab.models.seam import (
     MoELayer,
     SeamExperts,
@@ -17,6 +18,7 @@ __all__ = [
     "assignments",
     "discover",
     "eager",
+    "identity",
     "plug",
     "plugged",
     "unplug",

@@ -84,7 +84,7 @@ def test_any_tool_reads_the_files(tmp_path):
     )
     for layer in range(2):
         file = safe_open(folder / f"experts-{layer:05d}.safetensors", "np")
-        chunks = {name for name in list(file.keys()) if not name.startswith("pad.")}
+        chunks = {name for name in file.keys() if not name.startswith("pad.")}
         assert len(chunks) == 3 * (2 + 4 + 2 + 1 + 2)  # planes of bf16, fp32, fp16, ints, nothing
         for e in range(3):
             entry, words = (
