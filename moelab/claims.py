@@ -7,13 +7,16 @@ Its verdict is the first that applies:
 
     contradicted by the source itself   another place of the source says otherwise
     not testable here                   it needs hardware, weights or figures that are not here
-    fitted                              it agrees, because something was chosen with this number; never counted
-    follows                             it agrees as a consequence of fitted numbers, of construction, or by a
+    fitted                              it agrees, because something was chosen with this number;
+                                        never counted
+    follows                             it agrees as a consequence of fitted numbers, of
+                                        construction, or by a
                                         prediction without a simulator (`predictor`, within the same
                                         tolerance; where `null` says it by other claims, it alone
                                         decides)
     reproduced                          it agrees, for the source's model and machine
-    same direction                      an order holds; it agrees, but `instead` of the source's model or machine
+    same direction                      an order holds; it agrees, but `instead` of the source's
+                                        model or machine
                                         another one was looked at; or it has at least a quarter of
                                         the claim's effect, and could have come out on the other
                                         side of none (`either_way`)
@@ -307,8 +310,8 @@ def _of_others(null: str, values: Record) -> float:
             numbers.append(sum(value) / 2 if isinstance(value, list) else float(value))
         except (TypeError, ValueError):
             raise ValueError(
-                f"null {null!r}: {word!r} is neither the id of a claim of this source that is a number "
-                "nor a number"
+                f"null {null!r}: {word!r} is neither the id of a claim of this source that is "
+                "a number nor a number"
             ) from None
     if set(words[1::2]) - {"*", "/"} or len(words) % 2 == 0:
         raise ValueError(f"null {null!r} must be ids and numbers with * or / between them")

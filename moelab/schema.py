@@ -1,7 +1,9 @@
 """What a file may hold, said once by annotations, and checked where the file is loaded.
 
-    typed(json, MoESpec)                                    a dataclass of what is in it, or ValueError: "K is 'x', …"
-    typed(json, dict[str, list[float]])                     builtin containers, unions, Literal, TypedDict, NamedTuple
+    typed(json, MoESpec)                                    a dataclass of what is in it, or
+                                                            ValueError: "K is 'x', …"
+    typed(json, dict[str, list[float]])                     builtin containers, unions, Literal,
+                                                            TypedDict, NamedTuple
     checked(tensors, "counts", ("int64",), (2, L, E), 0)    a tensor's type, shape and range
 
 Numbers are finite and fit 64 bits, and a truth value is no number. Of a TypedDict, further keys are

@@ -262,7 +262,8 @@ def run(
         "load average before": load_average(),
         "cores": os.cpu_count(),
         "rounds": rounds,
-        "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that count",
+        "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that "
+        "count",
     }
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()

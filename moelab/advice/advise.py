@@ -2,10 +2,13 @@
 
 In three steps, each of which knows more than the one before:
 
-    modelled    from a config, bytes and rates, in a second: `moelab.advice.ways`. No weights, no torch.
-    simulated   forms × caches × prefetchers × … in a minute or two: `moelab.advice.space`, at what experts cost here,
+    modelled    from a config, bytes and rates, in a second: `moelab.advice.ways`. No weights, no
+                torch.
+    simulated   forms × caches × prefetchers × … in a minute or two: `moelab.advice.space`, at what
+                experts cost here,
                 measured on a sample of them (`moelab.advice.sample`), with the model's own tokens.
-    measured    the best ones for real, with `verify`: `moelab.advice.verify`. That is kept, and corrects what follows.
+    measured    the best ones for real, with `verify`: `moelab.advice.verify`. That is kept, and
+                corrects what follows.
 
 The second is taken by itself where the model's weights are here and the machine is this one.
 """
@@ -184,8 +187,8 @@ def parse_loss(loss: str | float) -> float:
     except ValueError:
         pass
     raise ValueError(
-        f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as '1%' or "
-        f"0.01, or 'any'"
+        f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as "
+        "'1%' or 0.01, or 'any'"
     )
 
 

@@ -110,7 +110,8 @@ def between(model: Model, expert: int) -> int:
     after as many others as the model would: a processor's cache, which may hold a sample in few
     bits, keeps what it would of the model.
 
-    expert : bytes of an expert in memory.    An expert comes again after E/K tokens, all other weights in each.
+    expert : bytes of an expert in memory.    An expert comes again after E/K tokens, all other
+                                              weights in each.
     """
     spec, here = model.spec, sample_spec(model.spec)
     experts = (spec.L * spec.E - here.L * here.E) * expert * here.K // here.E

@@ -107,8 +107,8 @@ def _disturbance(itself: Profile, file: Path) -> list[str]:
         return []
     clock = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
     return [
-        f"While the model was measured, other processes kept {itself.others:.1f} cores busy{clock}: "
-        f"times are too long. When it is quiet, remove {file} and ask again."
+        f"While the model was measured, other processes kept {itself.others:.1f} cores "
+        f"busy{clock}: times are too long. When it is quiet, remove {file} and ask again."
     ]
 
 
@@ -196,8 +196,9 @@ def judged(
 def _how(search: Search, kept: real.Kept | None) -> list[str]:
     """Notes of how the answer was found, and of what is kept for the next."""
     notes = [
-        f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
-        f"mean of the middle half; for TTFT a prompt of {search.asked.context:,}, without the growth of attention."
+        f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that "
+        f"count, the mean of the middle half; for TTFT a prompt of {search.asked.context:,}, "
+        "without the growth of attention."
     ]
     if not kept:
         return notes
@@ -205,18 +206,20 @@ def _how(search: Search, kept: real.Kept | None) -> list[str]:
         factor, error = kept.correction()
         notes.insert(
             0,
-            f"Ways of running this model that were measured on this machine ({machine()}): {len(ratios)}, at "
-            f"{span(min(ratios), max(ratios))} of the time simulated. What else was simulated is corrected by "
-            f"{factor:.3g}, ± {'unknown' if error is None else f'{error:.0%}'}.",
+            f"Ways of running this model that were measured on this machine ({machine()}): "
+            f"{len(ratios)}, at {span(min(ratios), max(ratios))} of the time simulated. What "
+            f"else was simulated is corrected by {factor:.3g}, ± "
+            f"{'unknown' if error is None else f'{error:.0%}'}.",
         )
     if search.left:
         left = "; ".join(dict.fromkeys(search.left))
         notes.append(
-            f"Left out, as time was over or nobody knows what it costs: {left}. The next advice goes on "
-            "with what was measured."
+            f"Left out, as time was over or nobody knows what it costs: {left}. The next "
+            "advice goes on with what was measured."
         )
     notes.append(
-        f"What was measured is kept in {kept.path.parent}; without that folder, all is measured anew."
+        f"What was measured is kept in {kept.path.parent}; without that folder, all is "
+        "measured anew."
     )
     return notes
 
@@ -271,7 +274,8 @@ def looked(
 ) -> tuple[Look | None, str]:
     """What the model does here, run once as it is: (its tokens' routing, its profile, what was
     measured; all of that is
-    kept) or None, and why not.    within : memory, context and batch.    bandwidth : of throttled reads, B/s."""
+    kept) or None, and why not.    within : memory, context and batch.
+    bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
     if kept_look(file, profile, model) is None:

@@ -11,7 +11,8 @@ A measurement is kept under this machine and the model's identity, with what had
 it. The ratios of the two correct the next predictions, by their geometric mean; how far they are
 apart is the uncertainty that is left.
 
-    python -m moelab.advice.verify '{"source": …, "options": …, …}'      prints what `run` returns as its last line
+    python -m moelab.advice.verify '{"source": …, "options": …, …}'
+    prints what `run` returns as its last line
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def run(
     """One way, here and now: open the model, give it `prompt` and then `tokens` single tokens of
     `batch` sequences.
 
-    loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the model, if it is offloaded;
+    loss : also score `WINDOWS` windows of text.
+    profile : a file for the profile of the model, if it is offloaded;
         then all tokens are given again for `LOOKED` seconds, and the calmest round counts.
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak"
@@ -393,7 +395,8 @@ def verify(
     """Run ways for real, in turn, and keep what is measured; Ctrl-C or the end of `SECONDS` stops,
     and what there is stays, half a conversion, too.
 
-    ways : simulated, not corrected.    loss : measure the language loss of few bits, and of the model as it is.
+    ways : simulated, not corrected.
+    loss : measure the language loss of few bits, and of the model as it is.
 
     Returns what could not be run, with the reason.
     """

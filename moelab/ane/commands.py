@@ -2,13 +2,18 @@
 Mac.
 
     moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
-    moelab ane plan MODEL --calibration FILE                        with the counts of `moelab calibrate MODEL FILE`
-    moelab ane convert MODEL folder --chunk 256                     resumes an interrupted conversion
+    moelab ane plan MODEL --calibration FILE                        with the counts of `moelab
+                                                                    calibrate MODEL FILE`
+    moelab ane convert MODEL folder --chunk 256                     resumes an interrupted
+                                                                    conversion
     moelab ane lint folder                                          or single packages
-    moelab ane parity folder --prompts 200                          the packages against the model, on any machine
-    moelab ane doctor folder                                        on a Mac: what really runs on the Neural Engine
+    moelab ane parity folder --prompts 200                          the packages against the model,
+                                                                    on any machine
+    moelab ane doctor folder                                        on a Mac: what really runs on
+                                                                    the Neural Engine
     moelab ane bench folder --prompts 1024,4096                     on a Mac: latency and energy
-    moelab ane calibrate samples.json                               on a Mac: refits the device model
+    moelab ane calibrate samples.json                               on a Mac: refits the device
+                                                                    model
 
 Exit status: 0, 1 where a check failed, 2 for bad input and for what needs a Mac.
 """
@@ -249,7 +254,8 @@ def plan(args: argparse.Namespace) -> int:
 
     if args.samples is not None and args.prompt is None:
         raise ValueError(
-            f"--samples {args.samples} says what a prompt costs; give its length, too, by --prompt N"
+            f"--samples {args.samples} says what a prompt costs; give its length, too, by "
+            "--prompt N"
         )
     device = DeviceModel.of(args.device)
     if args.samples is not None:
@@ -280,10 +286,11 @@ def plan(args: argparse.Namespace) -> int:
         cost = device.prefill(made, args.prompt)
         latency, energy = (100 * cost.error[quantity] for quantity in ("latency", "energy"))
         print(
-            f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled: TTFT {cost.ttft_s:.2f} s, "
-            f"{cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of CPU. Graphs that were left out of the fit "
-            f"are predicted to {latency:.1f} % RMS in latency, {energy:.1f} % in energy; the CPU's times and powers "
-            f"are single figures of unknown error"
+            f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled: TTFT "
+            f"{cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of "
+            f"CPU. Graphs that were left out of the fit are predicted to {latency:.1f} % RMS "
+            f"in latency, {energy:.1f} % in energy; the CPU's times and powers are single "
+            "figures of unknown error"
             + (
                 ""
                 if args.weights == "fp16"
@@ -307,7 +314,8 @@ def convert(args: argparse.Namespace) -> int:
     ]
     if args.plan and given:
         raise ValueError(
-            f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or the other"
+            f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or "
+            "the other"
         )
     made = (
         ANEPlan.load(args.plan) if args.plan else _plan(*_spec(name, "calibration" in args), args)
@@ -321,12 +329,13 @@ def convert(args: argparse.Namespace) -> int:
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
     print(
-        f"{converted.folder}: {len(converted.packages)} packages, {size / MB:,.1f} MB of weights; popularity "
-        f"{made.popularity}"
+        f"{converted.folder}: {len(converted.packages)} packages, {size / MB:,.1f} MB of "
+        f"weights; popularity {made.popularity}"
     )
     if not args.no_validation:
         print(
-            f"In double precision the expert graphs differ from torch by at most {worst:.1e} of the largest output"
+            f"In double precision the expert graphs differ from torch by at most {worst:.1e} "
+            "of the largest output"
         )
     return 0
 

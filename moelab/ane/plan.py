@@ -5,7 +5,8 @@
 whose weights one graph can hold, each group, and attention, on the ANE or on the CPU. `count` says
 what a plan executes, drops and pads.
 
-    counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity   loads [n, L, E]
+    counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity
+    loads [n, L, E]
 
 A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes
 are free, so an expert costs what its tokens cost, nothing is padded or dropped, and a capacity does
@@ -97,8 +98,9 @@ class ANEPlan:
             )
         if self.model_id not in ("", model_id):
             raise ValueError(
-                f"the plan was made from a calibration of {self.spec.name} (identity {self.model_id}), "
-                f"and {spec.name} is another model (identity {model_id}): calibrate and plan this one"
+                f"the plan was made from a calibration of {self.spec.name} (identity "
+                f"{self.model_id}), and {spec.name} is another model (identity {model_id}): "
+                "calibrate and plan this one"
             )
 
     @property
@@ -225,8 +227,8 @@ class ANEPlan:
             f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
             f"popularity {self.popularity}",
             text_table(head, rows),
-            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE, where "
-            f"{self.ane_bytes / 1e9:.1f} GB of expert weights stay.",
+            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the "
+            f"ANE, where {self.ane_bytes / 1e9:.1f} GB of expert weights stay.",
         ]
         return "\n".join(lines + [f"Does not fit: {problem}" for problem in self.problems])
 
@@ -432,8 +434,8 @@ def _why_not_on_ane(
         return reason
     if weight_bytes > limit:
         return (
-            f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB of weights, a graph "
-            f"holds {limit / 1e6:,.0f} MB"
+            f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB "
+            f"of weights, a graph holds {limit / 1e6:,.0f} MB"
         )
     if channels > MAX_CHANNELS:
         return f"a matrix has {channels:,} input channels, the ANE takes {MAX_CHANNELS:,}"
@@ -446,8 +448,7 @@ def attention_params(spec: MoESpec) -> int:
     return spec.H * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
 
 
-# ----------------------------------------------------------------------------------------------
-# what a plan does
+# ---- what a plan does
 
 
 @dataclass
@@ -507,10 +508,12 @@ def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
     loads = np.asarray(loads)
     if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
         raise ValueError(
-            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by {plan.spec.E} experts"
+            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by "
+            f"{plan.spec.E} experts"
         )
     if loads.max() > plan.chunk:
         raise ValueError(
-            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the loads for it"
+            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the "
+            "loads for it"
         )
     return loads

@@ -77,8 +77,8 @@ class PlannedExperts(StaticExecutor):
             return out
         if len(x) > self.plan.chunk:
             raise ValueError(
-                f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run the model "
-                f"inside `with prefill_through(…)`, which cuts prompts into chunks"
+                f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run "
+                "the model inside `with prefill_through(…)`, which cuts prompts into chunks"
             )
         group_of, slice_of, room = self._places[layer]
         kept = routed
@@ -229,7 +229,8 @@ def _forward_in_chunks(
     use_cache: bool | None = None,
     **options: Any,
 ) -> Any:
-    """A decoder stack's `forward`, `chunk` tokens at a time; its arguments and result are transformers'."""
+    """A decoder stack's `forward`, `chunk` tokens at a time; its arguments and result are
+    transformers'."""
     from transformers import DynamicCache, StaticCache
 
     given = input_ids if input_ids is not None else inputs_embeds

@@ -112,8 +112,8 @@ def parts(arm: str) -> list[str]:
     names = [] if arm == BASE else [name.strip() for name in arm.split("+")]
     if unknown := [name for name in names if name not in TECHNIQUES]:
         raise ValueError(
-            f"{arm!r} names {', '.join(unknown)}; a configuration is {BASE!r} or, with + between them, "
-            f"some of {', '.join(TECHNIQUES)}"
+            f"{arm!r} names {', '.join(unknown)}; a configuration is {BASE!r} or, with + "
+            f"between them, some of {', '.join(TECHNIQUES)}"
         )
     for one, other in combinations(names, 2):
         if both := TECHNIQUES[one].options.keys() & TECHNIQUES[other].options.keys():
@@ -528,8 +528,8 @@ def run(
 def _about(here: bool, rounds: int) -> Record:
     """What is measured, and how."""
     return {
-        "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and what is a "
-        "token's, of all sequences",
+        "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and "
+        "what is a token's, of all sequences",
         "processes": "one for all" if here else "one for each configuration and budget",
         "rounds": rounds,
         "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read"
@@ -592,7 +592,10 @@ def tables(
     resident = {RESIDENT: ("eager", {}, None)} if fits and not alone else {}
     unfit = {}
     if RESIDENT not in resident and not alone:
-        why = f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has {room / 1e9:.2f} GB for them"
+        why = (
+            f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has "
+            f"{room / 1e9:.2f} GB for them"
+        )
         unfit = {RESIDENT: {"result": why}}
     for share in (size / spec.experts_bytes for size in sizes):
         budget = int(share * spec.experts_bytes)
@@ -671,7 +674,8 @@ OPTIONS = {
     "model": (None, "your own: a checkpoint's folder or a hub id"),
     "folder": (
         None,
-        "where the model's forms are kept for the next time, ten times its size; else they are temporary",
+        "where the model's forms are kept for the next time, ten times its size; else they "
+        "are temporary",
     ),
     "alone": ({"action": "store_true"}, "without the other engines"),
     "simulated": (

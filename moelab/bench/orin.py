@@ -76,8 +76,7 @@ class Board:
             self.device, self.model, RHO, self.dense, decompress_gbs=decode_gbs
         )
 
-    # ------------------------------------------------------------------------------------------------------
-    # orders
+    # ---- orders
 
     def orders(self, states: str) -> tuple[Any, Any]:
         """Events of one layer's step in Algorithm 1's order, and by ascending expert."""
@@ -129,8 +128,7 @@ class Board:
             order(step, self.delays, self.workers)
         return found, (time.perf_counter() - began) / len(steps)
 
-    # ------------------------------------------------------------------------------------------------------
-    # models
+    # ---- models
 
     def _run(
         self, steps: Any, forwards: Any, cache: Residency, delays: Any, other: Any

@@ -6,10 +6,13 @@ experts), on text and questions that need no network. All modes see the same win
 differences are *paired*.
 
     score        mean ± s/√n over windows or prompts (s: sample standard deviation)
-    difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these differences
-    relative     of the loss, in per cent of the baseline's; its error is that of a ratio of means (delta method)
+    difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these
+                 differences
+    relative     of the loss, in per cent of the baseline's; its error is that of a ratio of means
+                 (delta method)
     p            of right answers: exact two-sided McNemar test on the answers lost and gained
-    interval     95 %: of right answers that of Agresti and Min (2005), which is never empty; of losses Student's
+    interval     95 %: of right answers that of Agresti and Min (2005), which is never empty; of
+                 losses Student's
 Windows of one library file are taken as independent, which makes errors of the loss slightly small.
 """
 
@@ -114,7 +117,8 @@ def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
     unknown = [task for task in tasks if task not in TASKS]
     if unknown or not tasks:
         raise ValueError(
-            f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}"
+            f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are "
+            f"{', '.join(TASKS)}"
         )
     if not modes:
         raise ValueError(
@@ -122,8 +126,8 @@ def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
         )
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
-            "doesn't do; lm-eval's tasks can be used"
+            f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, "
+            "which it doesn't do; lm-eval's tasks can be used"
         )
     if getattr(model, "tokenizer", None) is None:
         raise ValueError(
@@ -215,8 +219,8 @@ def summarise(samples: Samples) -> dict[str, Records]:
         for mode, values in by_mode.items():
             if len(values) < 2 or len(values) != len(base):
                 raise ValueError(
-                    f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; a standard "
-                    f"error needs at least two, and pairs as many of each"
+                    f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; "
+                    "a standard error needs at least two, and pairs as many of each"
                 )
             unit = (
                 "share of right answers" if answers else {"loss": "nats a token"}.get(task, "score")
@@ -296,7 +300,8 @@ def table(found: Record) -> str:
                 lines.append(line + ["–"] * 4)
                 continue
             line.append(
-                f"{scale * row['difference']:+.{digits}f} ± {scale * row['difference error']:.{digits}f}"
+                f"{scale * row['difference']:+.{digits}f} ± "
+                f"{scale * row['difference error']:.{digits}f}"
             )
             line.append(
                 "[" + ", ".join(f"{scale * side:+.{digits}f}" for side in row["interval"]) + "]"

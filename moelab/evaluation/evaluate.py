@@ -1,10 +1,11 @@
 """`moelab evaluate [MODEL|STORE]`: accuracy of running a model in several modes, each against the
 baseline.
 
-    moelab evaluate                                                     the small model, moelab's own tasks
-    moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator estimator.safetensors
-    moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
-    moelab evaluate --modes executor:capacity:factor=1.25
+    moelab evaluate
+    the small model, moelab's own tasks
+    moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator
+    estimator.safetensors moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks
+    loss,gsm8k,boolq --limit 100 moelab evaluate --modes executor:capacity:factor=1.25
     moelab evaluate --memory 50% --decode-only --modes executor:fast,cache-aware:0.5
 
 Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts,

@@ -72,8 +72,8 @@ def compare(
             samples.setdefault(name, {})[mode] = values
     if not samples:
         raise ValueError(
-            f"no metric of {', '.join(task.task_name for task in tasks)} is a mean over questions, so "
-            f"modes cannot be compared in pairs; use lm-eval itself"
+            f"no metric of {', '.join(task.task_name for task in tasks)} is a mean over "
+            "questions, so modes cannot be compared in pairs; use lm-eval itself"
         )
     for name, of in samples.items():
         if lacking := [mode for mode in modes if mode not in of]:
@@ -178,9 +178,9 @@ def _require_loaded(unsafe: Sequence[str], missing: Sequence[str]) -> None:
         )
     if missing:
         raise RuntimeError(
-            f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. Data need a "
-            f"network, or a cache that was filled before (HF_HOME); without one, use "
-            f"{', '.join(LOCAL)}"
+            f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. "
+            "Data need a network, or a cache that was filled before (HF_HOME); without one, "
+            f"use {', '.join(LOCAL)}"
         )
 
 

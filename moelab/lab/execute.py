@@ -222,9 +222,15 @@ def explain(error: Exception, cell: Any, timeout: float) -> str:
         trace = strip_color("\n".join(error.traceback))
         return f"{error.ename}: {strip_color(error.evalue)} ({where})\n\n{trace}"
     if isinstance(error, CellTimeoutError):
-        return f"a cell took longer than {timeout:g} s, {where}; allow more with --timeout, or try -p smoke=true"
+        return (
+            f"a cell took longer than {timeout:g} s, {where}; allow more with --timeout, or try "
+            "-p smoke=true"
+        )
     if isinstance(error, DeadKernelError):
-        return f"the kernel died {where}; most often the machine ran out of memory, so try smaller parameters"
+        return (
+            f"the kernel died {where}; most often the machine ran out of memory, so try smaller "
+            "parameters"
+        )
     return f"{type(error).__name__}: {error} ({where})"
 
 
@@ -239,7 +245,10 @@ def widget_errors(notebook: Any) -> Iterator[str]:
         for output in model.get("state", {}).get("outputs", ()):
             if output.get("output_type") == "error":
                 trace = strip_color("\n".join(output.get("traceback", ())))
-                yield f"{output['ename']}: {output['evalue']} (inside the callback of a widget)\n\n{trace}"
+                yield (
+                    f"{output['ename']}: {output['evalue']} (inside the callback of a "
+                    f"widget)\n\n{trace}"
+                )
 
 
 def add_pictures(notebook: Any, directory: Path) -> None:

@@ -2,9 +2,12 @@
 atomically.
 
     results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
-    results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/, run.json
-    results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a notebook
-    results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came, error.txt
+    results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/,
+                                                         run.json
+    results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a
+                                                         notebook
+    results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came,
+                                                         error.txt
 
 A notebook whose parameters cell is tagged `side-by-side` measures no times but those of its own
 processor use, so that others may run meanwhile."""
@@ -352,6 +355,7 @@ def main(args: argparse.Namespace) -> int:
         return 1
     ran = read_json(directory / "run.json", RunFile)
     print(
-        f"{path.stem} finished in {ran['seconds']:.1f} s, {memory_of(ran) or 'memory unknown'}: {directory}"
+        f"{path.stem} finished in {ran['seconds']:.1f} s, "
+        f"{memory_of(ran) or 'memory unknown'}: {directory}"
     )
     return 0

@@ -139,7 +139,8 @@ def bench_point(name: str, point: Point) -> Record:
     """Run a bench with these options in a process of its own, which ends if this one does."""
     code = (
         "import sys, threading; from moelab.lab.execute import exit_with_the_runner as end; "
-        "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import main; sys.exit(main())"
+        "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import "
+        "main; sys.exit(main())"
     )
     with TemporaryFile("w+") as told:
         with subprocess.Popen(
@@ -242,8 +243,9 @@ def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
         ]
         if several:
             raise ValueError(
-                f"{', '.join(several)} would run several points at once, and their times disturb each "
-                "other; start workers with --nthreads 1, more of them where that does not matter"
+                f"{', '.join(several)} would run several points at once, and their times "
+                "disturb each other; start workers with --nthreads 1, more of them where "
+                "that does not matter"
             )
         futures = {client.submit(attempt, work, point, pure=False): point for point in points}
         try:
@@ -271,7 +273,8 @@ def reach(scheduler: str) -> None:
     there = re.fullmatch(r"(tcp|tls)://(?:\[(.+)\]|([^:]+)):(\d{1,5})", scheduler)
     if there is None:
         raise ValueError(
-            f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, tcp://HOST:PORT"
+            f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, "
+            "tcp://HOST:PORT"
         )
     protocol, host, port = there[1], there[2] or there[3], int(there[4])
     missing = (
@@ -295,8 +298,8 @@ def reach(scheduler: str) -> None:
         raise ConnectionError(f"there is no scheduler at {scheduler}: {error}") from None
     if protocol == "tcp" and not here:
         print(
-            f"moelab: {scheduler} has no certificates: whoever reaches it can run code on its workers, and on this "
-            "machine; `moelab sweep --help` says how to use tls://",
+            f"moelab: {scheduler} has no certificates: whoever reaches it can run code on its "
+            "workers, and on this machine; `moelab sweep --help` says how to use tls://",
             file=sys.stderr,
         )
 

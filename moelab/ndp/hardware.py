@@ -1,7 +1,8 @@
 """GPU, host, PCIe and N units with compute in memory: the machine of GPU-NDP §III-A and Table I,
 and variants of it.
 
-    GPU ── link (PCIe) ── host ── unit 0 … unit N−1       a unit: memory, bandwidth inside it, multipliers
+    GPU ── link (PCIe) ── host ── unit 0 … unit N−1       a unit: memory, bandwidth inside it,
+                                                          multipliers
 
 Figures are those of device cards; no source states the address mapping (how much of a module's
 internal bandwidth a stream of weights gets) and the units' clock.
@@ -131,8 +132,8 @@ def _require_cards(g: DeviceSpec, h: DeviceSpec, u: DeviceSpec) -> None:
     for card, needed in ((g, (*rates, "bf16_tflops")), (h, (*rates, "fp32_tflops"))):
         if missing := [figure for figure in needed if figure not in card.figures]:
             raise ValueError(
-                f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; add it to its "
-                "card or choose another one"
+                f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; "
+                "add it to its card or choose another one"
             )
 
 
@@ -140,7 +141,8 @@ def _stream_gbs(unit: DeviceSpec, mapping: str) -> float:
     """What a stream of weights gets of a unit's internal bandwidth."""
     if mapping not in (*MAPPINGS, STATED):
         raise ValueError(
-            f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}; {STATED!r} is none"
+            f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}; "
+            f"{STATED!r} is none"
         )
     stream = mapping.lower() + "_gbs"
     if stream in unit.figures:
@@ -163,8 +165,8 @@ def _link_gbs(
         )
     if latency_us < 0 or link_gbs is not None and link_gbs <= 0:
         raise ValueError(
-            f"a link of {link_gbs} GB/s with {latency_us} µs a message: the rate must be above 0 (None: "
-            f"PCIe's), the latency not below it"
+            f"a link of {link_gbs} GB/s with {latency_us} µs a message: the rate must be "
+            "above 0 (None: PCIe's), the latency not below it"
         )
     if host_channels is not None and host_channels < 1:
         raise ValueError(f"{host_channels} memory channels; there is at least one (None: no limit)")

@@ -4,8 +4,10 @@ the same plan.
 A `Plan` gives each expert of a `LayerStep` as shares of its columns: 1 in one place is a whole
 expert, 1/N on each of N units is tensor parallelism; every row adds up to 1.
 
-    units [A, N]   computed on unit u from its own memory        host [A]    computed on the CPU from its own memory
-    resident [A]   computed on the GPU from its own memory       moved [A]   sent over the link, computed on the GPU
+    units [A, N]   computed on unit u from its own memory        host [A]
+    computed on the CPU from its own memory
+    resident [A]   computed on the GPU from its own memory       moved [A]
+    sent over the link, computed on the GPU
 """
 
 from __future__ import annotations
@@ -140,8 +142,8 @@ def problems(
         found.append(
             "it is of "
             + ", and asked was for ".join(
-                f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} tokens, at {one.home.tolist()}, "
-                f"resident {one.resident.tolist()}"
+                f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} "
+                f"tokens, at {one.home.tolist()}, resident {one.resident.tolist()}"
                 for one in (step, asked)
             )
         )
@@ -188,11 +190,13 @@ def _wrong_shares(plan: Plan, units: np.ndarray | float, host: float) -> list[st
         for e in step.experts[(plan.resident > 0) & ~step.resident]
     ]
     found += [
-        f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not have so much of it"
+        f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not "
+        "have so much of it"
         for a, u in zip(*(plan.units > units + 1e-9).nonzero())
     ]
     found += [
-        f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have so much of it"
+        f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have "
+        "so much of it"
         for a in (plan.host > host + 1e-9).nonzero()[0]
     ]
     return found

@@ -4,11 +4,15 @@ balancing, prefetching.
 A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has
 two versions:
 
-    literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
-              after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
-    improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are balanced too, as
-              many experts move in prefill as pay, and as many of those that fit are prefetched as are predicted to pay
-              (`simulation.experts_that_pay`). The split ends both sides at once, by bisection on the closed form.
+    literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because
+              E_n + E_g = TopK;
+              after a prefetch hit the misses stay on the units; K experts a layer are prefetched
+              (§IV-D).
+    improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are
+              balanced too, as
+              many experts move in prefill as pay, and as many of those that fit are prefetched as
+              are predicted to pay (`simulation.experts_that_pay`). The split ends both sides at
+              once, by bisection on the closed form.
 
 Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves
 is taken from the busiest unit. Not modelled: MoNDE's periodic correction of its share from history.

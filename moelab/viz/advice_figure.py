@@ -112,10 +112,11 @@ def draw(advice: Advice) -> None:
     tried = len(advice.ways) + len(advice.elsewhere)
     show(
         pareto(advice),
-        f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
-        f"that was tried. The line is the fastest lossless one in so much memory, the ring what is advised.",
-        f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {duration(best.tpot)} a "
-        f"token in {size(best.memory)}",
+        f"{name} on {advice.device.name}: time of a token and memory of the process, of every "
+        "way that was tried. The line is the fastest lossless one in so much memory, the "
+        "ring what is advised.",
+        f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes "
+        f"{duration(best.tpot)} a token in {size(best.memory)}",
         "advice",
     )
     rows, common = advice.rounded()

@@ -160,7 +160,8 @@ def budget_curve(
         Belady's optimum.
     limits : {name: [(bytes, seconds), …]}, lower bounds of the TPOT. marks : {name: bytes},
         vertical lines.
-    most_hits : [(bytes, hit rate), …], an upper bound.    measured : [(policy, as of `curves`), …], points.
+    most_hits : [(bytes, hit rate), …], an upper bound.
+    measured : [(policy, as of `curves`), …], points.
     target : (seconds, what it is), a horizontal line.
     """
     curves = {name: [point[:3] for point in points] for name, points in curves.items()}

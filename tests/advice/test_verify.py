@@ -4,7 +4,6 @@ of them."""
 import math
 from dataclasses import replace
 from statistics import geometric_mean
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,6 @@ from moelab.advice import sample, simulated, space, verify
 from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.verify import Kept, options_of, run
 from moelab.advice.ways import Way
-from moelab.journal import Journal
 from moelab.offloading.requests import Delays
 from moelab.specs import MoESpec
 from tests.models import tiny
@@ -65,18 +63,6 @@ def test_what_was_measured_corrects_the_rest_and_says_so():
     assert (known.tpot, known.kind, known.predicted) == (1.5, "measured", 1.0)
     assert again.corrected(way(), 2).kind == "simulated"  # a batch of two is another thing
     assert Kept("def").correction() == (1.0, None)
-
-
-def test_another_machine_knows_nothing_and_a_torn_line_is_left_out(monkeypatch):
-    record(kept := Kept("abc"), way(), 1.5)
-    with open(kept.path, "ab") as file:
-        file.write(b"{half a line")
-    assert len(Kept("abc").records) == 1
-    monkeypatch.setattr(verify, "machine", lambda: "another")
-    assert Kept("abc").records == []
-    journal = Journal(kept.path)
-    journal.close()
-    assert len(journal.lines) == 1
 
 
 def test_the_loss_of_a_form_is_the_last_that_was_measured():
@@ -250,47 +236,3 @@ def test_what_the_engine_takes_in_a_run_is_added_to_the_parts_of_every_form(monk
     assert (
         exact.other == (7.0, 7.0) and exact.predict == found.predict
     )  # the same predictor is asked
-
-
-@pytest.mark.parametrize("L, E, others", [(2, 8, 0), (3, 8, 0), (2, 64, 10**5), (90, 999, 0)])
-def test_a_sample_meets_an_expert_again_after_as_many_bytes_as_the_model(monkeypatch, L, E, others):
-    """E/K tokens, each of them K experts of every layer, in the sample with what is read beside."""
-    monkeypatch.setattr(sample, "SIZE", 1 << 18)
-    spec = replace(SPEC, num_layers=L, moe_layers=tuple(range(L)), E=E)
-    here, beside = (
-        sample.sample_spec(spec),
-        sample.between(Model("m", spec, 0, "given"), expert := 12_345),
-    )
-    again = here.E / here.K * (here.L * here.K * expert + beside)
-    assert (
-        again == pytest.approx(E / spec.K * (L * spec.K * expert), rel=0.01)
-        or beside == sample.PUSHED
-    )
-    more = sample.between(Model("m", spec, 10**7 + others, "given"), expert)
-    assert beside < more or beside == sample.PUSHED
-
-
-def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
-    """2 layers of 2 experts at 1 s each, a head of 3 s: of a token of 11 s, 2 s are left for each
-    layer."""
-    found = SimpleNamespace(median={"resident": 11.0}.get, head=(3.0, 0.0))
-    delays = Delays(0, 0, 0, 0, 1.0, 0)
-    spec = replace(SPEC, num_layers=2, moe_layers=(0, 1), K=2)
-    assert sample.before_experts(found, spec, delays) == pytest.approx(2.0)
-
-
-def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
-    small_samples, monkeypatch
-):
-    # seconds of others, before and after, twice each time: the busier counts
-    busy = iter([0.0, 1e6, 0.0, 0.0] + [0.0, 0.0, 0.0, 2e6] + [0.0] * 4)
-    monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
-    first = sample.measured(MODEL, ["raw"], "exact")["raw"]
-    assert sample.disturbed(first) and first.load_average is not None
-    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first  # it was worse the second time
-    quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
-    assert (
-        not sample.disturbed(quiet)
-        and quiet.others == 0
-        and sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
-    )

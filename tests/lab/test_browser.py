@@ -50,7 +50,8 @@ if CHROMIUM is None:
 #: what `make lab` has the server do
 HOOKS = re.findall(r"--FileContentsManager\S+", (CHECKOUT / "Makefile").read_text())
 OPENING = [
-    "import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies import LRU",
+    "import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies "
+    "import LRU",
     "class Mine(LRU):\n    pass",
     "lm = moelab.open_model(memory='50%')",
 ]

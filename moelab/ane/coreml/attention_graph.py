@@ -17,11 +17,15 @@ result by up to 2^-11 of its size, rounds little: large terms are exact, and wha
 small and added first. Three identities, our own but for the last (SageAttention shifts by all keys'
 mean, arXiv 2410.02367 §3.1):
 
-    product   x·a = x·p + x·(a − p) with p the power of two nearest to a: x·p is exact, and |a − p| ≤ |a|/3. So cos and
+    product   x·a = x·p + x·(a − p) with p the power of two nearest to a: x·p is exact, and |a − p|
+              ≤ |a|/3. So cos and
               sin come as (p, a − p), those of q with the softmax scale
-    norm      y = x·rsqrt(mean x² + eps), as rounded, is too long by a factor 1 + u that a whole key shares. One step of
-              Newton's method subtracts y·u/2, and u is a mean of differences from 1, which fp16 holds well
-    scores    softmax(q·k) = softmax(q·k − m) with any m for each query; with m near its largest score, the scores that
+    norm      y = x·rsqrt(mean x² + eps), as rounded, is too long by a factor 1 + u that a whole key
+              shares. One step of
+              Newton's method subtracts y·u/2, and u is a mean of differences from 1, which fp16
+              holds well
+    scores    softmax(q·k) = softmax(q·k − m) with any m for each query; with m near its largest
+              score, the scores that
               count are near 0, and the matrix product subtracts m before it rounds
 """
 
@@ -83,7 +87,8 @@ def attention_shape(config: Any, chunk: int, context: int) -> AttentionShape:
         raise ValueError(reason)
     if getattr(config, "clip_qkv", None) is not None or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
-            f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph does that"
+            f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph "
+            "does that"
         )
     heads = config.num_attention_heads
     return AttentionShape(
@@ -159,7 +164,8 @@ def _require_known(shape: AttentionShape, tensors: dict[str, Tensor]) -> None:
     known |= {"q_norm.weight", "k_norm.weight"} if shape.norm else set()
     if other := set(tensors) - known:
         raise ValueError(
-            f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it for the CPU"
+            f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it "
+            "for the CPU"
         )
 
 

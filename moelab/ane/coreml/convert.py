@@ -5,7 +5,8 @@ Source: NPUMoE §A.4, §4. A checkpoint becomes a folder with a package for each
 group of experts that the plan puts on the Neural Engine, and a manifest. What stays on the CPU is
 not copied: the manifest names the checkpoint and its identity.
 
-    manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
+    manifest.json                     settings, plan, and for each layer what runs where, with sizes
+                                      and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
     layers/003/group02.mlpackage      group 2 of decoder layer 3's experts
 
@@ -180,11 +181,13 @@ def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPla
     converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(
-            f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan"
+            f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend "
+            "runs its plan"
         )
     if plan.chunk % 16:
         raise ValueError(
-            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of 16: plan anew"
+            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of "
+            "16: plan anew"
         )
     if settings.context < plan.chunk:
         raise ValueError(
@@ -272,8 +275,8 @@ class _Source:
         }
         if "q_proj.weight" not in tensors:
             raise ValueError(
-                f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "
-                f"that is not read here; plan attention for the CPU"
+                f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is "
+                "stored in a way that is not read here; plan attention for the CPU"
             )
         save_attention(path, self.shape, tensors)
 
@@ -324,9 +327,9 @@ class _Source:
             or not unlike <= OWN_TOLERANCE
         ):
             raise ValueError(
-                f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
-                f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
-                f"coremltools; please report it"
+                f"{path} does not compute what torch does: they differ by {difference:.3g} of "
+                f"the largest output, torch and the model's own code by {unlike:.3g}. This is "
+                "a mistake in moelab or coremltools; please report it"
             )
         return difference
 

@@ -5,7 +5,8 @@ and §A.4. The graph splits its input into G slices, runs each through its own e
 Two layouts of the same G·C slots:
 
     "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
-    "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
+    "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times
+                              at fp16
 
 Several capacities share one package's weights as functions c16, c32 … Routing weights are applied
 on the CPU (§4.2 step 6)."""
@@ -77,7 +78,8 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
     """
     if experts.has_post_expert_norm:
         raise ValueError(
-            f"{type(experts).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)"
+            f"{type(experts).__name__} has a norm after each expert; norms run on the CPU "
+            "(NPUMoE §3.2)"
         )
 
     def matrix(name: str) -> Tensor:
@@ -131,8 +133,8 @@ def activation_of(experts: Any) -> str:
     ):
         return "clamped"
     raise ValueError(
-        f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
-        f"one; its experts must stay on the CPU"
+        f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and "
+        "the clamped one; its experts must stay on the CPU"
     )
 
 

@@ -126,8 +126,8 @@ def coremltools() -> Any:
     except ImportError as error:
         raise ImportError(
             "Core ML packages are read and written with coremltools, which is not installed: "
-            "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; elsewhere the "
-            "planning and the device model still work)"
+            "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; "
+            "elsewhere the planning and the device model still work)"
         ) from error
     return coremltools
 

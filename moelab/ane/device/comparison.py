@@ -275,7 +275,10 @@ class Setting:
     chunk: int = 256
 
     def __str__(self) -> str:
-        return f"{self.levels} tier{'s' * (self.levels > 1)}, slack {self.slack:g}, G = {self.group_size}"
+        return (
+            f"{self.levels} tier{'s' * (self.levels > 1)}, slack {self.slack:g}, G = "
+            f"{self.group_size}"
+        )
 
 
 class Outcome(NamedTuple):

@@ -3,7 +3,8 @@ beside it.
 
 One launch of a graph of G experts of capacity C takes, in ms,
 
-    serial:    a + b·G + c·G·C + s·max(0, G·C − 1024)          parallel, G·C ≤ 1024:  G·C · (p/C + q + w·log2 G)
+    serial:    a + b·G + c·G·C + s·max(0, G·C − 1024)          parallel, G·C ≤ 1024:
+    G·C · (p/C + q + w·log2 G)
 
 a the launch, b to bring an expert's weights, c a row, s what a row more costs once activations
 exceed 1024 rows. Weights and rows add up (a roofline, max(b, c·C), fits worse), so loading does not
@@ -126,8 +127,9 @@ def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
     design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
     if len(serial) < 4 or np.linalg.matrix_rank(design) < 4:
         raise ValueError(
-            f"{len(serial)} serial samples do not determine launch, weights, row and spill: time at least "
-            f"two group sizes, two capacities and one graph of more than {SPILL_ROWS} rows"
+            f"{len(serial)} serial samples do not determine launch, weights, row and spill: "
+            "time at least two group sizes, two capacities and one graph of more than "
+            f"{SPILL_ROWS} rows"
         )
     launch, expert, row, spill = _relative(design, [s.ms for s in serial])
     power, work = zip(*(_energy(samples, mode) for mode in MODES))

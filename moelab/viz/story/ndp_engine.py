@@ -65,8 +65,9 @@ def executed(run: Run, lm: Any, cut: Mapping[int, float], steps: int, seed: int)
         "modelled",
     )
     run.takeaway(
-        "Cut into {N} parts, {model} computes the same but for {apart:.1e} of its largest logit. On four "
-        "modules tensor parallelism gains {gained} over MoNDE (modelled).",
+        "Cut into {N} parts, {model} computes the same but for {apart:.1e} of its "
+        "largest logit. On four modules tensor parallelism gains {gained} over MoNDE "
+        "(modelled).",
         N=max(cut),
         model=lm.spec.name,
         apart=max(cut.values()),
@@ -111,9 +112,10 @@ def prefetching(
     known, future, lucky = (dict(points) for points in curve.values())
     x = sorted(known)[-3]
     run.takeaway(
-        "The experts most used by the prompt are used {share:.1%} of the time, chance is {chance:.1%}: the estimate of "
-        "*near chance* {held} ({lift:.2f}×). {said} With {x} of {E} experts a layer prefetched {hit:.0f} % of a step's "
-        "experts hit; chance is {lucky:.0f} %, knowledge of the future {future:.0f} %.",
+        "The experts most used by the prompt are used {share:.1%} of the time, chance is "
+        "{chance:.1%}: the estimate of *near chance* {held} ({lift:.2f}×). {said} "
+        "With {x} of {E} experts a layer prefetched {hit:.0f} % of a step's experts "
+        "hit; chance is {lucky:.0f} %, knowledge of the future {future:.0f} %.",
         share=share,
         chance=chance,
         held="failed" if share > 1.25 * chance else "held",
@@ -145,11 +147,11 @@ def _used_figure(run: Run, used: Mapping[str, Any], spec: Any, prompts: int) -> 
             line=(chance, f"chance, K/E = {chance:.1%}"),
             kind="exact counts<br>whiskers: 95 %",
         ),
-        caption=f"Share of the prefetched experts that a decode step uses, {spec.name}: {prompts} prompts, "
-        f"x = K = {spec.K} of {spec.E} experts a layer (exact counts of the engine; 95 % over prompts). "
-        "After Fig. 6.",
-        alt="Groups of three bars for each source and for all. Dataset-free and calibration on the same source "
-        "are close, above chance; calibration on other sources is lower.",
+        caption=f"Share of the prefetched experts that a decode step uses, {spec.name}: {prompts} "
+        f"prompts, x = K = {spec.K} of {spec.E} experts a layer (exact counts of the engine; "
+        "95 % over prompts). After Fig. 6.",
+        alt="Groups of three bars for each source and for all. Dataset-free and calibration on "
+        "the same source are close, above chance; calibration on other sources is lower.",
     )
 
 
@@ -164,10 +166,10 @@ def _grown_figure(run: Run, curve: Mapping[str, Any], spec: Any) -> None:
             at=spec.K,
             kind="exact counts<br>dashed: x = K",
         ),
-        caption=f"Hit rate by number of prefetched experts, {spec.name} (exact counts, mean over prompts). The "
-        "upper bound knows the answer.",
-        alt="Three rising curves that meet at all experts: chance below, dataset-free above it, the upper bound "
-        "clearly higher.",
+        caption=f"Hit rate by number of prefetched experts, {spec.name} (exact counts, mean over "
+        "prompts). The upper bound knows the answer.",
+        alt="Three rising curves that meet at all experts: chance below, dataset-free above it, "
+        "the upper bound clearly higher.",
     )
 
 

@@ -55,7 +55,8 @@ class Point(NamedTuple):
 class Explorer:
     """A recorded run on one machine: simulates it within any budget, once.
 
-    run : what was recorded.    device : a card's name, or None for what was measured where it was recorded.
+    run : what was recorded.
+    device : a card's name, or None for what was measured where it was recorded.
     """
 
     found: Recorded
@@ -314,15 +315,16 @@ def words(found: Budgets) -> tuple[str, str]:
     ]
     told = (
         f"{found.name}, {size(found.memory)} for experts, {found.device}: {best} takes "
-        f"{ms(found.at[best].tpot)} ms a token and finds {found.at[best].hit_rate:.0%} of the experts in memory. "
-        f"{_rate(found.target)} need {', '.join(reached) or 'more than memory: no budget gives them here'}. "
-        f"TPOT is the mean of decode steps (simulated; routing {found.how})."
+        f"{ms(found.at[best].tpot)} ms a token and finds {found.at[best].hit_rate:.0%} of the "
+        f"experts in memory. {_rate(found.target)} need "
+        f"{', '.join(reached) or 'more than memory: no budget gives them here'}. TPOT is the "
+        f"mean of decode steps (simulated; routing {found.how})."
     )
     return (
         told,
-        "Above, TPOT falls as memory for experts grows, a line a policy, all above Belady's and the grey "
-        "limit; in the middle their hit rates rise below the ceiling; below, a bar of what takes the "
-        "memory, with a line at what the budget holds.",
+        "Above, TPOT falls as memory for experts grows, a line a policy, all above Belady's "
+        "and the grey limit; in the middle their hit rates rise below the ceiling; below, a "
+        "bar of what takes the memory, with a line at what the budget holds.",
     )
 
 
@@ -348,12 +350,15 @@ def budget(
 
     sources : what is looked at, a menu if there are several: opened models, runs (`lm.moelab.run`),
         names of model cards, see `moelab.viz.views.recorded.recorded`.
-    share : the budget at first, per cent of what all experts take.    policies : names of `moelab.names("cache")`.
+    share : the budget at first, per cent of what all experts take.
+    policies : names of `moelab.names("cache")`.
     device : the machine at first: a card's name, or None for what was measured where the run was
         recorded, if it was.
-    devices : cards of the menu; those that lack a figure are left out.    target : tokens/s that are wanted;
+    devices : cards of the menu; those that lack a figure are left out.
+    target : tokens/s that are wanted;
         by default a fifth more than there are at first.
-    prompt, tokens : what an opened model generates.    options : further ones of `open_model` for the real run.
+    prompt, tokens : what an opened model generates.
+    options : further ones of `open_model` for the real run.
 
     Raises ValueError: no source, an unknown policy, no machine to simulate; what `recorded` raises.
     """
@@ -426,8 +431,9 @@ def _explorers(
     ]
     if not machines or device not in (None, *machines):
         raise ValueError(
-            f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run "
-            f"of a model in memory has no delays, and a card needs rates of disk, memory and arithmetic"
+            f"device is {device!r}; what can be simulated: "
+            f"{', '.join(machines) or 'nothing'}. The run of a model in memory has no delays, "
+            "and a card needs rates of disk, memory and arithmetic"
         )
     return explorers, machines
 

@@ -1,6 +1,7 @@
 """Two runs side by side: parameters, metrics with their spread, figures laid over each other.
 
-views.runs()                    the two newest            views.runs("01", "results/runs/01_calibration/2025…")
+views.runs()                    the two newest            views.runs("01",
+                                                          "results/runs/01_calibration/2025…")
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The arena: what one has written oneself, ranked against everything of its kind on three traces.
 
-moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedule (`moelab.bench.arena`)
+moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedule
+                                    (`moelab.bench.arena`)
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def words(contest: Contest) -> tuple[str, str]:
         said += "" if contest.place == 1 else f" First is {best.name}."
     return (
         f"{said} Scores: {contest.unit}, {kind}; the ceiling is 100 %.",
-        f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share of the ceiling.",
+        f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share "
+        "of the ceiling.",
     )
 
 
@@ -94,7 +96,8 @@ def tell(contest: Contest, name: str) -> Detail:
     head = ["where", "chose", "better", "cost"]
     table = html_rows([*head], wrong[:LISTED])
     return Detail(
-        f"<p>{len(wrong)} choices that another beats, the costliest {min(len(wrong), LISTED)}:</p>{table}"
+        f"<p>{len(wrong)} choices that another beats, the costliest "
+        f"{min(len(wrong), LISTED)}:</p>{table}"
     )
 
 

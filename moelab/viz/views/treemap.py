@@ -1,7 +1,8 @@
 """The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation
 would do, or by use.
 
-    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert popularity")
+    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert
+                                                popularity")
     views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
