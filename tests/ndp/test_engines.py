@@ -88,8 +88,8 @@ def test_shared_dram_is_read_no_faster_than_it_can(seed, split, N, S):
 
 
 def test_nothing_is_lost_in_random_configurations():
-    found = conserve(100, seed=7)
-    assert found["problems"] == [] and found["layers"] > 200
+    found = conserve(30, seed=7)
+    assert found["problems"] == [] and found["layers"] > 60
     assert found["largest difference, exact plans"] < 1e-9
     assert (
         found["smallest, mixed"] > 0.98

