@@ -22,7 +22,7 @@ _HOMES = {
     "kept_store": "moelab.checkpoint.convert",
     "restore": "moelab.checkpoint.restore",
     "simulate": "moelab.simulation.simulator:replay",
-    "profile": "moelab.simulation.profile",
+    "profile": "moelab.bench.profile",
     "names": "moelab.registry",
     "describe": "moelab.registry",
     "MoESpec": "moelab.specs",

@@ -72,7 +72,7 @@ COMMANDS = {
         "folder --model Mixtral-8x7B --scale 0.1",
     ),
     "profile": (
-        "moelab.simulation.profile",
+        "moelab.bench.profile",
         "measure what reading, decoding and computing experts costs here",
         "qwen.store",
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moelab.checkpoint.opening import open_checkpoint
 from moelab.fast.fast_decode import DENSE, FastDecode
 from moelab.models import eager, plugged
 from moelab.models.identity import identity
-from moelab.models.patches import Patches, put
+from moelab.models.patches import Patches
 from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
 from moelab.offloading.offload import DEFAULT_POLICY, offload
 from moelab.offloading.session import Session
@@ -31,6 +32,8 @@ from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vector
 from moelab.speculate.predictors import lacking
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups
 from moelab.store.layout import ExpertStore
+from moelab.zipmoe.measure import quick_delays
+from moelab.zipmoe.planner import auto_pools
 
 #: further options with `memory`: those of `offload` and of `Reader`
 OPTIONS = (
@@ -165,7 +168,12 @@ def open_model(
         Session(model)
     else:
         ahead = options.pop("ahead", None if prefetch is not None else 0)
-        options = {"compact": "kernels" if executor in ("fast", "gemv") else False} | options
+        if options.get("plan") == "auto":
+            options["plan"] = partial(auto_pools, calibration)
+        options = {
+            "compact": "kernels" if executor in ("fast", "gemv") else False,
+            "delays": quick_delays,
+        } | options
         model = offload(
             source,
             memory,
@@ -174,7 +182,6 @@ def open_model(
             ahead=ahead,
             dtype=dtype,
             device=device or "cpu",
-            calibration=calibration,
             **options,
         )
     with ExitStack() as unless_open:
@@ -295,14 +302,8 @@ def _executing(
         if isinstance(executor, str)
         else executor
     )
-    session, engine = model.moelab, model.moelab.engine
     with Patches() as patches:
-        put(patches, session, "executor", executor)
-        if engine is None:
-            patches.enter_context(plugged(model, run or eager))
-        else:
-            put(patches, engine, "executor", run)
-            patches.enter_context(plugged(model, source=session.source))
+        patches.enter_context(plugged(model, run or eager))
         if executor == "fast":
             patches.enter_context(FastDecode(model, dense=dense))
         yield
@@ -356,7 +357,7 @@ def _prefetching(
 @contextmanager
 def _routing(model: Any, margin: float) -> Iterator[None]:
     with CacheAwareRouting(model, margin) as routing, Patches() as patches:
-        put(patches, model.moelab, "routing", routing)
+        patches.put(model.moelab, "routing", routing)
         yield
 
 

@@ -7,9 +7,7 @@
 
 Under torchrun every rank reads and holds the model without its routed experts, and its share of
 those. All ranks compute attention and shared experts for all tokens, and the experts where they are
-(`moelab.parallel`). Prompts are routed in sequence parallel: a rank asks the routers about its
-share of the tokens, and what they chose is gathered (not with ep-a2a, which keeps every bit).
-Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only rank 0 prints.
+(`moelab.parallel`). Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only rank 0 prints.
 
 The reason for several ranks is memory: each holds its share of the experts. A token is slower than
 in one process that has room for all: attention is computed by each rank, and each layer waits for
@@ -41,7 +39,7 @@ from moelab.offloading.budget import memory
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
-from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, route_in_sequence, spread
+from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: options of `moelab.open_model` that several ranks do not take
@@ -169,8 +167,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how experts are spread over "
         f"the ranks that torchrun started, to have memory for them, not to be faster: ep (all-gather), "
-        f"ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp (cut), tp-ep (both), hidden (cut along "
-        f"H), blocks (tokens in blocks), auto: as AWS Neuron's guide advises (default: {DEFAULT})",
+        f"ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp (cut), tp-ep (both), "
+        f"auto: as AWS Neuron's guide advises (default: {DEFAULT})",
     )
     parser.add_argument(
         "--spare",
@@ -333,9 +331,8 @@ def generate(
         network = open_parallel(
             model, parallel, tp, inner, dtype, device, opening.get("calibration"), spare
         )
-        session, parallel = Session(network), network.parallel
-        if parallel != DEFAULT:
-            session.enter(route_in_sequence(network))
+        Session(network)
+        parallel = network.parallel
     if stream:
         for reason in getattr(network, "reasons", ()):
             print(reason, file=sys.stderr)

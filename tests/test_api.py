@@ -115,9 +115,7 @@ def test_using_is_for_a_block(folder, memory):
         assert torch.equal(tokens(lm), expected) and not calls
         for name in moelab.names("executor"):
             with moelab.using(lm, executor=name):
-                assert lm.moelab.engine is None or (lm.moelab.engine.executor is None) == (
-                    name == "exact"
-                )
+                assert (lm.moelab.executor is moelab.models.eager) == (name == "exact")
 
 
 def test_fast_is_fast_everywhere(folder):
@@ -341,7 +339,7 @@ def test_another_models_calibration_is_refused(folder):
     with pytest.raises(ValueError, match="belongs to small"):
         moelab.open_model(folder, memory="60%", calibration=calibration)
     with moelab.using(lm, executor="tiered", calibration=calibration):
-        assert discover(lm)[0].experts.executor.capacities(0, 8, 2, lm.spec.E)
+        assert discover(lm)[0].seam.executor.capacities(0, 8, 2, lm.spec.E)
 
 
 def test_every_name_says_what_it_is_for():

@@ -59,7 +59,7 @@ DIRECTIONS = {
     "trace": {"models", "store", "checkpoint"},
     "recording": {"models", "checkpoint", "trace"},
     "calibration": {"models", "trace", "checkpoint"},
-    "experts": {"store"},
+    "experts": {"store", "models"},
     "fast": {"models", "store", "experts", "checkpoint"},
     "static": {"experts"},
     "parallel": {"experts", "models", "checkpoint", "calibration"},
@@ -86,7 +86,7 @@ DIRECTIONS = {
         "experts",
         "offloading",
     },
-    "zipmoe": {"trace", "calibration", "cache", "store", "offloading", "simulation"},
+    "zipmoe": {"models", "trace", "calibration", "cache", "store", "offloading", "simulation"},
     "api": {
         "models",
         "checkpoint",

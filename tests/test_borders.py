@@ -27,6 +27,7 @@ from moelab.advice.verify import sensible
 from moelab.ane.device.published import TABLE_5
 from moelab.ane.device.timing import load_samples, save_samples
 from moelab.ane.plan import ANEPlan, make_plan
+from moelab.bench.profile import Profile
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
 from moelab.checkpoint.opening import open_checkpoint, spec_of
@@ -37,7 +38,6 @@ from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
 from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
 from moelab.schema import checked, parse_json, typed
-from moelab.simulation.profile import Profile
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.next_token import NextToken

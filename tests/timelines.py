@@ -36,3 +36,15 @@ def check(events: Iterable[Event]) -> list[str]:
             if after.start < before.end
         ]
     return problems
+
+
+def at_most(spans: Iterable[tuple[float, float]], limit: int, tiny: float = 1e-9) -> bool:
+    """Whether at no moment more than `limit` of the (start, end) overlap, by more than `tiny`."""
+    long = [(start, end) for start, end in spans if end - start > 3 * tiny]
+    edges = sorted([(end - tiny, -1) for _, end in long] + [(start, 1) for start, _ in long])
+    running = 0
+    for _, step in edges:
+        running += step
+        if running > limit:
+            return False
+    return True

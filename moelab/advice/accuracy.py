@@ -34,7 +34,7 @@ from moelab.advice.verify import Kept, forwards, given, opened, options_of, stor
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
 from moelab.bench.measure import load_average
-from moelab.offloading.control_group import drop_cached
+from moelab.bench.memory_limit import drop_cached
 from moelab.progress import progress
 from moelab.specs import DeviceSpec, MoESpec
 
@@ -143,7 +143,7 @@ def measured(
                     for _ in islice(steps, TURN * (MORE if way.resident else 1)):
                         pass
                     for _ in range(100):  # what is read for its next token is in nobody else's way;
-                        if not (lm.moelab.engine and lm.moelab.engine.pipeline.queue.busy):
+                        if not (lm.moelab.engine and lm.moelab.engine.loader.queue.busy):
                             break  # what waits for a slot, waits for that token
                         time.sleep(1e-3)
             for way in running.keys() - failed.keys():

@@ -30,8 +30,8 @@ from moelab.advice.ways import ZIPF, Way, zipf
 from moelab.arguments import number, whole
 from moelab.cards import load_device
 from moelab.offloading import budget
-from moelab.offloading.limits import MachineRates
 from moelab.registry import names, require
+from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec, MoESpec
 from moelab.table import size
 

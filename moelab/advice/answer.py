@@ -12,8 +12,8 @@ from typing import Any
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
 from moelab.advice.ways import Way
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.offloading.budget import RESERVE
-from moelab.offloading.limits import MachineRates, kv_bytes
+from moelab.offloading.budget import RESERVE, kv_bytes
+from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec
 from moelab.table import duration, filled, head_and_rows, in_units, plain, size, text_table
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from moelab.advice.model import Model
 from moelab.advice.ways import Way, hit_rates, least, possible
-from moelab.offloading.budget import RESERVE, parse_budget
-from moelab.offloading.limits import MachineRates, kv_bytes
+from moelab.offloading.budget import RESERVE, kv_bytes, parse_budget
+from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec
 from moelab.table import size
 

@@ -39,15 +39,14 @@ from moelab.advice.space import (
     twice_as_fast,
 )
 from moelab.advice.ways import Way, fitted
+from moelab.bench.profile import Profile
 from moelab.files import cache_folder, load_json, write_json
 from moelab.schema import Amount, Count, Must, Positive, Size
-from moelab.simulation.observed import Observed
-from moelab.simulation.profile import Profile
 from moelab.simulation.simulator import flat
 from moelab.table import size, span
 
 #: of what is kept of a look: another number where that would no longer do
-FORMAT = "moelab.look/5"
+FORMAT = "moelab.look/6"
 #: ways that `verify` runs
 VERIFIED = 3
 #: seconds of measuring, the model itself first
@@ -331,7 +330,6 @@ class _Look(TypedDict):
     memory: Size
     context: Size
     batch: Size
-    observed: Observed
     late: NotRequired[Amount]
 
 

@@ -14,11 +14,10 @@ forwards."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,25 +27,22 @@ from moelab import registry
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way, fitted
-from moelab.cache.cross_token import CrossToken
+from moelab.bench.profile import Profile
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import typical
-from moelab.offloading.limits import MachineRates
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
-from moelab.simulation.profile import Profile
+from moelab.simulation.costs import RHO, Machine, delays_in_place, delays_of
 from moelab.simulation.simulator import (
-    RHO,
-    Linear,
     Predictions,
+    Prefetching,
     Simulation,
     Steps,
-    delays_of,
     flat,
+    ordered,
     simulate,
 )
 from moelab.specs import DeviceSpec, MoESpec
@@ -68,20 +64,19 @@ PREFETCH, RECALL = "router", 0.75
 
 @dataclass(frozen=True)
 class Costs:
-    """What a form costs on a machine: an expert's delays, seconds before a layer's experts and
-    after the last layer, bytes of a slot, bytes of an expert on disk; with everything in memory,
-    where nothing is decided, seconds before a layer's experts, and of a token without any experts
-    (None: as `other` and `head`); seconds of a prediction; what an engine adds to the delays."""
+    """What a form costs on a machine; bytes of a slot, bytes of an expert on disk; seconds of a
+    token without any experts where all are in memory and nothing is decided (None: as the machine
+    says)."""
 
-    delays: Delays
-    other: Linear
-    head: Linear
+    machine: Machine
     sizes: Sizes
     disk: int
-    resident: float | None = None
     rest: float | None = None
-    predict: float = 0.0
-    around: Callable[[Delays], Delays] | None = None
+
+    def reading(self, e_read: float, sm_read: float) -> Costs:
+        """The same with reads of so many seconds."""
+        delays = replace(self.machine.delays, e_read=e_read, sm_read=sm_read)
+        return replace(self, machine=replace(self.machine, delays=delays))
 
 
 @dataclass(frozen=True)
@@ -150,21 +145,49 @@ def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
 def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:
     """A way with what the simulator finds; None where its memory holds no expert beside those that
     are loaded."""
-    spec, sizes = model.spec, costs.sizes
-    if (held := _held(spec, way, costs, seen)) is None:
-        return None
+    spec, sizes, batch = model.spec, costs.sizes, seen.batch
+    # of one token and of a whole prompt: no line goes through both exactly
+    other, head = (
+        (base + token * batch, 0.0) for base, token in (costs.machine.other, costs.machine.head)
+    )
+    if way.resident and costs.rest is not None:
+        other, head = (costs.machine.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
+    machine = replace(costs.machine, workers=way.workers, other=other, head=head)
+    pools, ahead, staging = Pools(F=spec.L * spec.E), 0, 1
+    if not way.resident:
+        if way.budget < sizes.in_flight + sizes.full:
+            return None
+        pools, staging = divide(way.budget, sizes, spec.L, spec.E, None, "model", way.workers, None)
+        ahead = min(spec.K, staging - 1) if way.prefetch else 0
+        if sizes.sm:
+            pools = way.pools or _best_pools(way, costs, seen, machine, staging)
+    gate = PrefetchGate()
+
+    def run(residency: Residency, tokens: Part, machine: Machine = machine) -> Simulation:
+        prefetching = Prefetching(tokens.predictions, ahead, gate=gate) if ahead else None
+        return simulate(
+            tokens.steps,
+            tokens.forwards,
+            residency,
+            machine,
+            staging=staging,
+            order=ordered("default", machine),
+            prefetching=prefetching,
+            quiet=True,
+        )
+
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
-    long, residency = (Residency(spec.L, spec.E, held.pools, way.cache) for _ in range(2))
+    long, residency = (Residency(spec.L, spec.E, pools, way.cache) for _ in range(2))
     if way.resident:  # all is read when the model is opened
         residency.fill()
         long.fill()
-    prompt = held.run(long, _prompt(seen.shares, seen.batch * context), costs.other, costs.head)
-    # the gate has to learn, a cache just to be filled
-    first, gone = 1 + WARM, 0 if held.ahead else WARM
+    linear = replace(machine, other=costs.machine.other, head=costs.machine.head)
+    prompt = run(long, _prompt(seen.shares, batch * context), linear)
+    first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
-    held.run(residency, seen.part(gone, first))
-    timed = held.run(residency, seen.part(first))
+    run(residency, seen.part(gone, first))
+    timed = run(residency, seen.part(first))
     found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
     return replace(
         way,
@@ -172,87 +195,11 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         read=found.read_bytes / len(timed.forwards),
         tpot=tpot,
         ttft=prompt.ttft,
-        pools=held.pools if sizes.sm and not way.resident else None,
+        pools=pools if sizes.sm and not way.resident else None,
         kind="simulated",
         limited_by="loading" if (found.stall_per_step or 0) > tpot / 2 else "computing",
         written=0 if way.form == AS_IS else spec.L * spec.E * costs.disk + model.others,
     )
-
-
-class _Held:
-    """A way with its memory divided, whose tokens are simulated part by part; what prefetching has
-    learnt goes on from one to the next."""
-
-    def __init__(
-        self, way: Way, costs: Costs, delays: Delays, timing: tuple[Linear, Linear], spec: MoESpec
-    ) -> None:
-        self.way, self.costs, self.delays = way, costs, delays
-        self.other, self.head = timing
-        self.pools, self.ahead, self.staging = Pools(F=spec.L * spec.E), 0, 1
-        self.gate, self.across = PrefetchGate(), CrossToken(spec.E)
-
-    def run(
-        self,
-        residency: Residency,
-        tokens: Part,
-        other: Linear | None = None,
-        head: Linear | None = None,
-    ) -> Simulation:
-        prefetching = {
-            "predictions": tokens.predictions,
-            "ahead": self.ahead,
-            "gate": self.gate,
-            "across": self.across,
-            "predict": self.costs.predict,
-        }
-        return simulate(
-            tokens.steps,
-            tokens.forwards,
-            residency,
-            self.delays,
-            workers=self.way.workers,
-            staging=self.staging,
-            other=other or self.other,
-            head=head or self.head,
-            quiet=True,
-            **(prefetching if self.ahead else {}),
-            awake=None if self.costs.around is None else self.costs.resident,
-        )
-
-
-def _held(spec: MoESpec, way: Way, costs: Costs, seen: Scene) -> _Held | None:
-    """Divide a way's memory; None if it holds no expert beside those that are loaded."""
-    sizes, batch = costs.sizes, seen.batch
-    delays = costs.delays if way.resident or costs.around is None else costs.around(costs.delays)
-    # of one token and of a whole prompt: no line goes through both exactly
-    other, head = ((base + token * batch, 0.0) for base, token in (costs.other, costs.head))
-    if way.resident and costs.rest is not None:
-        other, head = (costs.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
-    held = _Held(way, costs, delays, (other, head), spec)
-    if way.resident:
-        return held
-    room = way.budget
-    if room < sizes.in_flight + sizes.full:
-        return None
-    held.pools, held.staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
-    held.ahead = min(spec.K, held.staging - 1) if way.prefetch else 0
-    if way.pools:
-        held.pools = way.pools
-    elif sizes.sm:
-        held.pools = best_pools(
-            seen.shares,
-            seen.steps[: 1 + WARM + FEW],
-            room - held.staging * sizes.in_flight,
-            sizes,
-            delays,
-            most=FEW,
-            workers=way.workers,
-            staging=held.staging,
-            policy=way.cache,
-            warm=1 + WARM,
-            other=other,
-        )[0].pools
-    return held
 
 
 def _prompt(shares: np.ndarray, tokens: int) -> Part:
@@ -262,6 +209,21 @@ def _prompt(shares: np.ndarray, tokens: int) -> Part:
         for layer, row in enumerate(shares)
     ]
     return Part([step], [(tokens, "prefill")], [[]])
+
+
+def _best_pools(way: Way, costs: Costs, seen: Scene, machine: Machine, staging: int) -> Pools:
+    """How a compressed cache is divided, by a few tokens."""
+    return best_pools(
+        seen.shares,
+        seen.steps[: 1 + WARM + FEW],
+        way.budget - staging * costs.sizes.in_flight,
+        costs.sizes,
+        machine,
+        most=FEW,
+        staging=staging,
+        policy=way.cache,
+        warm=1 + WARM,
+    )[0].pools
 
 
 class Search:
@@ -385,7 +347,7 @@ def card_costs(
 ) -> Callable[..., Costs | None]:
     """What forms cost by the figures of a card: kernels multiply each as it lies, at the rate of
     memory, but a Huffman code, which is left out if nobody says how fast a thread decodes it."""
-    spec, rates = model.spec.with_dtype("bfloat16"), MachineRates.of(device)
+    spec = model.spec.with_dtype("bfloat16")
     decodes = decompress_gbs or "decompress_gbs" in device.figures
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
@@ -394,24 +356,13 @@ def card_costs(
         if form == DECODED:
             delays, other = delays_of(device, spec, RHO, model.dense, decompress_gbs)
             return Costs(
-                delays,
-                other,
-                (0.0, 0.0),
+                Machine(delays, other=other),
                 Sizes(spec.expert_bytes, aligned(delays.e_bytes), aligned(delays.sm_bytes)),
                 delays.e_bytes + delays.sm_bytes,
             )
         full = stored_bytes(model.spec, form)
-        delays, other = delays_of(device, spec, 1.0, model.dense, math.inf)
-        delays = replace(
-            delays,
-            e_read=full / rates.read,
-            sm_read=0.0,
-            recover=0.0,
-            e_bytes=full,
-            sm_bytes=0,
-            expert_base=full / rates.memory,
-        )
-        return Costs(delays, other, (0.0, 0.0), Sizes(full, 0, 0, True), full)
+        delays, other = delays_in_place(device, spec, full, full, model.dense)
+        return Costs(Machine(delays, other=other), Sizes(full, 0, 0, True), full)
 
     return costs_of
 
@@ -419,7 +370,9 @@ def card_costs(
 def stored_bytes(spec: MoESpec, form: str) -> int:
     """Bytes of an expert as it is computed: as it is, in bf12, or in a few-bit format."""
     if form in fewbit.FORMATS and spec.H % fewbit.GROUP == spec.I % fewbit.GROUP == 0:
-        wide, back = fewbit.nbytes(form, (spec.I, spec.H)), fewbit.nbytes(form, (spec.H, spec.I))
+        wide, back = (
+            fewbit.find_format(form).nbytes(shape) for shape in ((spec.I, spec.H), (spec.H, spec.I))
+        )
         return (1 + spec.gated) * wide + back
     return round(FORMS[form][0] / 8 * spec.expert_params) if form in FORMS else spec.expert_bytes
 
@@ -441,16 +394,8 @@ def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs 
         costs = costs_of(form, executor)
         if costs is None:
             return None
-        d = costs.delays
-        return replace(
-            costs,
-            delays=replace(
-                d,
-                e_read=d.e_read / 2,
-                sm_read=d.sm_read / 2,
-                read_both=None if d.read_both is None else d.read_both / 2,
-            ),
-        )
+        d = costs.machine.delays
+        return costs.reading(d.e_read / 2, d.sm_read / 2)
 
     return halved
 
@@ -459,34 +404,14 @@ def at_rate(
     costs_of: Callable[..., Costs | None], rate: float, late: float = 0.0
 ) -> Callable[..., Costs | None]:
     """The same machine with reads throttled to so many bytes a second, which then wake up `late` by
-    so many seconds. While they wait, the disk disturbs nobody."""
+    so many seconds."""
 
     def throttled(form: str, executor: str = "fast") -> Costs | None:
         costs = costs_of(form, executor)
         if costs is None:
             return None
-        d = costs.delays
-        both, e, sm = d.miss_read, d.e_bytes / rate + late, d.sm_bytes and d.sm_bytes / rate + late
-        least = (d.e_bytes + d.sm_bytes) / rate + late
-        busy = min(both / least, 1.0) if least else 1.0
-        return replace(
-            costs,
-            delays=replace(
-                d,
-                e_read=max(d.e_read, e),
-                sm_read=max(d.sm_read, sm),
-                read_both=None if d.read_both is None else max(d.read_both, least),
-                beside={name: part_of_the_time(name, d.beside, busy) for name in d.beside},
-            ),
-        )
+        d = costs.machine.delays
+        e, sm = (n and n / rate + late for n in (d.e_bytes, d.sm_bytes))
+        return costs.reading(max(d.e_read, e), max(d.sm_read, sm))
 
     return throttled
-
-
-def part_of_the_time(name: str, beside: Mapping[str, float], busy: float) -> float:
-    """A factor of `Delays.beside` where the disk is at work for a share of the time that it is
-    asked to be."""
-    what, _, others = name.partition(" beside ")
-    rest = " and ".join(other for other in others.split(" and ") if other != "read")
-    without = 1.0 if what == "read" else beside.get(f"{what} beside {rest}", 1.0)
-    return without + (beside[name] - without) * busy

@@ -11,8 +11,7 @@ A measurement is kept under this machine and the model's identity, with what had
 it. The ratios of the two correct the next predictions, by their geometric mean; how far they are
 apart is the uncertainty that is left.
 
-    python -m moelab.advice.verify '{"source": …, "options": …, …}'
-    prints what `run` returns as its last line
+    python -m moelab.advice.verify '{"source": …, "options": …, …}'      prints what `run` returns as its last line
 """
 
 from __future__ import annotations
@@ -30,15 +29,18 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypedDict
 
+from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
 from moelab.bench.measure import load_average
+from moelab.bench.memory_limit import drop_cached, memory_limit
+from moelab.bench.profile import measured
 from moelab.files import cache_folder
 from moelab.journal import Journal
-from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.progress import progress
 from moelab.schema import Amount, Positive, Size, typed
+from moelab.simulation.fit import fitted
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
 TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
@@ -112,13 +114,12 @@ def run(
     """One way, here and now: open the model, give it `prompt` and then `tokens` single tokens of
     `batch` sequences.
 
-    loss : also score `WINDOWS` windows of text.
-    profile : a file for the profile of the model, if it is offloaded;
+    loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the model, if it is offloaded;
         then all tokens are given again for `LOOKED` seconds, and the calmest round counts.
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak"
-    (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile what took
-    how long in this run: all that is "observed", and how "late" a throttled read came."""
+    (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile how "late"
+    a throttled read came."""
     from moelab.advice import sample
     from moelab.evaluation import scores
 
@@ -126,7 +127,7 @@ def run(
         ids, text = given(lm, batch, prompt + tokens)
         for _ in forwards(lm, ids, prompt):
             pass
-        this, seconds = lm.moelab, _seconds(lm.moelab.forwards)
+        this, seconds = lm.moelab, [end - start for start, end, *_ in lm.moelab.forwards]
         found = this.metrics()
         recall = [] if this.speculation is None else this.speculation.recall()
         known = [share for share in map(float, recall) if not math.isnan(share)]
@@ -145,43 +146,42 @@ def run(
         }
         if loss and lm.tokenizer is not None:
             windows = scores.text_windows(lm.tokenizer, "test", WINDOWS, TOKENS)
-            losses = scores.language_loss(lm, windows, 4, 0, "language loss")
-            report["loss"] = [float(value) for value in losses]
-        store = this.store
+            report["loss"] = [
+                float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")
+            ]
         if profile is not None:
-            report |= _looked(lm, ids, prompt, seconds[1:], options.get("bandwidth", math.inf))
-    if profile is not None:
-        executor = options["executor"]
-        both = sample.of_store(store, executor) + sample.of_store(store, executor)
-        both.calm().save(profile)
+            bandwidth = options.get("bandwidth", math.inf)
+            report |= _look_longer(lm, ids, prompt, bandwidth, profile)
+        whole = this.residency.holds_all
+    if profile is not None and whole:  # nothing was read
+        sample.of_store(source, options["executor"]).save(profile)
     return report
 
 
-def _seconds(forwards: Iterable[Any]) -> list[float]:
-    return [end - start for start, end, *_ in forwards]
-
-
-def _looked(lm: Any, ids: Any, prompt: int, tpot: list[float], bandwidth: float) -> dict[str, Any]:
-    """Give an offloaded model its tokens again for `LOOKED` seconds: "tpot" of the calmest round,
-    what was "observed" in it, and how "late" a read came that was throttled to `bandwidth`."""
-    from moelab.simulation.observed import observed
-
-    this = lm.moelab
-    rounds = [(tpot, observed(this.run))]
+def _look_longer(lm: Any, ids: Any, prompt: int, bandwidth: float, profile: str) -> dict[str, Any]:
+    """All tokens again for `LOOKED` seconds: seconds of each token of the calmest round, and how
+    late a throttled read comes; a profile of that round is saved."""
+    this, rounds = lm.moelab, [lm.moelab.run.since(0)]
+    load, start, before = load_average(), time.perf_counter(), others_seconds()
     while this.forwards[-1].end - this.forwards[0].start < LOOKED:
         first = len(this.forwards)
         for _ in forwards(lm, ids, prompt):
             pass
-        rounds.append((_seconds(this.forwards[first + 1 :]), observed(this.run.since(first))))
-    tpot, calm = min(rounds, key=lambda one: sum(one[0]))
+        rounds.append(this.run.since(first))
+    others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
+    calm = min(rounds, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
+    if not this.residency.holds_all:
+        found = measured(lm, calm)
+        often = fitted(this.run).predict  # asked for in few tokens
+        found = replace(found, machine=replace(found.machine, predict=often))
+        replace(found, load_average=load, others=others, clock_mhz=clock_mhz()).save(profile)
     late = [
         event.end - event.start - event.bytes / bandwidth
         for event in this.run.timeline
         if event.bytes
     ]
     return {
-        "tpot": tpot,
-        "observed": calm._replace(predict=observed(this.run).predict),  # asked for in few tokens
+        "tpot": [end - begin for begin, end, *_ in calm.forwards[1:]],
         "late": max(median(late), 0.0) if late else 0.0,
     }
 

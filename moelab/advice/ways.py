@@ -1,6 +1,6 @@
 """One way of running a model, and what each gives by arithmetic: bytes over rates.
 
-Source: the limits of `moelab.offloading.limits`: a layer takes as long as reading its missing
+Source: the limits of `moelab.bench.limits`: a layer takes as long as reading its missing
 experts or multiplying all of them, whichever is longer, after what comes before. A cache is taken
 to hold the most popular experts, as it does at best. Left out: codecs that are decoded before they
 are multiplied; prefetching, which hides reads behind other work but reads no fewer bytes; whatever
@@ -17,8 +17,8 @@ import numpy as np
 
 from moelab.advice.model import AS_IS, Model
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.offloading.budget import RESERVE
-from moelab.offloading.limits import MachineRates, kv_bytes
+from moelab.offloading.budget import RESERVE, kv_bytes
+from moelab.simulation.costs import MachineRates
 from moelab.specs import MoESpec
 from moelab.table import percent
 

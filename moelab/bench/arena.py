@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moelab.bench.limits import belady_hits, request_count
 from moelab.bench.recall_and_misses import steps
-from moelab.cache.optimum import belady_hits, request_count
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -318,7 +318,11 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
         """Saying nothing finds nothing."""
         ahead = traces[text].spec.L - of.hits.shape[1]
         return 100 * float(
-            of.hits.sum() / (traces[text].decode.ids[:, ahead:] != traces[text].spec.E).sum()
+            of.hits.sum()
+            / (
+                traces[text].select(traces[text].phase == DECODE).ids[:, ahead:]
+                != traces[text].spec.E
+            ).sum()
         )
 
     def mine_on(text: str) -> Played:

@@ -37,8 +37,7 @@ from moelab.bench.engine import replayed
 from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
 from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
-from moelab.offloading.budget import parse_budget
-from moelab.offloading.limits import kv_bytes
+from moelab.offloading.budget import kv_bytes, parse_budget
 from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit
@@ -264,7 +263,7 @@ def predict(
     """Beside the measured TPOT, what the simulator says for the same steps and this machine's
     profile; of what reads on demand by the executors that the profile knows. `profiles` keeps what
     was profiled: no budget changes it."""
-    from moelab.simulation.profile import profile
+    from moelab.bench.profile import profile
 
     for arm in arms:
         given = options_of(arm)
@@ -274,11 +273,10 @@ def predict(
             figures = sections[section(share, rate, axes)][arm]
             if "TPOT s" in figures:
                 if (key := (*given.values(), rate)) not in profiles:
-                    fast = {"executor": "fast", "compact": True} if "executor" in given else {}
                     profiles[key] = profile(
                         bench.folder / given["codec"],
                         seconds=0.5,
-                        **fast,
+                        executor=given.get("executor", "exact"),
                         **({"bandwidth": rate} if rate else {}),
                     )
                 said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiles[key])

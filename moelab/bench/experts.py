@@ -11,7 +11,6 @@ Neuron's MoE guide ("Selective loading", "All-Experts algorithm"), Williams et a
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from moelab.experts import EXECUTORS
 from moelab.experts.gemv import GEMV
 from moelab.fast.fast_decode import as_bf12
 from moelab.kernels.compile import kernel
-from moelab.models.seam import seam_class
+from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
 from moelab.specs import DeviceSpec, Figure
@@ -86,10 +85,7 @@ class Layers:
         parameters."""
         found = []
         for stock, source in zip(self.stock, sources):
-            seam = copy.copy(stock)
-            seam.__class__ = seam_class(type(stock))
-            seam.source, seam.layer, seam.executor = None, len(found), None
-            seam.shapes = {name: w.shape for name, w in seam.own(0).items()}
+            seam = SeamExperts(stock, len(found))
             seam.source = source
             found.append(seam)
         return found
@@ -156,8 +152,9 @@ class PackedExperts:
                     packed = as_bf12(w)
                     (memory,), (row,) = packed.memory, packed.rows
                 else:
-                    memory = fewbit.pack(form, w)
-                    row = fewbit.row(form, memory.ctypes.data, w.shape)
+                    codec = fewbit.find_format(form)
+                    memory = codec.compress(w)
+                    row = codec.row(memory.ctypes.data, len(memory), w.shape)
                 self.blobs.append(memory)
                 self.rows[name].append(row)
 

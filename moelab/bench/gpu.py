@@ -77,7 +77,9 @@ def recovery(device: torch.device, rounds: int) -> Record:
     if not torch.equal(out.view(torch.int16), words):
         raise RuntimeError("joined weights differ from the weights that were split")
     part = weights[: WEIGHTS // 4].view(-1, 2048)
-    blob = torch.frombuffer(bytearray(bf12.pack_tensor(part.cpu())), dtype=torch.uint8).to(device)
+    blob = torch.frombuffer(bytearray(bf12.CODEC.compress(part.cpu())), dtype=torch.uint8).to(
+        device
+    )
     blobs, outs = [blob.clone() for _ in range(4)], [torch.empty_like(part) for _ in range(4)]
 
     def unpack() -> None:

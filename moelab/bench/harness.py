@@ -23,8 +23,8 @@ from typing import Any
 from moelab.bench import measure, peers
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
+from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.files import folder_bytes
-from moelab.offloading.control_group import drop_cached, memory_limit
 from moelab.records import Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit
@@ -211,7 +211,7 @@ class EngineBenchmark:
         have more: what is mapped of their file gives way to them."""
         spec = self.spec
         rows = spec.num_layers * spec.head_dim * 2 * (spec.heads + spec.kv_heads) + spec.vocab
-        return 2 * rows * spec.H - fewbit.nbytes(form, (rows, spec.H))
+        return 2 * rows * spec.H - fewbit.find_format(form).nbytes((rows, spec.H))
 
     def others(self, budget: int, limit: int, kinds: Iterable[str] = GGUF) -> dict[str, Arm]:
         """Other engines with a budget for experts within a memory limit; llama.cpp and ftllm run

@@ -120,7 +120,7 @@ class LRUBaseline(Transformers):
 def lay_out(model: str | Path, path: Path) -> Path:
     """Write the file of experts for `LRUBaseline`: one after another, raw, each at a multiple of
     4096 bytes."""
-    layers = [layer.experts for layer in discover(moelab.open_model(model, experts="external"))]
+    layers = [layer.seam for layer in discover(moelab.open_model(model, experts="external"))]
     tensors, at = {}, 0
     for name, t in layers[0].weights(0).items():
         tensors[name] = str(t.dtype).removeprefix("torch."), list(t.shape), at, t.nbytes

@@ -1,5 +1,5 @@
 """Equal conditions for engines: one file system (for one limit on memory, see
-`moelab.offloading.control_group`).
+`moelab.bench.memory_limit`).
 
 A file system on a loop device has the usual read-ahead of 128 KB: with megabytes, every page fault
 of a mapped file reads megabytes, which would decide any comparison. It needs root and Linux; where

@@ -23,13 +23,15 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cards import load_card, load_device, load_model
 from moelab.records import Rows
-from moelab.simulation.execution import execute, makespan
-from moelab.simulation.simulator import RHO, Simulation, delays_of, flat, simulate
+from moelab.simulation.costs import RHO, Machine, delays_of
+from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import naive_order, order, schedule
 from moelab.zipmoe.optimal_schedule import bounds, optimum
 from moelab.zipmoe.planning import CachePlan, plan
 from moelab.zipmoe.selection import sample, selection_probabilities
+from moelab.zipmoe.tasks import execute, makespan
+from moelab.zipmoe.tasks import whole as task_of
 
 BOARD, MODEL = "jetson-agx-orin-32gb", "Qwen3-30B-A3B"
 
@@ -95,7 +97,8 @@ class Board:
         """Lower bounds (Lemma B.3), exact optimum and Algorithm 1 by the number of threads, ms.
 
         As in the paper recovery is the GPU's, and free."""
-        tasks = [replace(self.delays, recover=0.0).whole(request) for request in layer_step(states)]
+        delays = replace(self.delays, recover=0.0)
+        tasks = [task_of(request, delays) for request in layer_step(states)]
         rows = []
         for n in (1, 2, self.workers):
             (reading, decoding, computing, longest), best = bounds(tasks, n), optimum(tasks, n)
@@ -133,14 +136,14 @@ class Board:
     def _run(
         self, steps: Any, forwards: Any, cache: Residency, delays: Any, other: Any
     ) -> Simulation:
+        machine = Machine(delays, self.workers, other)
         return simulate(
             steps,
             forwards,
             cache,
-            delays,
-            workers=self.workers,
+            machine,
             staging=self.workers + 2,
-            other=other,
+            order=ordered("default", machine),
         )
 
     def same_model(self, bench: Bench, ways: Mapping[str, How]) -> dict[str, float]:

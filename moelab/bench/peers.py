@@ -258,16 +258,20 @@ class Moelab(Transformers):
         self.before = sum(counters.hits.values()), counters.misses
 
     def report(self) -> Record:
-        from moelab.cache.optimum import belady_hits, request_count
-        from moelab.offloading.limits import (
-            kv_bytes,
+        from moelab.bench.limits import (
+            belady_hits,
             layer_records,
             on_demand_limit,
             overlapped_limit,
+            request_count,
         )
+        from moelab.offloading.budget import kv_bytes
 
-        this, peak = self.offloading, process()["peak_rss_bytes"]
-        anonymous = _proc("status", r"^RssAnon:\s*(\d+)")
+        this, peak, anonymous = (
+            self.offloading,
+            process()["peak_rss_bytes"],
+            _proc("status", r"^RssAnon:\s*(\d+)"),
+        )
         metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
         forwards, spec = list(this.forwards), this.store.spec
         records, decoded = layer_records(list(this.timeline), forwards)
@@ -305,8 +309,6 @@ class Moelab(Transformers):
 
     def _write_trace(self, metrics: Any, forwards: list[Any], workers: int) -> None:
         """What the simulator needs to play this run again."""
-        from moelab.simulation.observed import observed
-
         this = self.offloading
         steps = [
             [[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps
@@ -319,7 +321,6 @@ class Moelab(Transformers):
             "workers": workers,
             "staging": settings.staging,
             "found": [getattr(metrics, key) for key in FOUND],
-            "observed": observed(this.run),
         }
         Path(self.options["trace"]).write_text(json.dumps(whole))
 
@@ -334,7 +335,7 @@ class Moelab(Transformers):
         three depths, into its slots, of which only those that are `free` may be overwritten: into a
         few buffers that the processor's cache holds, it would be a fifth faster. 0 without
         slots."""
-        layers, best, pipeline = self.offloading.store.layers, 0.0, self.offloading.engine.pipeline
+        layers, best, pipeline = self.offloading.store.layers, 0.0, self.offloading.engine.loader
         reader, slots = pipeline.reader, pipeline.slots
         everyone = [
             (layer, expert)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import Interval, ratio
 from moelab.records import Numbers, Records
-from moelab.simulation.observed import observed
+from moelab.simulation.costs import Delays, Machine
+from moelab.simulation.fit import fitted
 from moelab.simulation.simulator import flat
 
 STATES = "FCSE"
@@ -61,8 +63,7 @@ ABLATION = {
 class Warm(NamedTuple):
     """One budget. By "plan", "auto", the single states and an ablation's: arms, of which some may
     be equal; mean seconds of a decode step of each prompt [P], measured; the mean of all,
-    simulated: experts' parts as profiled, what the engine takes besides as it was while its caches
-    filled."""
+    simulated: reads as profiled, all else as it was while its caches filled."""
 
     arms: dict[str, Arm]
     took: dict[str, np.ndarray]
@@ -138,6 +139,12 @@ def since_start(
     }
 
 
+def at_disk(machine: Machine, profiled: Delays) -> Machine:
+    """A machine with another one's reads, here those of the disk that is throttled."""
+    reads = {"e_read": profiled.e_read, "sm_read": profiled.sm_read}
+    return replace(machine, delays=replace(machine.delays, **reads))
+
+
 def stationary(
     bench: Bench, share: float, before: int, tokens: int, ablation: bool = False
 ) -> Warm:
@@ -158,18 +165,18 @@ def stationary(
                 _fill(bench, model, fill, before)
                 steps.append(session.steps)
                 cold.append(session.forwards)
-                engines[of] = steps[-1], observed(session.run)
+                engines[of] = steps[-1], at_disk(fitted(session.run), bench.delays)
                 session.reset()
             for i, of in measure.turns(group, len(timed), f"{share:.0%} of the memory", "prompt"):
                 bench.text(models[of], timed[i], tokens)
                 forwards = models[of].moelab.forwards[1 - tokens :]
                 took[of].append(float(np.mean([x.end - x.start for x in forwards])))
-            for of, (filled, engine) in engines.items():
+            for of, (filled, machine) in engines.items():
                 session = models[of].moelab
                 later.append(session.steps)
                 measure.agree("the experts that tokens need", filled, steps[0])
                 measure.agree("the experts that tokens need", session.steps, later[0])
-                played[of] = _played(bench, of, session, filled, engine)
+                played[of] = _played(bench, of, session, filled, machine)
     return Warm(
         arms,
         {name: np.array(took[of]) for name, of in arms.items()},
@@ -202,20 +209,20 @@ def _arms(bench: Bench, share: float, ablation: bool) -> dict[str, Arm]:
 
 def _fill(bench: Bench, model: Any, prompts: Any, before: int) -> None:
     """Fill a model's cache by `before` new tokens after prompts, as fast as the disk is."""
-    reader = model.moelab.engine.pipeline.reader
+    reader = model.moelab.engine.loader.reader
     model.moelab.reset()
     reader.bandwidth = None
     bench.text(model, prompts, max(2, before // len(prompts)))
     reader.bandwidth = bench.disk
 
 
-def _played(bench: Bench, of: Arm, session: Any, filled: Any, engine: Any) -> Any:
+def _played(bench: Bench, of: Arm, session: Any, filled: Any, machine: Any) -> Any:
     """A run in the simulator, from the cache that the same tokens filled; RuntimeError where the
     engine decided otherwise."""
     residency = Residency(bench.L, bench.E, of.pools, of.policy)
     for step in flat(filled):
         residency.begin(*step)
-    played = bench.simulated(session.steps, session.forwards, residency, of.order, engine)
+    played = bench.simulated(session.steps, session.forwards, residency, of.order, machine)
     measure.agree(
         "hits and evictions of the engine and the simulator",
         session.run.counters,

@@ -36,7 +36,6 @@ from moelab.api import using
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.end_to_end import SPEC
-from moelab.cache.cross_token import CrossToken
 from moelab.cache.pools import Pools
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.synthesize import synthesize
@@ -181,14 +180,14 @@ class PrefetchBenchmark:
         self.model, self.ids, self.predictor = model, ids, predictor
         self.prompts, self.free = {}, None
         self.gates = defaultdict(lambda: PrefetchGate(trials=False))  # every arm learns by itself
-        self.ahead = model.moelab.engine.pipeline.queue.ahead
+        self.ahead = model.moelab.engine.loader.queue.ahead
         self.begin(1)
 
     def begin(self, length: int, first: int = 0) -> None:
         """Start anew with `length` ids from the first on as the prompt, which is read once, as fast
         as it goes."""
         if (length, first) not in self.prompts:
-            reader = self.model.moelab.engine.pipeline.reader
+            reader = self.model.moelab.engine.loader.reader
             self.past, self.at, limit, reader.bandwidth = None, first, reader.bandwidth, None
             self._forward(length)
             reader.bandwidth, self.prompts[length, first] = limit, self.past
@@ -208,9 +207,6 @@ class PrefetchBenchmark:
     def token(self, arm: str) -> Taken:
         """Decode one more token in this way."""
         with self._way(arm, self.gates[arm]):
-            self.model.moelab.engine.across.ends = lambda layer: (
-                False
-            )  # the next token is another way's
             self.model.moelab.reset()
             self._forward(1)
         return Taken(
@@ -241,12 +237,8 @@ class PrefetchBenchmark:
     def _way(self, arm: str, gate: PrefetchGate) -> Any:
         """A context in which the model decodes in this way."""
         engine = self.model.moelab.engine
-        engine.gate, engine.across, engine.serial = (
-            gate,
-            CrossToken(engine.residency.E),
-            arm == ARMS[0],
-        )
-        engine.pipeline.queue.ahead = self.ahead if arm in MODES else 0
+        engine.gate, engine.serial = gate, arm == ARMS[0]
+        engine.loader.queue.ahead = self.ahead if arm in MODES else 0
         return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
 
     def turns(self, arms: Sequence[str], tokens: int, name: str) -> Turns:
@@ -278,7 +270,7 @@ class PrefetchBenchmark:
         """Throttle copying to `ratio` × computing, as both were in `found`; returns bytes a
         second."""
         rate = fmean(t.metrics.read_bytes for t in found) / (ratio * copy_and_compute(found)[1])
-        reader = self.model.moelab.engine.pipeline.reader
+        reader = self.model.moelab.engine.loader.reader
         reader.mode, reader.bandwidth = (
             "buffered",
             rate,

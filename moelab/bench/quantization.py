@@ -54,7 +54,7 @@ def run(
     live = open_model(model)
     layers = plug(live)
     sources = {name: Quantized(layers, name) for name in formats}
-    own = sum(w.nbytes for w in layers[0].experts.weights(0).values())
+    own = sum(w.nbytes for w in layers[0].seam.weights(0).values())
     results: Records = {
         "bytes of an expert (exact)": {
             name: {
@@ -117,7 +117,7 @@ def layer_errors(
             columns = (
                 values[:, layer.index] for values in (trace.router_inputs, trace.ids, trace.weights)
             )
-            found.append(layer_error(layer.experts, source, *columns)._asdict())
+            found.append(layer_error(layer.seam, source, *columns)._asdict())
             rows[f"{name}, layer {layer.index}"] = {
                 key: 100 * error for key, error in found[-1].items()
             }
@@ -132,7 +132,7 @@ def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) ->
     and the rest of a row of `accuracy.compare`, whose other options are `how`; a codec changes no
     bit and so no score."""
     layers = plug(model)
-    own = [w for layer in layers for e in range(layer.E) for w in layer.experts.weights(e).values()]
+    own = [w for layer in layers for e in range(layer.E) for w in layer.seam.weights(e).values()]
     raw, count = sum(w.nbytes for w in own), sum(w.numel() for w in own)
     sources = {name: Quantized(layers, STORED + name) for name in registry.names("format")}
     size = {name: sum(compress_tensor(w.contiguous(), name).nbytes for w in own) for name in CODECS}

@@ -6,7 +6,7 @@ F holds full tensors, C both compressed chunks, S sign-mantissa chunks, E expone
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 
 from moelab.cache.policies import CachePolicy
@@ -54,7 +54,7 @@ class Pool:
     keys: dict[ExpertKey, None] = field(default_factory=dict)
 
     def make_room(
-        self, key: ExpertKey, found: set[ExpertKey], used: set[ExpertKey]
+        self, key: ExpertKey, found: Set[ExpertKey], used: Set[ExpertKey]
     ) -> ExpertKey | None:
         """The key that left so that `key` can enter, None if there was room, or `key` itself if it
         may not enter.
@@ -96,7 +96,7 @@ class Candidates(Collection):
     thousands."""
 
     def __init__(
-        self, keys: dict[ExpertKey, None], pinned: set[ExpertKey], newcomer: ExpertKey | None = None
+        self, keys: dict[ExpertKey, None], pinned: Set[ExpertKey], newcomer: ExpertKey | None = None
     ) -> None:
         self._keys, self._pinned, self._newcomer = keys, pinned, newcomer
         self._len = len(keys) - sum(key in keys for key in pinned) + (newcomer is not None)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,11 @@ class Step:
     layer: int
     requests: list[Request]
     evicted: list[tuple[ExpertKey, State]]
+
+    @cached_property
+    def loads(self) -> list[Request]:
+        """Those that are not whole in memory."""
+        return [request for request in self.requests if request.state is not State.FULL]
 
 
 @dataclass
@@ -107,20 +113,21 @@ class Residency:
         if margin is not None and not margin >= 0:
             raise ValueError(f"the margin is {margin}; it is a number of experts, 0 or more")
         self.L, self.E, self.pools, self.scope = L, E, pools, scope
+        everyone = E if scope == "layer" else L * E  # the experts that share pools
+        self.holds_all = pools.F == pools.capacity >= everyone
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._seen: set[ExpertKey] = set()
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
-        self.holds_all = pools.F == pools.capacity >= (E if scope == "layer" else L * E)
         self.clear()
+        follows = any(hasattr(pool.policy, "follow") for pool in self._pools[0].values())
         if margin is None:
-            ranked = len(self._pools[0]) > 1 or any(
-                hasattr(pool.policy, "follow") for pool in self._pools[0].values()
-            )
-            margin = math.ceil(0.05 * (E if scope == "layer" else L * E)) if ranked else math.inf
+            ranked = len(self._pools[0]) > 1 or follows
+            margin = math.ceil(0.05 * everyone) if ranked else math.inf
         self.margin = margin
+        self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
         sizes = [pools[state] for state in self._pools[0]]
         self._thresholds = [
             (state, sum(sizes[: i + 1]) + margin) for i, state in enumerate(self._pools[0])
@@ -140,33 +147,26 @@ class Residency:
                 f"each; this one is {dict(tokens)}"
             )
         keys = [self._keys[layer][expert] for expert in experts]
-        if self.holds_all and all(key in self._state for key in keys):  # no expert ever leaves
-            self._now, self.counters.steps = self._now + 1, self.counters.steps + 1
-            self.counters.hits[State.FULL] += len(experts)
-            return Step(
-                layer, [Request(key, tokens[key[1]], State.FULL, State.FULL) for key in keys], []
-            )
-        self._scores[layer, experts] += (
-            np.array([tokens[expert] for expert in experts], np.int64) * self._scores.size
-        )
-        before = [self._state.get(key, State.MISSED) for key in keys]
-        keep, evicted = self._place(layer, keys, before)
+        before = [self.state(key) for key in keys]
+        if self.holds_all and all(state is State.FULL for state in before):  # nobody ever leaves
+            keep, evicted = dict(zip(keys, before)), []
+        else:
+            if self._scored:
+                counts = np.array([tokens[expert] for expert in experts], np.int64)
+                self._scores[layer, experts] += counts * self._scores.size
+            keep, evicted = self._place(layer, keys, before)
         self._count(keys, before, keep, evicted)
         self._now += 1
-        return Step(
-            layer,
-            [
-                Request(key, tokens[key.expert], state, keep[key])
-                for key, state in zip(keys, before)
-            ],
-            evicted,
-        )
+        requests = [
+            Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)
+        ]
+        return Step(layer, requests, evicted)
 
     def fill(self) -> None:
         """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
-        for key in (key for keys in self._keys for key in keys) if self.holds_all else ():
-            self._state[key] = State.FULL
-            self._pools[key.layer][State.FULL].keys[key] = None
+        if self.holds_all:
+            for key in (key for keys in self._keys for key in keys):
+                self._pools[key.layer][State.FULL].keys[key] = None
 
     def see(self, layer: int, s: np.ndarray) -> None:
         """Tell the policies what a layer's router saw, float32 [T, H], before its step; only needed
@@ -175,36 +175,31 @@ class Residency:
             if hasattr(pool.policy, "see"):
                 pool.policy.see(layer, s)
 
-    def forget(self, keys: Iterable[ExpertKey]) -> None:
-        """Mark experts as missed, whatever was decided: their load was interrupted or failed."""
-        for key in keys:
-            if (state := self._state.pop(key, None)) is not None:
-                self._pools[key.layer][state].leave(key)
-            self._seen.discard(key)
-
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token
         counts stay."""
-        self._state: dict[ExpertKey, State] = {}
-        groups = [
-            {
-                state: Pool(self.pools[state], self._make())
-                for state in HIERARCHY
-                if self.pools[state]
-            }
+        states = [state for state in HIERARCHY if self.pools[state]]
+        self._groups = [
+            {state: Pool(self.pools[state], self._make()) for state in states}
             for _ in range(self.L if self.scope == "layer" else 1)
         ]
-        for pool in (pool for group in groups for pool in group.values()):
-            if hasattr(pool.policy, "follow"):
-                pool.policy.follow(self._scores)
-        self._pools = groups if self.scope == "layer" else groups * self.L  # layer → state → pool
-        self.sees = any(hasattr(pool.policy, "see") for group in groups for pool in group.values())
+        policies = [pool.policy for group in self._groups for pool in group.values()]
+        for policy in policies:
+            if hasattr(policy, "follow"):
+                policy.follow(self._scores)
+        self.sees = any(hasattr(policy, "see") for policy in policies)
+        #: layer → state → pool
+        self._pools = self._groups if self.scope == "layer" else self._groups * self.L
 
-    def state(self, key: ExpertKey) -> State:
-        return self._state.get(key, State.MISSED)
+    def state(self, key: tuple[int, int]) -> State:
+        """What of the expert (layer, expert) is in memory."""
+        for state, pool in self._pools[key[0]].items():
+            if key in pool.keys:
+                return state
+        return State.MISSED
 
     def __len__(self) -> int:
-        return len(self._state)
+        return sum(len(pool.keys) for group in self._groups for pool in group.values())
 
     def full(self) -> list[list[int]]:
         """The experts of each layer that are FULL, in ascending order."""
@@ -213,7 +208,7 @@ class Residency:
         ]
 
     def resident(self, state: State) -> list[ExpertKey]:
-        return [key for key, found in self._state.items() if found is state]
+        return [key for group in self._groups if state in group for key in group[state].keys]
 
     def reset_counters(self) -> CacheCounters:
         """Start counting anew and return the counts so far."""
@@ -225,66 +220,58 @@ class Residency:
     ) -> tuple[dict[ExpertKey, State], list[tuple[ExpertKey, State]]]:
         """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was
         evicted for it."""
-        group, goals = self._pools[layer], self._goals(keys)
-        if goals == before and State.MISSED not in before:  # all are where they shall be
-            for key, state in zip(keys, before):
-                group[state].policy.touch(key, self._now)
-            return dict(zip(keys, before)), []
-        used = set(keys)
-        found = {key for key, state in zip(keys, before) if state is not State.MISSED}
-        keep, evicted, leaving, moves = {}, [], [], []  # moves: (key, a better pool)
-        for key, state, goal in zip(keys, before, goals):
-            if goal is State.MISSED:
-                keep[key] = goal
-                if state is not State.MISSED:
-                    leaving.append((key, state))
-                continue
-            keep[key] = state
-            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(
-                state
-            ):  # only upward
-                moves.append((key, goal))
-                group[goal].policy.touch(key, self._now)
-            else:
-                group[state].policy.touch(key, self._now)
-        if not math.isinf(self.margin):
-            moves.sort(key=lambda move: -self._scores[move[0]])  # the best ranks choose first
-        moves, below = deque(moves), dict(zip(group, [*group][1:]))
+        group, keep, evicted = self._pools[layer], dict(zip(keys, before)), []
+        found = {key for key, state in keep.items() if state is not State.MISSED}
+        moves, leaving = self._moves(layer, keep)
+        below = dict(zip(group, [*group][1:]))
         while moves:
             key, goal = moves.popleft()
             pool = group[goal]
-            left = pool.make_room(key, found, used)
-            if left is key:  # no room, or the policy refused it
+            refused = pool.make_room(key, found, keep.keys())
+            if refused is key:  # no room, or the policy refused it
                 pool.forget(key)
             else:
-                if left is not None:
-                    del self._state[left]
-                    if left in keep:  # a newcomer of this step after all
-                        keep[left] = State.MISSED
-                    else:
-                        evicted.append((left, goal))
+                if refused in keep:  # a newcomer of this step after all
+                    keep[refused] = State.MISSED
+                elif refused is not None:
+                    evicted.append((refused, goal))
                 pool.keys[key] = None
                 if keep[key] is not State.MISSED:
                     leaving.append((key, keep[key]))
-                keep[key] = self._state[key] = goal
-            if left in keep:  # refused: what of the next pool?
-                stays, lower = (
-                    keep[left],
-                    below.get(goal) if getattr(pool.policy, "cascade", True) else None,
-                )
+                keep[key] = goal
+            if refused in keep:  # what of the next pool?
+                lower = below.get(goal) if getattr(pool.policy, "cascade", True) else None
+                stays = keep[refused]
                 if lower not in (None, stays):
-                    group[lower].policy.touch(left, self._now)
-                    moves.appendleft((left, lower))
-                elif stays is not State.MISSED:
-                    group[stays].policy.touch(left, self._now)
+                    moves.appendleft((refused, lower))
+                if (touched := lower or stays) is not State.MISSED:
+                    group[touched].policy.touch(refused, self._now)
         # A place in a lower pool is free only after the step: its chunks are needed until they are
         # decoded.
         for key, state in leaving:
             stays = group[keep[key]].policy if keep[key] is not State.MISSED else None
             group[state].leave(key, told=group[state].policy is stays)
-            if stays is None:
-                del self._state[key]
         return keep, evicted
+
+    def _moves(
+        self, layer: int, keep: dict[ExpertKey, State]
+    ) -> tuple[deque[tuple[ExpertKey, State]], list[tuple[ExpertKey, State]]]:
+        """Of a step's experts, which states are in `keep`: (who shall enter which better pool, who
+        shall leave which pool for none); all are touched where they shall be."""
+        moves, leaving = [], []
+        for (key, state), goal in zip(list(keep.items()), self._goals([*keep])):
+            if goal is State.MISSED:
+                if state is not State.MISSED:
+                    leaving.append((key, state))
+                keep[key] = goal
+                continue
+            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):
+                moves.append((key, goal))  # only upward
+                state = goal
+            self._pools[layer][state].policy.touch(key, self._now)
+        if not math.isinf(self.margin):
+            moves.sort(key=lambda move: -self._scores[move[0]])  # the best ranks choose first
+        return deque(moves), leaving
 
     def _goals(self, keys: list[ExpertKey]) -> list[State]:
         """The first pool whose threshold exceeds each expert's rank; MISSED beyond all of them."""

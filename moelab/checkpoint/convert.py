@@ -30,11 +30,13 @@ from moelab.checkpoint.restore import blobs_of, pieces, places, small_files, sou
 from moelab.configs import spec_from_config
 from moelab.files import cache_root, vacant
 from moelab.forks import in_children
+from moelab.models.experts import Weights, seam_of
 from moelab.models.guard import check_spec
 from moelab.models.identity import digest, of_checkpoint
-from moelab.models.seam import MoELayer, Weights, seam_class
+from moelab.models.seam import MoELayer
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
+from moelab.store.codec import Codec
 from moelab.store.headers import WEIGHT_MAP
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
@@ -159,7 +161,7 @@ def convert(
 
 def read_expert(
     experts: CheckpointExperts, layer: int, expert: int
-) -> tuple[Weights, dict[str, tuple[str, Any]], list[tuple[str, int, torch.Tensor]]]:
+) -> tuple[Weights, dict[str, tuple[Codec, Any]], list[tuple[str, int, torch.Tensor]]]:
     """An expert's tensors, the blobs of those that the source has in few bits, and what was read of
     a checkpoint, see `places`; scales as they are in the blobs."""
     if experts.stored is not None:
@@ -176,19 +178,20 @@ def read_expert(
 
 
 def quantize_expert(
-    form: str, tensors: Weights, blobs: dict[str, tuple[str, Any]], layer: MoELayer
+    quantize: str, tensors: Weights, blobs: dict[str, tuple[Codec, Any]], layer: MoELayer
 ) -> None:
     """Round the matrices of an expert to a format, in place; those that it does not fit keep their
     bits."""
-    if getattr(layer.experts, "is_transposed", seam_class(type(layer.experts)).is_transposed):
-        form += ".T"
+    if seam_of(layer.experts).is_transposed:
+        quantize += ".T"
+    form = fewbit.find_format(quantize)
     for name, tensor in tensors.items():
         if name in blobs and blobs[name][0] == form:
             continue
         blobs.pop(name, None)
-        if (blob := fewbit.pack(form, tensor)) is not None:
+        if (blob := form.compress(tensor)) is not None:
             blobs[name] = form, blob
-            fewbit.unpack(form, blob, tensor)
+            form.decompress(blob, tensor)
 
 
 def content_of(checkpoint: Checkpoint) -> str:

@@ -28,12 +28,14 @@ import torch
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.completeness import Examined, LoadingPlan, complete
 from moelab.models import compat
+from moelab.models.experts import Weights
 from moelab.models.identity import of_checkpoint
-from moelab.models.seam import MoELayer, Weights, banks
+from moelab.models.seam import MoELayer, banks
 from moelab.store import fewbit, packings
+from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane
 from moelab.store.headers import NAMES, Stored
-from moelab.store.layout import Chunk, ExpertStore, Extent, TensorEntry, aligned
+from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
 
@@ -149,8 +151,8 @@ def located(
 
 def few_bits(
     plan: LoadingPlan, sources: list[tuple[str, int, torch.Tensor]], made: torch.Tensor
-) -> tuple[str, np.ndarray, list[tuple[str, int, torch.Tensor]]] | None:
-    """(format, blob, sources as they are in it) of what a parameter is made of; None unless it is
+) -> tuple[Codec, np.ndarray, list[tuple[str, int, torch.Tensor]]] | None:
+    """(codec, blob, sources as they are in it) of what a parameter is made of; None unless it is
     in few bits and the blob unpacks to what was made of it, bit for bit."""
     if found := fewbit.published([tensor for *_, tensor in sources], made):
         form, blob, wide = found
@@ -161,12 +163,12 @@ def few_bits(
 
 
 def blob_of(
-    plan: LoadingPlan, form: str, sources: list[tuple[str, int, torch.Tensor]]
+    plan: LoadingPlan, codec: Codec, sources: list[tuple[str, int, torch.Tensor]]
 ) -> np.ndarray:
-    """The blob of a parameter of which `few_bits` has found the format."""
+    """The blob of a parameter of which `few_bits` has found the codec."""
     return (
         packings.gathered(*plan.quantizer.scheme, sources)[1]
-        if packings.is_packing(form)
+        if isinstance(codec, packings.Packing)
         else fewbit.gathered([tensor for *_, tensor in sources])[1]
     )
 
@@ -203,7 +205,7 @@ class ParameterSource:
         return sum(stored.nbytes for stored in self.stored.values())
 
 
-class CheckpointStore(ExpertStore):
+class CheckpointStore(ExpertFiles):
     """A checkpoint as the store of codec "raw" that it was never converted to; not one for `verify`
     and `restore`.
 
@@ -222,7 +224,7 @@ class CheckpointStore(ExpertStore):
             model.spec,
             model.checkpoint.folder,
         )
-        self._forms: dict[tuple, str] = {}  # what a parameter is made of → its format
+        self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index in range(len(model.plan.layers)):
             self.layers.append(self._layer(index, {}))
@@ -238,7 +240,7 @@ class CheckpointStore(ExpertStore):
             default=0,
         )
 
-    def _layer(self, index: int, forms: dict[str, str]) -> CheckpointLayer:
+    def _layer(self, index: int, forms: dict[str, Codec]) -> CheckpointLayer:
         """A layer whose experts' parameters are in few bits, by name, or as the model computes with
         them."""
         layer, entries, at = self.model.plan.layers[index], {}, 0
@@ -247,23 +249,17 @@ class CheckpointStore(ExpertStore):
                 self.dtype if parameter.is_floating_point() else parameter.dtype,
                 tuple(parameter.shape),
             )
-            length = (
-                fewbit.nbytes(forms[name], shape)
-                if name in forms
-                else parameter.numel() * dtype.itemsize
-            )
-            chunk = Chunk(at, length, "")
-            entries[name] = TensorEntry(
-                NAMES[dtype], shape, "", ((forms.get(name, "raw"), (chunk,)),)
-            )
+            codec = forms.get(name, RAW)
+            chunk = Chunk(at, codec.nbytes(shape, NAMES[dtype]), "")
+            entries[name] = TensorEntry(NAMES[dtype], shape, "", ((codec, (chunk,)),))
             at += aligned(chunk.length)
         return CheckpointLayer(
             {name: (entry.dtype, entry.shape) for name, entry in entries.items()},
             [entries] * layer.E,
         )
 
-    def _few_bits(self, index: int) -> dict[str, str]:
-        """Name → format of the parameters that can stay in few bits, by the layer's first expert,
+    def _few_bits(self, index: int) -> dict[str, Codec]:
+        """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of; what equals its transpose does not
         say how it lies."""
         made_of: dict[str, set[tuple]] = {}
@@ -293,8 +289,8 @@ class CheckpointStore(ExpertStore):
                 symmetric = (
                     made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
                 )
-                self._forms[what] = few[0] if few and not symmetric else ""
-            if self._forms[what]:
+                self._forms[what] = few[0] if few and not symmetric else RAW
+            if self._forms[what] is not RAW:
                 found[source.name] = self._forms[what]
         return found
 
@@ -349,7 +345,7 @@ class CheckpointStore(ExpertStore):
                 read[pattern] = stored.empty()
                 memory = read[pattern].reshape(-1).view(torch.uint8).numpy()
             yield stored.file, stored.begin, [memoryview(memory)]
-        if read and fewbit.is_format(plane.codec):
+        if read and plane.codec.few_bits:
             target[:] = blob_of(self.model.plan, plane.codec, located(source.places, read))
         elif read:
             made = converted(self.model.plan, source.plan, read)

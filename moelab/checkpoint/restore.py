@@ -30,7 +30,7 @@ import torch
 from moelab.checkpoint.checkpoint import SUFFIXES, Checkpoint, load_config
 from moelab.files import atomic, vacant
 from moelab.models.identity import of_checkpoint
-from moelab.store import fewbit
+from moelab.store.codec import Codec
 from moelab.store.headers import (
     DTYPES,
     OTHER_WEIGHTS,
@@ -93,23 +93,23 @@ def places(
     return found
 
 
-def blobs_of(chunks: Chunks) -> dict[str, tuple[str, Any]]:
-    """name → (format, blob) of an expert's tensors that are stored in few bits."""
+def blobs_of(chunks: Chunks) -> dict[str, tuple[Codec, Any]]:
+    """name → (codec, blob) of an expert's tensors that are stored in few bits."""
     return {
         name: (plane.codec, plane.shards[0])
         for name in chunks.entries
-        if fewbit.is_format((plane := chunks.plane(name, 0)).codec)
+        if (plane := chunks.plane(name, 0)).codec.few_bits
     }
 
 
 def pieces(
-    tensors: dict[str, torch.Tensor], blobs: dict[str, tuple[str, Any]]
+    tensors: dict[str, torch.Tensor], blobs: dict[str, tuple[Codec, Any]]
 ) -> dict[str, torch.Tensor]:
     """An expert's tensors, and of those stored in few bits the codes and the scales."""
     return tensors | {
         f"{name}.{part}": piece
-        for name, (form, blob) in blobs.items()
-        for part, piece in fewbit.split(form, blob, tensors[name].shape).items()
+        for name, (codec, blob) in blobs.items()
+        for part, piece in codec.split(blob, tensors[name].shape).items()
     }
 
 

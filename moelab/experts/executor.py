@@ -26,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab.models.experts import eager
+from moelab.models.unchanged import Unchanged
+
 
 @dataclass
 class Tally:
@@ -78,9 +81,7 @@ class Exact(Executor):
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         n = int((ids < experts.num_experts).sum())
         self.count(n, n, n)
-        return type(experts).executor(
-            x, ids, weights, experts
-        )  # what the seam's classes begin with
+        return eager(x, ids, weights, experts)
 
 
 class Sorted(Executor):
@@ -178,27 +179,27 @@ def names(experts: Any) -> tuple[str, str]:
 def banks(experts: Any, name: str) -> Tensor | None:
     """All experts' weights of one name, [E, …], where the module holds them and there is no source;
     else None."""
-    return experts._parameters.get(name) if experts.source is None else None
+    return experts.module._parameters.get(name) if experts.source is None else None
 
 
 def activate(experts: Any, h: Tensor) -> Tensor:
     """The architecture's own gate [n, 2I] → [n, I], or activation where there is no gate."""
-    return experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+    return experts.activate(h)
 
 
 #: experts modules → (their settings and parts, what says whether these are as they were, whether
 #: that is silu · up)
 _SILU: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 #: attributes that no activation depends on, torch's and ours: kept there, they would keep the model
-_APART = {*vars(nn.Module()), "executor", "forward", "layer", "source", "_patched"}
+_APART = {*vars(nn.Module()), "forward", "seam"}
 
 
 def silu_gated(experts: Any) -> bool:
     """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures
     clamp at 7 or 10."""
     now = (
-        [value for name, value in vars(experts).items() if name not in _APART],
-        dict(experts._modules),
+        [value for name, value in vars(experts.module).items() if name not in _APART],
+        dict(experts.module._modules),
     )
     if (found := _SILU.get(experts)) is None or found[0] != now:
         far = torch.logspace(-2, 6, 25)
@@ -208,5 +209,5 @@ def silu_gated(experts: Any) -> bool:
         silu = experts.has_gate and torch.allclose(
             activate(experts, torch.cat([gate, up], -1)), F.silu(gate) * up, atol=1e-6
         )
-        found = _SILU[experts] = now, experts.activation(), silu
+        found = _SILU[experts] = now, Unchanged([*experts.module.modules()][1:]), silu
     return found[2] and found[1].listeners() is not None

@@ -90,7 +90,7 @@ class GEMV(Sorted):
             [
                 (id(of), id(of.source), w.data_ptr(), w.dtype)
                 for of in modules
-                for w in of._parameters.values()
+                for w in of.module._parameters.values()
             ],
         )
         if (known := self._banks.get(modules[0], (None, None)))[0] != state:
@@ -117,7 +117,9 @@ class GEMV(Sorted):
         ):
             return None
         place = (
-            torch.device("cpu") if resident is not None else next(modules[0].parameters()).device
+            torch.device("cpu")
+            if resident is not None
+            else next(modules[0].module.parameters()).device
         )
         on, gpu = place.type, place.type in GPUS
         if not (gpu or around.TEAM or torch.get_num_threads() == 1):

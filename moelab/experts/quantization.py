@@ -158,7 +158,7 @@ class Quantized:
 
     def __init__(self, layers: Sequence[Any], format: str) -> None:
         for layer in layers:
-            if not hasattr(layer.experts, "weights"):
+            if not layer.plugged:
                 raise ValueError(
                     f"{layer.name}: these experts are not behind the seam; give moelab.models.plug(model)"
                 )
@@ -167,8 +167,8 @@ class Quantized:
         self.kept: dict[tuple[int, int], dict[str, Kept]] = {}
         self.dtypes: dict[str, torch.dtype] = {}  # of each parameter before
         for layer in progress(layers, f"quantising to {format}", unit="layers"):
-            experts = layer.experts
-            axis = -2 if getattr(experts, "is_transposed", False) else -1  # the inputs
+            experts = layer.seam
+            axis = -2 if experts.is_transposed else -1  # the inputs
             for e in range(experts.num_experts):
                 weights = experts.weights(e)
                 self.dtypes |= {name: w.dtype for name, w in weights.items()}

@@ -40,7 +40,7 @@ def share(n: int, parts: int) -> list[int]:
 def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weights:
     """One of `parts` parts of an expert along "H" or "I"; a bias that cannot be cut is with part 0,
     and else zero."""
-    transposed, made = getattr(experts, "is_transposed", False), {}
+    transposed, made = experts.is_transposed, {}
     for name, tensor in weights.items():
         matrix = name.removesuffix("_bias")
         if matrix not in UP + DOWN:
@@ -50,10 +50,8 @@ def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weigh
             )
         if (matrix in UP) == (on == "I"):  # along its outputs
             dim = tensor.dim() - 1 if transposed else 0
-            if matrix in UP and getattr(
-                experts, "has_gate", False
-            ):  # the same part of gate and of up
-                concatenated = getattr(experts, "is_concatenated", True)
+            if matrix in UP and experts.has_gate:  # the same part of gate and of up
+                concatenated = experts.is_concatenated is not False
                 apart = tensor.unflatten(dim, (2, -1) if concatenated else (-1, 2))
                 made[name] = _cut(apart, dim + 1 if concatenated else dim, part, parts).flatten(
                     dim, dim + 1
@@ -75,28 +73,12 @@ def _cut(tensor: Tensor, dim: int, part: int, parts: int) -> Tensor:
 def on_intermediate(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
     """`cut` along I, so that the parts' `experts.ffn` add up; ValueError for experts behind which
     there is a norm."""
-    _refuse_norm(experts)
-    return cut(weights, "I", part, parts, experts)
-
-
-def on_hidden(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
-    """`cut` along H; ValueError for experts outside transformers' experts interface or with a norm
-    behind them."""
-    _refuse_norm(experts)
-    if not hasattr(experts, "is_concatenated"):
+    if experts.has_post_expert_norm:
         raise ValueError(
-            f"{type(experts).__name__} has a forward of its own, which cannot be stopped between its "
-            f"matrices: shard its experts on I"
-        )
-    return cut(weights, "H", part, parts, experts)
-
-
-def _refuse_norm(experts: Any) -> None:
-    if getattr(experts, "has_post_expert_norm", False):
-        raise ValueError(
-            f"{type(experts).__name__} normalises each expert's output, which needs the whole of it: "
+            f"{type(experts.module).__name__} normalises each expert's output, which needs the whole of it: "
             f"spread its experts (ep) instead of cutting them (tp)"
         )
+    return cut(weights, "I", part, parts, experts)
 
 
 @dataclass(frozen=True)
@@ -134,7 +116,7 @@ class Sharding:
     ) -> tuple[Tensor, int]:
         """`experts.weighted` in parts (whole for experts that are modules), and how many values
         were exchanged."""
-        if not isinstance(getattr(experts, "has_gate", None), bool):
+        if not isinstance(experts.has_gate, bool):
             return experts.weighted(rows, w, weights), 0
         (up, down), exchanged = names(experts), 0
 

@@ -90,13 +90,13 @@ class FastDecode(Patches):
                         else {}
                     )
                     if bare(module) and (fast := find(module, **how)) is not None:
-                        self.wrap(module, "forward", lambda _, fast=fast: fast)
+                        self.put(module, "forward", fast)
                         setattr(self, what, getattr(self, what) + 1)
                         unchanged.append(getattr(fast, "parts", None))
                         if (router := getattr(fast, "router", None)) is not None and bare(
                             router.module
                         ):
-                            self.wrap(router.module, "forward", lambda _, router=router: router)
+                            self.put(router.module, "forward", router)
                             unchanged.append(router.parts)
                 for parts in filter(None, unchanged):  # they have other forwards now
                     parts.seal()
@@ -139,10 +139,11 @@ def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:
     """A weight as bf12 in memory (`Pack`)."""
     memory, rows = [], []
     for part in weight.chunk(parts):
-        if not bf12.fits(part.shape) or (blob := bf12.pack_tensor(part)) is None:
+        blob = bf12.CODEC.compress(part) if bf12.CODEC.kernel("BF16", part.shape) else None
+        if blob is None:
             return None
-        memory.append(_aligned(np.frombuffer(blob, np.uint8)))
-        rows.append(bf12.row(memory[-1].ctypes.data, len(blob), part.numel()))
+        memory.append(_aligned(blob))
+        rows.append(bf12.CODEC.row(memory[-1].ctypes.data, len(blob), part.shape))
     return Matrices(PACKED["bf12"], np.array(rows), memory)
 
 
@@ -150,18 +151,18 @@ class Rounding:
     """Rounds weights to a few-bit format in groups of 32, each weight once (`Pack`)."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.blobs = name, {}  # address → blob
+        self.form, self.blobs = fewbit.find_format(name), {}  # address → blob
 
     def __call__(self, weight: Tensor, parts: int = 1) -> Matrices | None:
-        name, shape, address = self.name, tuple(weight.shape), weight.data_ptr()
+        shape, address = tuple(weight.shape), weight.data_ptr()
         if shape[1] % 64 or shape[0] % parts:
             return None
         if address not in self.blobs:
-            blob = fewbit.pack(name, weight)
+            blob = self.form.compress(weight)
             self.blobs[address] = None if blob is None else _aligned(blob)
         if (blob := self.blobs[address]) is None:
             return None
-        codes, scales, *rest = fewbit.row(name, blob.ctypes.data, shape)
+        codes, scales, *rest = self.form.row(blob.ctypes.data, len(blob), shape)
         end = blob.ctypes.data + len(blob)
         rows = [
             [codes + i * ((scales - codes) // parts), scales + i * ((end - scales) // parts), *rest]
@@ -169,10 +170,10 @@ class Rounding:
         ]
 
         def rounded() -> Tensor:
-            fewbit.unpack(name, blob, out := torch.empty(shape, dtype=torch.bfloat16))
+            self.form.decompress(blob, out := torch.empty(shape, dtype=torch.bfloat16))
             return out
 
-        return Matrices(PACKED[name], np.array(rows), blob, rounded)
+        return Matrices(PACKED[self.form.name], np.array(rows), blob, rounded)
 
 
 def _aligned(blob: np.ndarray) -> np.ndarray:

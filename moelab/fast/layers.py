@@ -164,10 +164,10 @@ class Stretch:
     def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
         """x after as many layers as can be computed, which it knows as `computed`; None for
         none."""
-        layers, executor = self.layers, getattr(self.experts[0], "executor", None)
-        if (run := getattr(executor, "token", None)) is None or any(
-            of.executor is not executor for of in self.experts
-        ):
+        layers, seams = self.layers, [vars(of).get("seam") for of in self.experts]
+        if None in seams or len(runs := {of.engine or of.executor for of in seams}) != 1:
+            return None
+        if (run := getattr(runs.pop(), "token", None)) is None:
             return None
         rooms, heard, made = [], [], []
 
@@ -184,7 +184,7 @@ class Stretch:
             *made[:], done = self._compute(x, token, [room for _, room in rooms], *experts)
             return done
 
-        found = run(self.experts, x.dtype, compute)
+        found = run(seams, x.dtype, compute)
         if found is None or not found.layers:
             return None
         for layer, room in rooms[: found.layers]:

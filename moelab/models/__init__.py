@@ -1,16 +1,8 @@
 """A transformers model and the seam through which everything else reaches into it."""
 
+from moelab.models.experts import SeamExperts, assignments, eager
 from moelab.models.identity import identity
-from moelab.models.seam import (
-    MoELayer,
-    SeamExperts,
-    assignments,
-    discover,
-    eager,
-    plug,
-    plugged,
-    unplug,
-)
+from moelab.models.seam import MoELayer, discover, plug, plugged, unplug
 
 __all__ = [
     "MoELayer",

@@ -365,6 +365,38 @@ def share_conversion(model_type: str, like: str) -> None:
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# transformers' dispatch of experts by name
+
+#: the name of moelab's implementation of experts
+MOELAB = "moelab"
+
+
+def dispatches_by_name(cls: type) -> bool:
+    """Whether the forward of an experts class is the one of `use_experts_implementation`, which asks
+    the config whose function to call."""
+    code = getattr(cls.forward, "__code__", None)
+    return code is not None and code.co_qualname.startswith("use_experts_implementation.")
+
+
+def dispatch(config: Any, name: str | None) -> str | None:
+    """Have all experts of a config computed by the implementation of this name; returns the one
+    before."""
+    if name == MOELAB:
+        _register_experts()
+    before, config._experts_implementation = config._experts_implementation, name
+    return before
+
+
+@once
+def _register_experts() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from moelab.models.experts import forward
+
+    ALL_EXPERTS_FUNCTIONS.register(MOELAB, forward)
+
+
 # -------------------------------------------------------------------------- checkpoint keys → the
 # model's parameters
 

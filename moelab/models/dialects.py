@@ -1,9 +1,9 @@
 """Blocks with another interface than `experts(hidden_states, top_k_index, top_k_weights)`,
-translated for the seam.
+translated for the seam; and experts that transformers does not dispatch by name.
 
 Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor
 without the tokens that were dropped; LongCat's ids go on beyond its experts, to some that give back
-their input. How the experts compute is in `moelab.models.seam`. Shapes: ids [T, K], E means "no
+their input. How the experts compute is in `moelab.models.experts`. Shapes: ids [T, K], E means "no
 expert"; weights [T, K]."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.models.patches import Dressed
+from moelab.models import compat, experts
 
 
 def _llama4_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
@@ -81,16 +81,34 @@ BLOCKS = {
 
 
 def block_class(cls: type) -> type:
-    """The block that speaks (x, ids, weights), of a block class named in `BLOCKS`; itself of any
-    other."""
-    return _translated(cls) if cls.__name__ in BLOCKS else cls
+    """The class of a block that calls its experts with (x, ids, weights)."""
+    translation = BLOCKS.get(cls.__name__)
+    return cls if translation is None else _subclass(cls, cls.forward, translation)
+
+
+def experts_class(cls: type) -> type:
+    """The class of experts whose forward is the seam's, or which transformers dispatches to it."""
+    if compat.dispatches_by_name(cls) or cls.forward is _experts_forward:
+        return cls
+    return _subclass(cls, cls.forward, _experts_forward)
+
+
+def _experts_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if self.stock.forward is not self.compared:
+        raise ValueError(
+            f"somebody has replaced {self.stock.__name__}.forward since this model was opened, and "
+            f"its experts would not run it: open the model again"
+        )
+    return experts.forward(self, *args, **kwargs)
 
 
 @cache
-def _translated(cls: type) -> type:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = isinstance(self, made)  # or it was taken off, while somebody kept this method
-        return (BLOCKS[cls.__name__] if mine else type(self).forward)(self, *args, **kwargs)
+def _subclass(cls: type, compared: Any, forward: Any) -> type:
+    """A class with another forward than `compared`, its `stock` class's own."""
+    members = {"forward": forward, "stock": cls, "compared": staticmethod(compared)}
+    return type("Seam" + cls.__name__, (cls,), members)
 
-    made = type("Seam" + cls.__name__, (Dressed, cls), {"forward": forward, "stock": cls})
-    return made
+
+def stock_class(module: nn.Module) -> type:
+    """transformers' class of a module, whether the seam has changed it or not."""
+    return getattr(type(module), "stock", type(module))

@@ -1,10 +1,11 @@
 """The seam: every MoE layer of every architecture as one call, `executor(x, ids, weights,
 experts)`.
 
-`plug` turns a model's experts modules into `SeamExperts`, whose computation is an *executor* and
-whose weights come from a *source*. Architectures that do not call `experts(hidden_states,
-top_k_index, top_k_weights)` get a block that translates (`moelab.models.dialects`). Shapes: x [T,
-H], ids [T, K] (E means "no expert"), weights [T, K] → [T, H]."""
+`plug` hangs a `SeamExperts` on each experts module: who computes it, and where its weights come
+from. transformers then calls moelab by the name under which it is registered as an implementation
+of experts. Classes that transformers does not dispatch by name, and blocks that do not call
+`experts(hidden_states, top_k_index, top_k_weights)`, get a class of ours (`moelab.models.dialects`).
+Shapes: x [T, H], ids [T, K] (E means "no expert"), weights [T, K] → [T, H]."""
 
 from __future__ import annotations
 
@@ -15,23 +16,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.models import guard
-from moelab.models.dialects import BLOCKS, ROUTING, SEQUENCES, block_class
-from moelab.models.gradients import refuse
+from moelab.models import compat, guard
+from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class, stock_class
+from moelab.models.experts import Run, SeamExperts, Source, seam_of
 from moelab.models.identity import require_same_model
-from moelab.models.patches import Dressed, Patches, dress, put, take
-from moelab.models.unchanged import Replaced, Unchanged, forward
-
-#: an expert's tensors by parameter name, in the architecture's own layout
-Weights = dict[str, Tensor]
-#: (layer, expert) → that expert's tensors
-Source = Callable[[int, int], Weights]
-#: runs the routed experts of one layer: (x [T, H], ids [T, K], weights [T, K], experts) → [T, H]
-Run = Callable[[Tensor, Tensor, Tensor, "SeamExperts"], Tensor]
+from moelab.models.patches import Patches
+from moelab.models.unchanged import Replaced, forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +42,20 @@ class MoELayer:
             getattr(self.experts, count) for count in COUNTS if hasattr(self.experts, count)
         )
 
+    @property
+    def seam(self) -> SeamExperts:
+        """What executors are given of this layer; only while the model is plugged."""
+        return self.experts.seam
+
+    @property
+    def plugged(self) -> bool:
+        return "seam" in vars(self.experts)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the experts' parameters are in the model."""
+        return not self.plugged or self.seam.resident
+
     def routing(self, router_output: Any) -> tuple[Tensor, Tensor]:
         """(ids [T, K], weights [T, K]) from what the router's forward returned; dropped tokens have
         id E."""
@@ -63,7 +69,7 @@ class MoELayer:
     ) -> tuple[Callable[..., Any], Callable, dict[str, Any]]:
         """(what registers it, a hook, its options): in each pass the hook calls told(ids [T, K],
         weights [T, K])."""
-        if not isinstance(self.experts, SeamExperts) and type(self.router).__name__ in ROUTING:
+        if not self.plugged and type(self.router).__name__ in ROUTING:
 
             def of_router(_m: nn.Module, _args: tuple, out: Any) -> None:
                 told(*self.routing(out))
@@ -155,10 +161,7 @@ def require_adaptable(model: nn.Module) -> None:
     and leaves it out."""
     for config in vars(model).get("peft_config", {}).values():
         names = {
-            name
-            for layer in discover(model)
-            if getattr(layer.experts, "resident", True) is False
-            for name in layer.experts.shapes
+            name for layer in discover(model) if not layer.resident for name in layer.seam.shapes
         }
         modules = getattr(config, "target_modules", None)
         meant = [
@@ -175,14 +178,6 @@ def require_adaptable(model: nn.Module) -> None:
             )
 
 
-def named(part: Any) -> str:
-    """What to call an executor, a policy or a predictor, whether it is a name, a function or an
-    object."""
-    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
-
-
-#: whose `plug` is: what it puts on belongs to the model until `unplug`, see `moelab.models.patches`
-PLUG = "plug"
 #: attributes of an experts module that say how many it has
 COUNTS = ("num_experts", "num_routed_experts")
 
@@ -194,314 +189,68 @@ def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def plug(
-    model: nn.Module, executor: Run | None = None, source: Source | None = None
+    model: nn.Module,
+    executor: Run | None = None,
+    source: Source | None = None,
+    engine: Run | None = None,
 ) -> list[MoELayer]:
-    """Turn a model's experts into `SeamExperts`, or change their executor or source, until the next
-    `plug` or `unplug`.
+    """Have a model's experts computed by moelab until `unplug`, or change how.
 
-    executor, source : None leaves what is there, at first `eager` and the module's own parameters.
+    executor, source, engine : of `SeamExperts`; None leaves what is there.
 
     Raises ValueError: no MoE layer, or one whose experts compute what the seam does not
     (`moelab.models.guard`); an experts module with a forward of its own; an executor or source with
     weights of another model."""
-    layers = _checked(model, executor, source)
-    with Patches() as trial:  # what cannot be put on leaves nothing behind
-        _put(trial, layers, executor, source)
-        _put(PLUG, layers, executor, source)
+    with Patches() as patches:
+        layers = _put(patches, model, executor=executor, source=source, engine=engine)
+        patches.pop_all()
     return layers
-
-
-def _checked(model: nn.Module, executor: Run | None, source: Source | None) -> list[MoELayer]:
-    """The model's layers, after checking their arithmetic and whose weights the parts are."""
-    require_same_model(model, executor, source)
-    layers = discover(model)
-    for layer in layers:
-        check(layer, model.dtype)
-    return layers
-
-
-def check(layer: MoELayer, dtype: torch.dtype) -> None:
-    """Compare a layer's arithmetic with transformers' own, see `moelab.models.guard`; ValueError
-    where it differs."""
-    block, experts = (
-        getattr(type(module), "stock", type(module)) for module in (layer.block, layer.experts)
-    )
-    guard.check(
-        layer,
-        dtype,
-        experts,
-        seam_class,
-        eager,
-        block_class(block) if block.__name__ in BLOCKS else None,
-    )
-
-
-def unplug(model: nn.Module) -> None:
-    """Take off what `plug` has put on a model whose experts hold their own parameters."""
-    layers = discover(model)
-    for layer in layers:
-        if isinstance(layer.experts, SeamExperts) and not layer.experts.resident:
-            raise ValueError(
-                f"{layer.name}: these experts hold no parameters of their own, so the stock "
-                f"classes could not run; open the model with experts='resident'"
-            )
-    for layer in layers:
-        take(PLUG, layer.experts)
-        take(PLUG, layer.block)
 
 
 @contextmanager
 def plugged(
     model: nn.Module, executor: Run | None = None, source: Source | None = None
-) -> Iterator[Run]:
+) -> Iterator[Run | None]:
     """`plug` for the length of a block."""
-    layers = _checked(model, executor, source)
     with Patches() as patches:
-        _put(patches, layers, executor, source)
+        _put(patches, model, executor=executor, source=source)
         yield executor
 
 
-def _put(
-    owner: Patches | str, layers: list[MoELayer], executor: Run | None, source: Source | None
-) -> None:
+def unplug(model: nn.Module) -> None:
+    """Give a plugged model whose experts are in memory back to transformers and its eager code."""
+    for layer in discover(model):
+        if not layer.resident:
+            raise ValueError(
+                f"{layer.name}: these experts hold no parameters of their own, so the stock "
+                f"classes could not run; open the model with experts='resident'"
+            )
+        if layer.plugged:
+            del layer.experts.seam
+            if compat.dispatches_by_name(type(layer.experts)):
+                compat.dispatch(layer.experts.config, "eager")
+        for module in (layer.block, layer.experts):
+            module.__class__ = stock_class(module)
+
+
+def _put(patches: Patches, model: nn.Module, **parts: Any) -> list[MoELayer]:
+    """Plug a model in, with these parts of each layer's `SeamExperts` but those that are None."""
+    require_same_model(model, *parts.values())
+    layers = discover(model)
     for layer in layers:
-        dress(owner, layer.experts, seam_class)
-        dress(owner, layer.block, block_class)
-        for name, value in (("layer", layer.index), ("executor", executor), ("source", source)):
-            if value is not None:
-                put(owner, layer.experts, name, value)
-
-
-# --------------------------------------------------------------------------------------------------
-# experts modules
-
-
-class SeamExperts(Dressed, nn.Module):
-    """Mixin over an architecture's experts class: computed by `executor`, weights from `source`
-    (see `plug`)."""
-
-    stock: type
-    layer: int = -1
-    executor: Run
-    source: Source | None = None
-    untraced: Callable[..., Tensor]  # `_executed`, of which torch.compile sees nothing
-    compared: Callable[..., Tensor]  # the forward of `stock`, when the guard compared it
-    # what transformers' decorator sets on the modules of the classes that it decorates
-    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(self, SeamExperts):  # taken off, while somebody kept this method
-            return type(self).forward(self, *args, **kwargs)
-        return (self.untraced if torch.compiler.is_compiling() else self._executed)(*args, **kwargs)
-
-    def _executed(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
-        if self.stock.forward is not self.compared:
-            raise ValueError(
-                f"somebody has replaced {self.stock.__name__}.forward since this model was opened, and "
-                f"its experts would not run it: open the model again"
-            )
-        if not torch.is_grad_enabled():
-            return execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
-        with torch.no_grad():
-            y = execute(self.executor, hidden_states, top_k_index, top_k_weights, self)
-        return refuse(y, hidden_states, top_k_weights, *self.parameters())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("shapes", ()):
-            raise AttributeError(
-                f"{name} of these experts is not in memory, so it cannot be another: open the model "
-                f"without memory= and experts="
-            )
-        super().__setattr__(name, value)
-
-    @property
-    def resident(self) -> bool:
-        return next(self._held(), None) is not None
-
-    def _held(self) -> Iterator[str]:
-        """The names of the parameters, those that torch.nn.utils.parametrize has put aside
-        included."""
-        yield from (name for name, held in self._parameters.items() if held is not None)
-        yield from self._modules.get("parametrizations", ())
-
-    def weights(self, expert: int) -> Weights:
-        """One expert's tensors, from the source or else from the module's own parameters."""
-        if self.source is not None:
-            return self.source(self.layer, expert)
-        if not self.resident:
-            raise RuntimeError(
-                "this model was opened with external experts and nothing supplies them: "
-                "moelab.models.plug(model, source=…), or moelab.open_model(path)"
-            )
-        return self.own(expert)
-
-    def own(self, expert: int) -> Weights:
-        return {name: getattr(self, name)[expert] for name in self._held()}
-
-    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
-        """One expert on the rows x [n, H] → [n, H], as the architecture's eager code computes
-        it."""
-        up = "gate_up_proj" if self.has_gate else "up_proj"
-        h = self._linear(x, weights, up)
-        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        y = self._linear(h, weights, "down_proj")
-        return self.post_expert_norm(y) if self.has_post_expert_norm else y
-
-    def activation(self) -> Unchanged:
-        """What says whether the modules that this one is made of are still what they are now."""
-        return Unchanged([*self.modules()][1:])
-
-    def _linear(self, x: Tensor, weights: Weights, name: str) -> Tensor:
-        y = x @ weights[name] if self.is_transposed else F.linear(x, weights[name])
-        return y + weights[name + "_bias"] if self.has_bias else y
-
-    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        """One expert's contribution: rows x [n, H] with routing weights w [n] → [n, H]."""
-        return self.ffn(x, weights) * w[:, None]
-
-    def contribution(self, x: Tensor, tokens: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        """One expert's contribution to its `tokens` [n] of the whole x [T, H] → [n, H], bit-equal
-        to eager's."""
-        return self.weighted(x[tokens], w, weights)
-
-    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
-        """The dtype in which contributions of dtype y to hidden states of dtype x are summed."""
-        return x
-
-    def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
-        """Sum (expert, token indices [n], contribution [n, H]) in ascending expert order, as eager
-        does."""
-        wide = contributions[0][2].dtype if contributions else x.dtype
-        out = torch.zeros_like(x, dtype=self.sum_dtype(x.dtype, wide))
-        for _, tokens, y in sorted(contributions, key=lambda c: c[0]):
-            out.index_add_(0, tokens, y.to(out.dtype))
-        return out.to(x.dtype)
-
-
-class _SumsWide(SeamExperts):
-    """Contributions are summed as wide as they are: in fp32 where the routing weights are."""
-
-    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
-        return y
-
-
-class _SumsInFP32(SeamExperts):
-    """Contributions are summed in fp32, whatever they are."""
-
-    def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-
-class _ComputesInFP32(_SumsInFP32):
-    """All in fp32, inputs, weights and routing weights widened."""
-
-    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
-        return super().ffn(x.float(), {name: tensor.float() for name, tensor in weights.items()})
-
-    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        return self.ffn(x, weights) * w.float()[:, None]
-
-
-class _Llama4Experts(SeamExperts):
-    """[E, H, 2I] and [E, I, H]; the routing weight scales the expert's input; outputs are summed
-    densely."""
-
-    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, True, False
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return up * self.act_fn(gate)
-
-    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        return self.ffn(x * w[:, None], weights)
-
-    def contribution(self, x: Tensor, tokens: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        if x.dtype != torch.float32:
-            return self.weighted(x[tokens], w, weights)
-        # The stock block multiplies all T rows, unrouted ones by zero, and an fp32 GEMM rounds
-        # differently with the number of rows: only the full-size one is bit-equal.
-        all_w = x.new_zeros(len(x)).index_copy(0, tokens, w.to(x.dtype))  # [T]
-        return self.weighted(x, all_w, weights)[tokens]
-
-    def accumulate(self, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]) -> Tensor:
-        # The stock block sums E dense outputs in one reduction; a sum over fewer rows rounds
-        # differently.
-        dense = x.new_zeros(self.num_experts, *x.shape)  # [E, T, H]
-        for expert, tokens, y in contributions:
-            dense[expert, tokens] = y
-        return dense.sum(dim=0)
-
-
-class _LongcatExperts(SeamExperts):
-    """The experts that compute; those that give back their input are the block's
-    (`moelab.models.dialects`)."""
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
-
-    @property
-    def num_experts(self) -> int:
-        return self.num_routed_experts
-
-
-class _SwitchExperts(SeamExperts):
-    """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
-
-    has_gate = has_bias = is_transposed = has_post_expert_norm = None  # not said in these words
-
-    @property
-    def resident(self) -> bool:
-        return len(self) > 0
-
-    def __getitem__(self, key: str) -> nn.Module:
-        return super().__getitem__(key) if self.resident else self._template[0]
-
-    def own(self, expert: int) -> Weights:
-        module = self[f"expert_{expert}"]
-        weights = dict(module.named_parameters())
-        if (
-            weights.keys() != {"wi.weight", "wo.weight"}
-            or Unchanged(module.modules()).listeners() is None
-        ):
-            raise ValueError(
-                f"expert {expert} of MoE layer {self.layer} has an adapter or a hook, and is computed "
-                f'from its weights alone: use executor="exact"'
-            )
-        return weights
-
-    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
-        h = self["expert_0"].act(F.linear(x, weights["wi.weight"]))
-        return F.linear(h.to(weights["wo.weight"].dtype), weights["wo.weight"])
-
-
-def seam_class(cls: type) -> type:
-    """The `SeamExperts` subclass of an architecture's experts class; itself of one that is."""
-    return cls if issubclass(cls, SeamExperts) else _seam_class(cls, cls.forward)
-
-
-@cache
-def _seam_class(cls: type, forward: Callable[..., Tensor]) -> type:
-    members = {
-        "stock": cls,
-        "compared": staticmethod(forward),
-        "untraced": torch.compiler.disable(SeamExperts._executed),
-    }
-    return type("Seam" + cls.__name__, (KINDS.get(cls.__name__, SeamExperts), cls), members)
-
-
-#: experts class → how it computes, where that is not transformers' usual loop; the guard finds
-#: those that lack here
-KINDS = {
-    "Llama4TextExperts": _Llama4Experts,
-    "SwitchTransformersExperts": _SwitchExperts,
-    "LongcatFlashExperts": _LongcatExperts,
-    "NemotronHExperts": _SumsWide,
-    "Inkling2Experts": _SumsInFP32,
-    "OpenAIPrivacyFilterExperts": _ComputesInFP32,
-}
+        guard.check(layer, model.dtype)
+    for layer in layers:
+        if not layer.plugged:
+            patches.put(layer.experts, "seam", seam_of(layer.experts, layer.index))
+        patches.become(layer.block, block_class(type(layer.block)))
+        patches.become(layer.experts, experts_class(type(layer.experts)))
+        if compat.dispatches_by_name(type(layer.experts)):
+            before = compat.dispatch(layer.experts.config, compat.MOELAB)
+            patches.callback(compat.dispatch, layer.experts.config, before)
+        for name, part in parts.items():
+            if part is not None:
+                patches.put(layer.seam, name, part)
+    return layers
 
 
 def leave_out(model: nn.Module) -> None:
@@ -509,77 +258,7 @@ def leave_out(model: nn.Module) -> None:
     without them."""
     for layer in discover(model):
         experts = layer.experts
-        experts.shapes = guard.shapes(experts)
-        if isinstance(experts, nn.ModuleDict):
-            # One expert without memory stands for all: in a tuple, so that it is no submodule.
-            experts._template = (experts["expert_0"],)
-            experts.clear()
-        else:
-            for name in experts.shapes:
-                delattr(experts, name)
-        experts._is_hf_initialized = layer.block._is_hf_initialized = (
-            True  # nothing for transformers to initialise
-        )
-        experts.__class__ = seam_class(type(experts))
-
-
-# --------------------------------------------------------------------------------------------------------
-# executors
-
-
-def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
-    """(expert, which of the K choices [n], token [n]) of every expert that is hit, in eager's
-    order."""
-    T, K = ids.shape
-    if (
-        T == 1 and len(chosen := {expert: k for k, expert in enumerate(ids[0].tolist())}) == K
-    ):  # a decode step
-        places = _places(K, ids.device)
-        return [
-            (expert, places[chosen[expert]], places[0]) for expert in sorted(chosen) if expert != E
-        ]
-    flat = ids.T.reshape(-1)  # the first choices of all tokens, then the second …
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=E).tolist()
-    parts = zip(counts, (order // T).split(counts), (order % T).split(counts))
-    return [
-        (expert, choice, token)
-        for expert, (n, choice, token) in enumerate(parts)
-        if n and expert != E
-    ]
-
-
-@cache
-def _places(n: int, device: torch.device) -> tuple[Tensor, ...]:
-    """0 … n − 1, a tensor [1] each; all callers have the same ones, so nobody may write into
-    them."""
-    with torch.inference_mode(False):  # or no gradient could pass what they index
-        return torch.arange(n, device=device).split(1)
-
-
-def execute(executor: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-    """What an executor returns; ValueError, naming it, unless that is [T, H] of x's dtype."""
-    y = executor(x, ids, weights, experts)
-    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
-        given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else f"{y!r:.80}"
-        raise ValueError(
-            f"the executor {named(executor)} returned {given}; it must return [T, H] like the hidden "
-            f"states that it is given, here {x.dtype} {list(x.shape)}"
-        )
-    return y
-
-
-def eager(x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-    """transformers' eager loop, one expert's weights at a time; bit-identical to it."""
-    contributions = [
-        (
-            expert,
-            tokens,
-            experts.contribution(x, tokens, weights[tokens, choice], experts.weights(expert)),
-        )
-        for expert, choice, tokens in assignments(ids, experts.num_experts)
-    ]
-    return experts.accumulate(x, contributions)
-
-
-SeamExperts.executor = staticmethod(eager)
+        experts.seam = seam_of(experts, layer.index)
+        experts.seam.forget_own()
+        # nothing for transformers to initialise
+        experts._is_hf_initialized = layer.block._is_hf_initialized = True

@@ -64,8 +64,6 @@ class Unchanged:
 
     def seal(self) -> None:
         """What the modules are now is what they shall be."""
-        forwards = [vars(module).get("forward") for module in self.silent + self.heard]
-        self.links = [link for link in forwards if hasattr(link, "call")]
         self.classes = [
             *{getattr(type(module), "stock", type(module)): None for module in self.modules}
         ]
@@ -79,7 +77,6 @@ class Unchanged:
         return [
             list(map(type, self.modules)),
             [cls.forward for cls in self.classes],
-            [one.call for one in self.links],
             list(map(id, ids)),
             list(map(Tensor.data_ptr, weights)),
             list(map(Tensor.is_contiguous, weights)),
@@ -100,7 +97,7 @@ class Unchanged:
         ):
             return None
         told = [
-            (i, getattr(getattr(hook, "function", None), "told", None))
+            (i, getattr(hook, "told", None))
             for i, module in enumerate(self.heard)
             for hooks in _HOOKS
             for hook in hooks(module).values()
@@ -118,6 +115,5 @@ class Unchanged:
 
 
 def forward(module: nn.Module) -> Any:
-    """What was put on a module in place of its class's forward, the topmost; None for nothing."""
-    there = module.__dict__.get("forward")
-    return getattr(there, "call", there)
+    """What was put on a module in place of its class's forward; None for nothing."""
+    return vars(module).get("forward")

@@ -15,10 +15,12 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from moelab.offloading.control_group import ROOT, own_groups
+from moelab.specs import MoESpec
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20
+#: the folder of all control groups; the file that says in which ones this process is
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _ALLOWED = (
     "it must be bytes, a fraction of the experts up to 1, or a text such as '2GB', '800MiB', '50%' "
     "or 'auto'"
@@ -122,3 +124,32 @@ def available(root: Path = ROOT) -> int:
             except (OSError, ValueError):
                 continue  # no such limit here
     return max(0, free)
+
+
+def own_groups(root: Path = ROOT) -> list[Path]:
+    """The folders of the control groups that limit this process's memory, its own first, then those
+    around it; in a container the outermost is what is mounted as `root`."""
+    try:
+        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
+    except OSError:
+        lines = []  # no Linux
+    v1 = root / "memory"
+    own = [v1 / path.lstrip("/") for _, kinds, path in lines if "memory" in kinds.split(",")] + [
+        mount / path.lstrip("/")
+        for _, kinds, path in lines
+        if not kinds
+        for mount in (root, root / "unified")
+    ]
+    found = [
+        group
+        for folder in [*own, v1, root]
+        for group in (folder, *folder.parents)
+        if group.is_relative_to(root) and ".." not in group.parts and group.is_dir()
+    ]
+    return list(dict.fromkeys(found)) or [root]
+
+
+def kv_bytes(spec: MoESpec, tokens: int, itemsize: float = 2.0) -> int:
+    """Bytes of keys and values of `tokens` tokens, all sequences together; for models with ordinary
+    attention."""
+    return round(2 * spec.num_layers * spec.kv_heads * spec.head_dim * itemsize * tokens)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.models import MoELayer, discover
+from moelab.models import MoELayer, discover, eager
 from moelab.models.patches import Patches
 from moelab.specs import State
 from moelab.speculate.execution import found
@@ -134,7 +134,7 @@ class CacheAwareRouting(AbstractContextManager):
                 "cache-aware routing prefers experts that are in memory: open the model with memory="
             )
         self.margin, self.engine, layers = require_margin(margin), engine, discover(model)
-        if margin and engine.executor is None:
+        if margin and model.moelab.executor is eager:
             raise ValueError(
                 'cache-aware routing changes the output, and the executor "exact" promises every bit of '
                 'it: use executor="fast"'

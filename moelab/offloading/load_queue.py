@@ -18,13 +18,11 @@ where experts that stay have taken what was left free, they give way to a demand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from moelab.intervals import Mean
 from moelab.specs import ExpertKey, State
-from moelab.zipmoe.affinity import Order
 
 KINDS = ("full", "e", "sm")
 #: what of an expert is in memory → the slots that it holds
@@ -39,29 +37,47 @@ HOLDS = {
 FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 #: a decode operation → the slots that it uses
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
-#: bytes at most of a piece of a read; between two of a prefetch, what is demanded may overtake it
-PIECE = 2 << 20
-#: seconds that an expert is waited for on average, from which on computing leaves the cores to
-#: loading by itself
-REST = 2e-3
 
 
-def piece(nbytes: int) -> int:
-    """Bytes of a piece, if so many are read in equal ones."""
-    return -(-nbytes // max(-(-nbytes // PIECE), 1))
+class Order(NamedTuple):
+    """The order of one layer's operations, by expert id: what the disk reads, (expert, "E" or
+    "SM"); in which order of priority workers take experts."""
+
+    io: list[tuple[int, str]]
+    decode: list[int]
+
+    @property
+    def reads(self) -> list[tuple[int, str]]:
+        """`io` with neighbouring E and SM of an expert as one request, "both"."""
+        merged: list[tuple[int, str]] = []
+        for expert, part in self.io:
+            if merged and merged[-1][0] == expert:
+                merged[-1] = expert, "both"
+            else:
+                merged.append((expert, part))
+        return merged
+
+
+def given_order(requests: Iterable[Any]) -> Order:
+    """Experts as they are given, of each first E, then SM."""
+    missing = [request for request in requests if request.state is not State.FULL]
+    io = [
+        (request.key.expert, part)
+        for request in missing
+        for part in ("E", "SM")
+        if not (request.state.has_e if part == "E" else request.state.has_sm)
+    ]
+    return Order(io, [request.key.expert for request in missing])
+
+
+def plain_order(requests: Iterable[Any]) -> Order:
+    """The experts with the most tokens first, as they compute longest; each in one read."""
+    return given_order(sorted(requests, key=lambda r: (-r.tokens, r.key.expert)))
 
 
 def read_name(kinds: tuple[str, ...]) -> str:
     """What the timeline calls a read."""
     return "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read"
-
-
-class Reads(NamedTuple):
-    """Reads that have ended, of whole experts or of one of their chunks."""
-
-    count: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
 
 
 Phase = Enum("Phase", "WAITING LOADING LOADED FAILED DROPPED")
@@ -86,6 +102,7 @@ class PrefetchCounts:
         self.begun = self.used = self.early = self.nbytes = self.wasted = 0
 
 
+@dataclass(eq=False, slots=True)
 class Load:
     """An expert in flight.
 
@@ -93,43 +110,20 @@ class Load:
     slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
     todo : tensor, or (tensor, shard), → what is left: "decode", "recover", or "decompressing" while
         that is under way.
-    busy : operations under way.    nbytes : bytes read so far.    ahead : whether its latest read was a prefetch.
+    busy : operations under way.    nbytes : bytes read so far.
     """
 
-    __slots__ = (
-        "key",
-        "keep",
-        "slots",
-        "lacks",
-        "reads",
-        "todo",
-        "phase",
-        "busy",
-        "nbytes",
-        "ahead",
-        "error",
-        "batch",
-    )
-
-    def __init__(
-        self,
-        key: ExpertKey,
-        keep: State | None,
-        slots: dict[str, int],
-        kinds: Iterable[str],
-        todo: dict[str, str],
-        batch: Batch,
-    ) -> None:
-        self.key, self.keep, self.slots, self.todo, self.batch = key, keep, slots, todo, batch
-        self.lacks = [kind for kind in kinds if kind not in slots]
-        self.reads = {kind for kind in self.lacks if kind != "full" or len(kinds) == 1}
-        self.phase, self.busy, self.nbytes, self.ahead, self.error = (
-            Phase.WAITING,
-            0,
-            0,
-            False,
-            None,
-        )
+    key: ExpertKey
+    keep: State | None
+    slots: dict[str, int]
+    lacks: list[str]
+    reads: set[str]
+    todo: dict[Any, str]
+    batch: Batch
+    phase: Phase = Phase.WAITING
+    busy: int = 0
+    nbytes: int = 0
+    error: BaseException | None = None
 
     @property
     def decodable(self) -> bool:
@@ -137,43 +131,42 @@ class Load:
         return bool(self.phase is Phase.LOADING and self.todo and "e" not in self.reads)
 
 
+@dataclass(eq=False, slots=True)
 class Batch:
-    """The loads of one layer: the running one, or one to come. `ready` is called with each expert
-    that can be computed, or with the error that ends the layer."""
+    """The loads of one layer: the running one, or one to come.
 
-    def __init__(self, ready: Callable[[Any], object] | None = None) -> None:
-        self.ready, self.failed = ready, False
-        self.loads: dict[ExpertKey, Load] = {}  # not yet loaded, the most urgent first
-        self.loaded: dict[ExpertKey, Load] = {}  # of a layer to come
-        self.waiting: list[Load] = []  # for slots
-        self.leaving: set[ExpertKey] = set()  # loaded; they give slots back when they are computed
-        self.reads: list[tuple[Load, tuple[str, ...]]] = []  # not yet begun
+    ready : called with each expert that can be computed, or with the error that ends the layer.
+    loads : not yet loaded, the most urgent first.    loaded : of a layer to come.
+    waiting : for slots.    reads : not yet begun.
+    leaving : loaded; they give slots back when they are computed.
+    """
+
+    ready: Callable[[Any], object] | None = None
+    failed: bool = False
+    loads: dict[ExpertKey, Load] = field(default_factory=dict)
+    loaded: dict[ExpertKey, Load] = field(default_factory=dict)
+    waiting: list[Load] = field(default_factory=list)
+    leaving: set[ExpertKey] = field(default_factory=set)
+    reads: list[tuple[Load, tuple[str, ...]]] = field(default_factory=list)
 
     def fail(self, error: BaseException) -> None:
         self.failed = True
         self.ready(error)
 
     def admitted(self) -> list[Load]:
-        return [
-            load
-            for load in (*self.loaded.values(), *self.loads.values())
-            if load.phase is not Phase.WAITING
-        ]
+        both = *self.loaded.values(), *self.loads.values()
+        return [load for load in both if load.phase is not Phase.WAITING]
 
     def take_out(self, key: ExpertKey) -> Load | None:
         """A load that shall not go on; None if there is none of this expert."""
         load = self.loads.pop(key, None) or self.loaded.pop(key, None)
-        self.reads = [(one, kinds) for one, kinds in self.reads if one is not load]
+        self.reads = [read for read in self.reads if read[0] is not load]
         return load
 
     @property
     def stuck(self) -> bool:
         """Whether all its loads wait for slots, and nothing of it will give any back."""
-        return (
-            bool(self.waiting)
-            and not self.leaving
-            and all(load.phase is Phase.WAITING for load in self.loads.values())
-        )
+        return len(self.waiting) == len(self.loads) > 0 and not self.leaving
 
 
 class LoadQueue:
@@ -190,8 +183,6 @@ class LoadQueue:
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     admitted : how many loads have got their slots so far: when it grows, there may be something new
         to do.
-    reads : what has been read so far; replaced as a whole, so it may be asked without the lock.
-    waits : mean seconds that an expert was waited for, told by who computes.
     """
 
     def __init__(
@@ -218,19 +209,13 @@ class LoadQueue:
         }
         self.running = Batch()
         self.prefetched: dict[int, Batch] = {}  # by layer
-        self.reads, self.waits = Reads(), Mean()
         self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots
+        self._reading_ahead: Load | None = None  # the prefetched load that is being read
 
     @property
     def busy(self) -> bool:
         """Whether anything is being loaded; may be asked without the lock."""
         return any(batch.loads for batch in self._batches())
-
-    @property
-    def keeps_up(self) -> bool:
-        """Whether anything is being loaded, about as fast as it is computed, so that both want all
-        cores; may be asked without the lock."""
-        return self.busy and self.waits.value < REST
 
     def begin(
         self,
@@ -281,10 +266,9 @@ class LoadQueue:
             self.prefetched[layer] = Batch()
             self._put(self.prefetched[layer], wanted, order)
 
-    def drop_prefetched(self, but: int | None = None) -> None:
-        """Drop all prefetched loads, but those for one layer: the forward pass that wanted them is
-        over."""
-        for layer in [layer for layer in self.prefetched if layer != but]:
+    def drop_prefetched(self) -> None:
+        """Drop all prefetched loads: the forward pass that wanted them is over."""
+        for layer in list(self.prefetched):
             for load in self.prefetched.pop(layer).admitted():
                 self._drop(load)
 
@@ -299,20 +283,20 @@ class LoadQueue:
                 del self.held[request.key]
         self._admit()
 
-    def next_read(self, demanded: bool = False) -> tuple[Load, tuple[str, ...]] | None:
+    def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
         """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must
         follow.
 
-        demanded : of the running layer's only, which may overtake a prefetch between two pieces of
-        `PIECE` bytes."""
+        One prefetch at most is being read, so that what is demanded next finds the disk free."""
         for batch in self._batches():
-            if demanded and batch is not self.running:
-                break
+            if batch is not self.running and self._reading_ahead is not None:
+                return None
             for i, (load, kinds) in enumerate(batch.reads):
                 if load.phase is Phase.LOADING:
                     del batch.reads[i]
-                    load.ahead = load.keep is None
                     load.busy += 1
+                    if load.keep is None:
+                        self._reading_ahead = load
                     return load, kinds
         return None
 
@@ -321,23 +305,24 @@ class LoadQueue:
         `decode_done` must follow."""
         for batch in self._batches():
             for load in batch.loads.values():
-                if load.decodable:
-                    for tensor, stage in load.todo.items():
-                        if stage != "decompressing" and "sm" not in load.reads:
-                            del load.todo[tensor]
-                            if stage == "decode" and (apart := self._apart(batch, load, tensor)):
-                                load.todo |= dict.fromkeys(apart[1:], stage)
-                                tensor = apart[0]
-                            load.busy += 1
-                            return load, tensor, stage
-                        if (
-                            stage == "decode"
-                            and "sm" in load.reads
-                            and self.separable(load, tensor)
-                        ):
-                            load.todo[tensor] = "decompressing"
-                            load.busy += 1
-                            return load, tensor, "decompress"
+                if load.decodable and (found := self._operation(batch, load)) is not None:
+                    load.busy += 1
+                    return load, *found
+        return None
+
+    def _operation(self, batch: Batch, load: Load) -> tuple[Any, str] | None:
+        for tensor, stage in load.todo.items():
+            if stage == "decompressing":
+                continue
+            if "sm" not in load.reads:
+                del load.todo[tensor]
+                if stage == "decode" and (apart := self._apart(batch, load, tensor)):
+                    load.todo |= dict.fromkeys(apart[1:], stage)
+                    tensor = apart[0]
+                return tensor, stage
+            if stage == "decode" and self.separable(load, tensor):
+                load.todo[tensor] = "decompressing"
+                return tensor, "decompress"
         return None
 
     def _apart(self, batch: Batch, load: Load, tensor: Any) -> list[tuple[Any, int]]:
@@ -353,21 +338,17 @@ class LoadQueue:
         return [(tensor, shard) for shard in range(n)]
 
     def read_done(
-        self,
-        load: Load,
-        kinds: Iterable[str],
-        nbytes: int,
-        error: BaseException | None = None,
-        seconds: float = 0.0,
+        self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None
     ) -> None:
-        """So many bytes were read; of a load that was dropped meanwhile, perhaps not all."""
+        """So many bytes were read."""
         load.nbytes += nbytes
-        self.counts.nbytes += nbytes * load.ahead
-        self.counts.wasted += nbytes * (load.phase is Phase.DROPPED)
+        if load is self._reading_ahead:
+            self._reading_ahead = None
+            self.counts.nbytes += nbytes
+        if load.phase is Phase.DROPPED:
+            self.counts.wasted += nbytes
         if error is None:
             load.reads.difference_update(kinds)
-            if load.phase is not Phase.DROPPED:
-                self.reads = Reads(*(a + b for a, b in zip(self.reads, (1, seconds, nbytes))))
         self._done(load, error)
 
     def decode_done(
@@ -384,10 +365,10 @@ class LoadQueue:
         self, batch: Batch, wanted: list[tuple[Any, State | None, dict[str, int]]], order: Order
     ) -> None:
         """Line up loads in their order, behind those that are in the batch already."""
-        kinds, loads = ("full",) if self.in_place else KINDS, {}
-        for request, keep, slots in wanted:
-            todo = {} if self.in_place else dict.fromkeys(self.tensors(request.key), "decode")
-            loads[request.key.expert] = Load(request.key, keep, slots, kinds, todo, batch)
+        loads = {
+            request.key.expert: self._load(request.key, keep, slots, batch)
+            for request, keep, slots in wanted
+        }
         if set(order.decode) != loads.keys():
             raise ValueError(
                 f"the order has experts {sorted(order.decode)}, but the requests leave {sorted(loads)} to "
@@ -395,38 +376,57 @@ class LoadQueue:
             )
         reads = [(expert, FILLS[part]) for expert, part in order.reads]
         if self.in_place:
-            reads = [(expert, kinds) for expert in dict.fromkeys(expert for expert, _ in reads)]
+            reads = [(expert, ("full",)) for expert in dict.fromkeys(expert for expert, _ in reads)]
         batch.reads += [(loads[expert], fills) for expert, fills in reads]
-        batch.waiting = [
-            loads[expert]
-            for expert in dict.fromkeys([*(expert for expert, _ in reads), *order.decode])
-        ]
+        urgent = dict.fromkeys([*(expert for expert, _ in reads), *order.decode])
+        batch.waiting = [loads[expert] for expert in urgent]
         batch.loads |= {loads[expert].key: loads[expert] for expert in order.decode}
         self._admit()
 
+    def _load(
+        self, key: ExpertKey, keep: State | None, slots: dict[str, int], batch: Batch
+    ) -> Load:
+        kinds = ("full",) if self.in_place else KINDS
+        lacks = [kind for kind in kinds if kind not in slots]
+        reads = set(lacks) if self.in_place else set(lacks) - {"full"}
+        todo = {} if self.in_place else dict.fromkeys(self.tensors(key), "decode")
+        return Load(key, keep, slots, lacks, reads, todo, batch)
+
     def _admit(self) -> None:
         """Give waiting loads the slots that they lack, the most urgent first."""
+        self._admit_demanded()
+        while self.running.stuck and (ahead := self._last_prefetched()) is not None:
+            ahead.batch.take_out(ahead.key)
+            self._drop(ahead)
+            if ahead.busy:
+                return  # `_done` admits again
+            self._admit_demanded()
+        if not self.running.waiting:
+            self._admit_prefetched()
+
+    def _admit_demanded(self) -> None:
         free, waiting = self.free, self.running.waiting
-        if waiting and free["full"]:
-            holders = sum(bool(load.slots) for load in waiting)
-            for load in list(waiting):
-                spare = 0 if load.slots else int(holders > 0)
-                if all(len(free[kind]) > spare for kind in load.lacks):
-                    holders -= bool(load.slots)
-                    self._give(load)
-                if not free["full"]:
-                    break
-        if self.running.stuck and (
-            ahead := [load for of in self.prefetched.values() for load in of.admitted()]
-        ):
-            self._drop(ahead[-1].batch.take_out(ahead[-1].key))  # of the layer that comes last
-            return None if ahead[-1].busy else self._admit()  # `_done` admits again
-        for batch in self.prefetched.values() if not self.running.waiting else ():
-            for load in list(batch.waiting):
-                if self._ahead == self.ahead or not all(len(free[kind]) > 1 for kind in load.lacks):
-                    break
+        holders = sum(bool(load.slots) for load in waiting)
+        for load in list(waiting):
+            if not free["full"]:
+                break
+            spare = 0 if load.slots else int(holders > 0)
+            if all(len(free[kind]) > spare for kind in load.lacks):
+                holders -= bool(load.slots)
+                self._give(load)
+
+    def _admit_prefetched(self) -> None:
+        for load in [load for batch in self.prefetched.values() for load in batch.waiting]:
+            if self._ahead == self.ahead:
+                return
+            if all(len(self.free[kind]) > 1 for kind in load.lacks):
                 self._give(load)
                 self._ahead += 1
+
+    def _last_prefetched(self) -> Load | None:
+        """Of the prefetched loads that hold slots, one of the layer that comes last."""
+        ahead = [load for batch in self.prefetched.values() for load in batch.admitted()]
+        return ahead[-1] if ahead else None
 
     def _give(self, load: Load) -> None:
         load.slots.update({kind: self.free[kind].pop() for kind in load.lacks})

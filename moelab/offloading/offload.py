@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,38 +19,28 @@ from typing import Any
 import torch
 
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.calibration import Calibration
 from moelab.checkpoint import opening
 from moelab.checkpoint.direct import CheckpointStore
 from moelab.models import plug
-from moelab.models.identity import identity
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.filling import filling
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.pipeline import DEPTH
-from moelab.offloading.requests import Delays
-from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.offloading.load_queue import Order, given_order, plain_order
+from moelab.offloading.loading import DEPTH, filling
+from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import (
     Sizes,
     Slots,
     divide,
-    every_one_is_multiplied,
-    has_few_bits,
     slot_counts,
 )
 from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
-from moelab.simulation.microbenchmarks import quick_delays
 from moelab.store.headers import NAMES
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
-from moelab.zipmoe.affinity import default_order, naive_order
-from moelab.zipmoe.planner import TIMED, WARM, best_pools, drawn, shares_of
-from moelab.zipmoe.planning import CachePlan
 
 
 def offload(
@@ -57,18 +48,17 @@ def offload(
     budget: str | float | int = "auto",
     *,
     policy: Any = DEFAULT_POLICY,
-    plan: Pools | CachePlan | str | None = None,
+    plan: Any = None,
     scope: str = "model",
     margin: float | None = None,
     workers: int = 1,
     staging: int | None = None,
     ahead: int | None = 0,
-    delays: Delays | None = None,
+    delays: Any = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str = "auto",
     executor: Any = None,
     compact: bool | str = False,
-    calibration: Calibration | None = None,
     scheduler: Any = "default",
     **reading: Any,
 ) -> Any:
@@ -80,19 +70,17 @@ def offload(
     budget : memory for experts, see `parse_budget`; allocated at once and never exceeded. Where all
         of them fit, they are read while the model is opened, and no prompt reads any.
     policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
-    plan : how the budget is divided into pools; None keeps whole experts only, "auto" chooses by
-        simulation where experts are compressed (`moelab.zipmoe.planner`), and keeps whole ones
-        where they are not.
+    plan : how the budget is divided into pools, or a function that says so where experts are
+        compressed, as `moelab.zipmoe.planner.auto_pools`; None keeps whole experts only.
     workers : threads that decompress.
     staging : loads in flight beyond the experts that are kept; by default workers + 2, on a GPU 2K,
         fewer if the budget is small.
     ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's,
-        in decode those that are announced (`moelab.speculate.Speculation`), and the first layer's
-        for the token after (`CrossToken`). They are staged; None for up to K, as many as the
-        staging has room for beside one that is demanded, so that the cache is none the smaller.
-        None are prefetched where all are in memory.
-    delays : of an expert's parts on this machine; measured within a second if not given
-        (`quick_delays`).
+        in decode those that are announced (`moelab.speculate.Speculation`). They are staged; None
+        for up to K, as many as the staging has room for beside one that is demanded, so that the
+        cache is none the smaller. None are prefetched where all are in memory.
+    delays : what schedulers and plans are told of an expert's parts on this machine, or a function
+        that measures it where they need it, as `moelab.zipmoe.measure.quick_delays`.
     device : "cpu", or a CUDA GPU, whose memory the budget then is for. Experts pass through pinned
         memory; with mode="pinned" all of them stay there, as they are stored, and nothing is read
         from the disk any more.
@@ -104,8 +92,8 @@ def offload(
         executors unpack them at each use, where they are otherwise unpacked once a load. "kernels":
         only if kernels multiply all of them.
     scheduler : orders reads and decoding: a registered name or your own; no bit of the output
-        changes. By default what is sent from pinned memory as it lies is sent in ascending order.
-    calibration : of this very model; "auto" takes popularity from it.
+        changes. By default `plain_order`, where nothing is known of delays; what is sent from
+        pinned memory as it lies is sent in ascending order.
     reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
@@ -115,30 +103,26 @@ def offload(
     model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
     if not isinstance(store, ExpertStore):
         store = model.checkpoint.store or CheckpointStore(model, model.dtype(dtype))
-    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     if workers < 1:
         raise ValueError(f"workers is {workers}; at least one thread must decompress")
     if ahead is not None and ahead < 0:
         raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
-    if isinstance(plan, str) and plan != "auto":
+    if isinstance(plan, str):
         raise ValueError(
-            f"the plan is {plan!r}; it must be pools, what `moelab.zipmoe.planning.plan` makes, or 'auto'"
+            f"the plan is {plan!r}; it must be pools, or what `moelab.zipmoe.planning.plan` makes"
         )
-    auto = isinstance(plan, str)
-    pools = None if auto else getattr(plan, "pools", plan)
+    pools = None if callable(plan) else getattr(plan, "pools", plan)
     # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
     whole_only = pools is None or not (pools.C or pools.S or pools.E)
-    compact = every_one_is_multiplied(store) if compact == "kernels" else compact
+    compact = store.multiplied if compact == "kernels" else compact
     device, pinned = torch.device(device), reading.get("mode") == "pinned"
     if device.type not in ("cpu", "cuda") or pinned and device.type == "cpu":
         raise ValueError(
             f"the device is {str(device)!r}; experts can be offloaded for the CPU and for CUDA GPUs, and "
             f"kept with mode='pinned' for the latter only"
         )
-    in_place = whole_only and (compact and device.type == "cpu" or not has_few_bits(store))
+    in_place = whole_only and (compact and device.type == "cpu" or not store.few_bits)
     sizes = Sizes.of(store, None if in_place else False)
-    if pinned and in_place and order is default_order:
-        order = naive_order  # experts that are sent take equally long
     L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
     at_least, scratch = (
         (ahead or 0) + 1,
@@ -155,11 +139,6 @@ def offload(
             f"that works: {max(staging or 1, at_least)} in-flight expert(s), read and decoded"
             + f", {ahead} of them prefetched" * bool(ahead)
             + f"; give '{-(-least // 10**6)}MB' or more"
-        )
-    if (auto := auto and sizes.sm > 0) and calibration is None:
-        raise ValueError(
-            "plan='auto' divides the memory by how popular experts are: give calibration=, which "
-            "`moelab calibrate MODEL FILE` makes"
         )
     kept = room - scratch
     if (
@@ -196,21 +175,13 @@ def offload(
         ):
             model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
             held = loaded()
-        delays = delays or quick_delays(store, model, sizes.in_place, compact)
-        if auto and not held:
-            shares = shares_of(calibration.require(identity(model), store.spec))
-            pools = best_pools(
-                shares,
-                drawn(shares, WARM + TIMED),
-                kept - staging * sizes.in_flight,
-                sizes,
-                delays,
-                workers=workers,
-                staging=staging,
-                policy=policy,
-                scope=scope,
-                margin=margin,
-            )[0].pools
+        if callable(delays):
+            delays = delays(store, model) if sizes.sm or scheduler != "default" else None
+        if callable(plan) and sizes.sm and not held:
+            room = kept - staging * sizes.in_flight
+            pools = plan(
+                model, store.spec, room, sizes, delays, workers, staging, policy, scope, margin
+            )
             residency = Residency(L, E, pools, policy, scope, margin)
         if held:
             residency.fill()
@@ -226,7 +197,7 @@ def offload(
             workers,
             staging,
             ahead,
-            delays,
+            experts_bytes(store),
             store.weights_bytes,
             scheduler,
             device.type,
@@ -236,13 +207,11 @@ def offload(
             residency,
             slots,
             reader,
-            delays,
             run,
+            _bound(scheduler, delays, workers, pinned and sizes.in_place),
             workers,
             ahead,
-            make("executor", executor) if isinstance(executor, str) else executor,
-            one_thread_pays(store, model, sizes.in_place),
-            order,
+            not sizes.in_place and one_thread_pays(store, model),
             held,
         )
         unless_open.callback(engine.close)
@@ -253,7 +222,17 @@ def offload(
             for entry in entries.values()
         }
         source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
-        plug(model, executor=engine, source=source if executor else None)
+        run = make("executor", executor) if isinstance(executor, str) else executor
+        plug(model, executor=run, source=source, engine=engine)
         Session(model, engine, source, store, room)
         unless_open.pop_all()
     return model
+
+
+def _bound(scheduler: Any, delays: Any, workers: int, sends: bool) -> Callable[..., Order]:
+    """A scheduler as the engine calls it, with requests alone. sends : whether experts are sent from
+    pinned memory as they lie, which takes equally long."""
+    if scheduler == "default" and (sends or delays is None):
+        return given_order if sends else plain_order
+    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
+    return lambda requests: order(requests, delays, workers)

@@ -21,8 +21,8 @@ from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
 from moelab.offloading.load_queue import PrefetchCounts
 from moelab.offloading.metrics import Forward
-from moelab.offloading.requests import Delays
 from moelab.specs import Event, MoESpec
+from moelab.store.layout import ExpertStore
 
 _ROW = np.dtype(
     [
@@ -36,6 +36,8 @@ _ROW = np.dtype(
     ]
 )
 _BATCH = 1 << 14
+#: [L][E] of bytes that are read of an expert: of its E-chunks, of its SM-chunks
+ExpertsBytes = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class EngineSettings:
 
     pools, policy, scope, margin : of its `Residency`.
     staging, ahead : loads in flight beyond what is kept, and of those prefetched.
-    delays : of one expert on this machine; None for a resident model.
+    experts_bytes : of its store; () for a resident model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
-    device : where experts are computed; delays are those of the CPU.
+    device : where experts are computed.
     """
 
     spec: MoESpec
@@ -58,10 +60,21 @@ class EngineSettings:
     workers: int
     staging: int
     ahead: int
-    delays: Delays | None
+    experts_bytes: ExpertsBytes
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"
+
+
+def experts_bytes(store: ExpertStore) -> ExpertsBytes:
+    """What is read of each expert of a store, exact: experts compress differently."""
+    return tuple(
+        tuple(
+            (store.stored_bytes(i, expert, "E"), store.stored_bytes(i, expert, "SM"))
+            for expert in range(len(layer.experts))
+        )
+        for i, layer in enumerate(store.layers)
+    )
 
 
 class Timeline:

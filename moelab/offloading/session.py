@@ -8,12 +8,10 @@ only the latest passes are kept."""
 from __future__ import annotations
 
 import functools
-import math
-import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -21,14 +19,17 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.forks import renew_in_children
+from moelab.models.experts import Run, eager, named
+from moelab.models.forward import ForwardInfo, forward_info
 from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
-from moelab.models.patches import Dressed, Patches, dress, put
-from moelab.models.seam import MoELayer, discover, named, require_adaptable
+from moelab.models.patches import Patches
+from moelab.models.seam import MoELayer, discover, require_adaptable
 from moelab.models.stream import stacks
 from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
+from moelab.offloading.interrupts import deferred
+from moelab.offloading.loading import clock
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
-from moelab.offloading.pipeline import clock
 from moelab.offloading.run import EngineRun, EngineSettings, Timeline
 from moelab.store.layout import ExpertStore
 
@@ -36,7 +37,7 @@ from moelab.store.layout import ExpertStore
 LONGEST = 4096
 
 
-class InTurn(Dressed):
+class InTurn:
     """Mixin over an opened model, or what is called by itself of it: of all threads' calls, one
     runs at a time."""
 
@@ -53,7 +54,7 @@ class OpenedModel(InTurn):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own; ValueError where the experts are not in memory, since they would be
         left out."""
-        if any(getattr(layer.experts, "resident", True) is False for layer in discover(self)):
+        if not all(layer.resident for layer in discover(self)):
             raise ValueError(
                 "this model's experts are not in memory, so they would not be saved: copy its folder, "
                 "restore its store (moelab.restore), or open it without memory="
@@ -69,15 +70,16 @@ def in_turn_class(cls: type, mixin: type = InTurn) -> type:
         return cls
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        with self.moelab.turn:
-            return cls.__call__(self, *args, **kwargs)  # one line: see `Pipeline._locked`
+        with self.moelab.turn, self.moelab.running():
+            return cls.__call__(self, *args, **kwargs)
 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__call__": __call__}
     if mixin is OpenedModel and hasattr(cls, "generate"):
 
         @functools.wraps(cls.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.moelab._counted(functools.partial(cls.generate, self), *args, **kwargs)
+            with self.moelab.running():
+                return cls.generate(self, *args, **kwargs)
 
         members["generate"] = generate
     return type(cls.__name__, (mixin, cls), members)
@@ -97,11 +99,9 @@ class Session:
         resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
-    executor : the name, or the function, by which experts are computed.
     routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
     """
 
-    executor: Any = "exact"
     routing: Any = None
     timeline: Timeline = property(lambda self: self.run.timeline)
     forwards: list[Forward] = property(lambda self: self.run.forwards)
@@ -119,53 +119,51 @@ class Session:
         self.engine, self.source, self.store, self.budget = engine, source, store, budget
         self.speculation = None
         if engine is None:
-            spec, pools = model.spec, Pools(F=model.spec.L * model.spec.E)
-            self.residency = Residency(spec.L, spec.E, pools)
-            experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
-            dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
-            settings = EngineSettings(
-                spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, dense_bytes
-            )
-            self.run = EngineRun(settings, self.residency)
+            spec = model.spec
+            self.residency = Residency(spec.L, spec.E, Pools(F=spec.L * spec.E))
+            self.run = EngineRun(_resident_settings(model), self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
             mine = weakref.WeakMethod(
                 self._is_cancelled
-            )  # else an engine would keep its model alive
+            )  # the engine must not keep its model alive
             engine.cancelled = lambda: (asked := mine()) is not None and asked()
-        self._calls: dict[
-            int, object
-        ] = {}  # thread → the generation, or the forward alone, that it runs
-        self._alone: object = None  # the latest of the latter
+        self._calls: dict[int, object] = {}  # thread → the generation or forward that it runs
         self._cancelled: set[object] = set()
-        self._model = id(model)
+        self._model, self._layers = id(model), discover(model)
         self.forked()
         renew_in_children(self)
         self.reset()
-        alone = (
-            [model.get_encoder()] if model.config.is_encoder_decoder else []
-        )  # `generate` calls it by itself
-        with Patches() as patches:
-            for module in (model, *alone):
-                patches.hook(
-                    module.register_forward_pre_hook, self._begin_forward, with_kwargs=True
-                )
-                patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
-            for layer in (
-                discover(model) if engine is None else ()
-            ):  # no engine counts what it is asked for
-                register, hook, options = layer.listening(functools.partial(self._note, layer))
-                patches.hook(register, hook, **options)
-            self._patches = patches.pop_all()
+        self._patches = self._listen(model)
         self._parts = ExitStack()  # what was put on the model besides
         for part in (model, *(stack for stack, _ in stacks(model))):
-            dress(self, part, opened_class if part is model else in_turn_class)
-            put(self, part, "moelab", self)
+            part.__class__ = (opened_class if part is model else in_turn_class)(type(part))
+            part.moelab = self
+
+    def _listen(self, model: Any) -> Patches:
+        """Hooks that say when forward passes begin and end, and in memory what is routed."""
+        # `generate` calls an encoder by itself
+        alone = [model.get_encoder()] if model.config.is_encoder_decoder else []
+        layers = self._layers if self.engine is None else ()  # an engine knows its steps
+        with Patches() as patches:
+            for module in (model, *alone):
+                before = module.register_forward_pre_hook
+                patches.hook(before, self._begin_forward, with_kwargs=True)
+                patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
+            for layer in layers:
+                register, hook, options = layer.listening(functools.partial(self._note, layer))
+                patches.hook(register, hook, **options)
+            return patches.pop_all()
 
     def forked(self) -> None:
         """In a child process there are no other threads, so it is nobody's turn."""
         self.turn, self._forward = threading.RLock(), None
         self._calls.clear()
+
+    @property
+    def executor(self) -> Run:
+        """What computes the experts; `moelab.models.eager` for transformers' own operations."""
+        return self._layers[0].seam.executor if self._layers[0].plugged else eager
 
     def __repr__(self) -> str:
         parts = (
@@ -176,7 +174,7 @@ class Session:
                 named(self.run.settings.policy),
             ]
         )
-        parts += [named(self.executor)]
+        parts += ["exact" if self.executor is eager else named(self.executor).lower()]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
         if self.routing is not None:
@@ -187,14 +185,10 @@ class Session:
         """Forget events, forwards and counts, after the forward pass that runs; what is in memory
         stays."""
         with self.turn:
-            self._reset()  # one line: see `Pipeline._locked`
-
-    def _reset(self) -> None:
-        self.run.reset()
-        self._forward: tuple[int, object, float, int, str] | None = (
-            None  # module, call, since when, tokens, phase
-        )
-        self._routed: list[tuple[MoELayer, Any]] = []  # ids [T, K] of the layers of a forward pass
+            self.run.reset()
+            #: the forward pass that runs: its module, call, beginning
+            self._forward: tuple[int, object, float, ForwardInfo] | None = None
+            self._routed: list[tuple[MoELayer, Any]] = []  # ids [T, K] of its layers
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see
@@ -212,10 +206,9 @@ class Session:
         return self._parts.enter_context(context)
 
     def cancel(self) -> bool:
-        """End the generations that run with `Cancelled`; False if none is running."""
-        self._cancelled = {call for call in list(self._calls.values()) if call is not None}
-        if self.engine is not None:
-            self.engine.pipeline.wake()
+        """End the generations that run with `Cancelled`, before their next layer; False if none is
+        running."""
+        self._cancelled = set(self._calls.copy().values())
         return bool(self._cancelled)
 
     def close(self) -> None:
@@ -232,87 +225,61 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What the model reports. Each of these may be interrupted, and what would come after it is then
-    # not called. So nothing is counted up and down: what begins takes the place of whatever was
-    # left.
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block this thread runs a generation, or a forward pass by itself, which
+        `cancel` and, with an engine, Ctrl-C end between two layers."""
+        me = threading.get_ident()
+        if me in self._calls:  # a forward of a generation, or a generation that assists it
+            yield
+            return
+        self._calls[me] = object()
+        try:
+            with deferred() if self.engine is not None else nullcontext():
+                yield
+        finally:
+            self._cancelled.discard(self._calls.pop(me, None))
+            if self.engine is not None:
+                self.engine.widen()
 
     def _is_cancelled(self) -> bool:
         return bool(self._cancelled) and self._calls.get(threading.get_ident()) in self._cancelled
 
-    def _counted(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Between two tokens no forward runs, but the generation does: `cancel` must know."""
-        me = threading.get_ident()
-        outer = (
-            self._calls.get(me) if self._generates() else None
-        )  # or one that was interrupted has left it
-        self._calls[me] = object()
-        try:
-            return generate(*args, **kwargs)
-        finally:
-            self._calls[me] = outer
-            if self.engine is not None:
-                self.engine.widen()  # Ctrl-C calls no hook
-
-    def _generates(self) -> bool:
-        """Whether this thread is within a generation already: assisted by itself, a model generates
-        while it does."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code is Session._counted.__code__ and frame.f_locals.get("self") is self:
-                return True
-            frame = frame.f_back
-        return False
-
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        if (
-            id(module) != self._model
-            and self._forward is not None
-            and self._forward[:2] == (self._model, self._calls.get(threading.get_ident()))
-        ):
+        call = self._calls.get(threading.get_ident())
+        within = self._forward is not None and self._forward[:2] == (self._model, call)
+        if within and id(module) != self._model:
             return  # the encoder, called by the model
         if self._is_cancelled():
             raise Cancelled
         require_unwritten(module)
         require_adaptable(module)
-        ids = next(
-            (
-                x
-                for x in (
-                    kwargs.get("decoder_input_ids"),
-                    kwargs.get("input_ids"),
-                    kwargs.get("inputs_embeds"),
-                    *args[:1],
-                )
-                if x is not None
-            ),
-            None,
-        )
-        shape = ids.shape[:2] if ids is not None else (0,)
-        tokens, length = math.prod(shape), shape[-1]
-        cache = kwargs.get("past_key_values")
-        seen = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-        if self._calls.get(threading.get_ident()) in (None, self._alone):
-            self._calls[threading.get_ident()] = self._alone = object()
+        info = forward_info(args, kwargs)
         self.run.begin_forward()
-        phase = "prefill" if length > 1 or not seen else "decode"
-        start = clock() if self.engine is None else self.engine.begin_forward(phase)
-        self._forward = id(module), self._calls[threading.get_ident()], start, tokens, phase
-        self._routed = []
+        exact = self.executor is eager
+        start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
+        self._forward, self._routed = (id(module), call, start, info), []
 
     def _end_forward(self, module: Any, _: tuple, output: Any) -> Any:
         if self._forward is None or self._forward[0] != id(module):
             return None
-        (*_, start, tokens, phase), self._forward = self._forward, None
+        (*_, start, info), self._forward = self._forward, None
         end = clock() if self.engine is None else self.engine.end_forward()
-        for layer, routed in self._routed:  # of a resident model; where no engine has counted
+        for layer, routed in self._routed:
             self.run.layer(layer.index, counts(routed, layer.E))
-        self.run.end_forward(Forward(start, end, tokens, phase))
+        self.run.end_forward(Forward(start, end, info.tokens, info.phase))
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
-        if self._calls.get(threading.get_ident()) is self._alone:
-            self._calls[threading.get_ident()] = None
         return refuse_all(output)
 
     def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
         if self._forward is not None:  # else a part of the model was called by itself
             self._routed.append((layer, ids))
+
+
+def _resident_settings(model: Any) -> EngineSettings:
+    """Of a model whose experts are all in memory."""
+    spec, pools = model.spec, Pools(F=model.spec.L * model.spec.E)
+    experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
+    dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
+    return EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense_bytes)

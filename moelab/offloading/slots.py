@@ -20,8 +20,7 @@ import torch
 
 from moelab.cache.pools import Pools
 from moelab.offloading.link import host_memory, link_to
-from moelab.store import bf12, fewbit
-from moelab.store.codecs import IN_PLACE, PackedTensor, Plane, decompress_tensor
+from moelab.store.codec import RAW
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
 from moelab.store.reader import Chunks
@@ -43,7 +42,7 @@ class Sizes:
     def of(cls, store: ExpertStore, in_place: bool | None = None) -> Sizes:
         """`in_place` : whether to read experts in place; by default if they lie so in the store."""
         experts = [entries for layer in store.layers for entries in layer.experts]
-        if in_place if in_place is not None else lies_as_in_memory(store):
+        if in_place if in_place is not None else store.in_place:
             return cls(max(run(entries, "both")[1] for entries in experts), 0, 0, True)
         return cls(
             full=max(_offsets(entries)[1] for entries in experts),
@@ -55,50 +54,6 @@ class Sizes:
     def in_flight(self) -> int:
         """Bytes that one expert takes while it is read and decoded."""
         return self.full + self.e + self.sm
-
-
-def lies_as_in_memory(store: ExpertStore) -> bool:
-    """Whether every tensor of every expert is one chunk that can be computed from."""
-    return all(
-        len(entry.planes) == 1
-        and (entry.planes[0][0] in IN_PLACE or fewbit.is_format(entry.planes[0][0]))
-        and len(entry.planes[0][1]) == 1
-        for layer in store.layers
-        for entries in layer.experts
-        for entry in entries.values()
-    )
-
-
-def has_few_bits(store: ExpertStore) -> bool:
-    """Whether some expert's tensor is a blob of `moelab.store.fewbit`."""
-    return any(
-        fewbit.is_format(entry.planes[0][0])
-        for layer in store.layers
-        for entries in layer.experts
-        for entry in entries.values()
-    )
-
-
-def has_packed(store: ExpertStore) -> bool:
-    """Whether some expert's tensor is stored otherwise than eager computes with it."""
-    return any(
-        entry.planes[0][0] != "raw"
-        for layer in store.layers
-        for entries in layer.experts
-        for entry in entries.values()
-    )
-
-
-def every_one_is_multiplied(store: ExpertStore) -> bool:
-    """Whether kernels multiply each of these blobs as it lies."""
-    return all(
-        fewbit.kernel(codec, entry.shape, entry.dtype)
-        for layer in store.layers
-        for entries in layer.experts
-        for entry in entries.values()
-        for codec, _ in entry.planes
-        if fewbit.is_format(codec)
-    )
 
 
 class Slots:
@@ -129,7 +84,7 @@ class Slots:
                 count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device
             )
         self._store, self._views, self._scratch, kinds = store, {}, {}, {}
-        self._packed = self.sizes.in_place and has_packed(store)
+        self._packed = self.sizes.in_place and not store.raw
         self._matrices: dict[
             int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]
         ] = {}
@@ -208,16 +163,16 @@ class Slots:
         else:
             found = {
                 name: _view(entry, memory[offset:])
-                if codec == "raw"
-                else self._unpacked(name, entry, codec, memory[offset:end], reuse)
-                for name, (codec, offset, end, entry) in _in_place(entries).items()
+                if entry.codec is RAW
+                else self._unpacked(name, entry, memory[offset:end], reuse)
+                for name, (offset, end, entry) in _in_place(entries).items()
             }
         if not self._packed:
             self._views[key] = found
         return found
 
     def _unpacked(
-        self, name: str, entry: TensorEntry, codec: str, blob: torch.Tensor, reuse: bool
+        self, name: str, entry: TensorEntry, blob: torch.Tensor, reuse: bool
     ) -> torch.Tensor:
         out = self._scratch.get((name, entry.shape)) if reuse else None
         if out is None:
@@ -228,7 +183,7 @@ class Slots:
             from moelab.store import bf12_triton  # the one codec that is read there in place
 
             return bf12_triton.unpack(blob, out)
-        decompress_tensor(PackedTensor(entry.nbytes, (Plane(codec, (blob.numpy(),)),)), out)
+        entry.codec.decompress(blob.numpy(), out)
         return out
 
     def matrices(
@@ -285,12 +240,12 @@ def _offsets(entries: dict[str, TensorEntry]) -> tuple[dict[str, int], int]:
     return offsets, aligned(at)
 
 
-def _in_place(entries: dict[str, TensorEntry]) -> dict[str, tuple[str, int, int, TensorEntry]]:
-    """name → (codec, begin, end in a slot that the expert is read into, entry)."""
+def _in_place(entries: dict[str, TensorEntry]) -> dict[str, tuple[int, int, TensorEntry]]:
+    """name → (begin, end in a slot that the expert is read into, entry)."""
     begin, found = run(entries, "both")[0], {}
     for name, entry in entries.items():
-        codec, (chunk,) = entry.planes[0]
-        found[name] = codec, chunk.offset - begin, chunk.offset - begin + chunk.length, entry
+        (chunk,) = entry.planes[0][1]
+        found[name] = chunk.offset - begin, chunk.offset - begin + chunk.length, entry
     return found
 
 
@@ -300,22 +255,10 @@ def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tupl
     if not in_place:
         return {name: ("raw", [offset, 0, 0, 0]) for name, offset in _offsets(entries)[0].items()}
     found = {}
-    for name, (codec, offset, end, entry) in _in_place(entries).items():
-        row = [offset, 0, 0, 0]
-        if codec == "bf12":
-            row, codec = (
-                bf12.row(offset, end - offset, entry.n),
-                codec if bf12.fits(entry.shape) else "",
-            )
-        elif fewbit.is_format(codec):
-            codec = fewbit.kernel(codec, entry.shape, entry.dtype)
-            row = fewbit.row(codec, offset, entry.shape) if codec else row
-            codec = (
-                codec
-                if bf12.fits(entry.shape[::-1] if codec.endswith(".T") else entry.shape)
-                else ""
-            )
-        found[name] = codec, row
+    for name, (offset, end, entry) in _in_place(entries).items():
+        kernel = entry.codec.kernel(entry.dtype, entry.shape)
+        row = entry.codec.row(offset, end - offset, entry.shape) if kernel else [offset, 0, 0, 0]
+        found[name] = kernel, row
     return found
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from moelab.kernels.compile import c_library
+from moelab.models.experts import seam_of
 from moelab.models.seam import discover
-from moelab.offloading.slots import has_packed
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import StoreExperts
 
@@ -32,8 +32,7 @@ NICE = 5  # of threads that step back
 def narrow(n: int) -> None:
     """Let torch compute with `n` threads. Beside one, none is left to spin: the next team begins
     with new threads, which takes tens of microseconds; but ten milliseconds where the caller has
-    slept for two before (Linux 6.18): they begin on its core, where it spins until they do. Callers
-    keep the number that it had before: Ctrl-C may come at any line."""
+    slept for two before (Linux 6.18): they begin on its core, where it spins until they do."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     if n == 1 < before and PAUSE:
@@ -67,21 +66,12 @@ def threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def one_thread_pays(store: ExpertStore, model: Any, in_place: bool) -> bool:
-    """Whether a token's experts are computed by one thread while others are loaded as fast: beside
-    decoding, which needs a core; and by one of two where experts are read in place, as those that
-    read now and then take a core from the team, all of which waits. Not if they are unpacked at
-    each use, which takes one thread twice as long; with more threads it is not measured."""
-    many = torch.get_num_threads()
-    if many == 1 or model.device.type != "cpu" or in_place and (many > 2 or has_packed(store)):
+def one_thread_pays(store: ExpertStore, model: Any) -> bool:
+    """Whether a token's experts may be computed by one thread while others are decoded, which needs
+    a core: whether that gives the same bits, tried on 8 tokens, as no library promises it."""
+    if model.device.type != "cpu" or torch.get_num_threads() == 1:
         return False
-    return same_bits_on_one_thread(store, model)
-
-
-def same_bits_on_one_thread(store: ExpertStore, model: Any) -> bool:
-    """Whether one thread computes a token's expert to the same bits as all threads do: no library
-    promises it, so it is tried on 8 tokens."""
-    experts, results = discover(model)[0].experts, []
+    experts, results = seam_of(discover(model)[0].experts), []
     x = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)).to(model.dtype)
     with StoreExperts(store, model.dtype) as source, torch.inference_mode():
         weights = source(0, 0)

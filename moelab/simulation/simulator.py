@@ -1,51 +1,61 @@
-"""The simulator: a recorded run, played with the engine's own cache, scheduler, load queue and
+"""The simulator: a recorded run, played with the engine's own cache, step controller, load queue and
 slots in simulated time.
 
-`Residency` decides from the sequence of steps alone, so whatever the engine hits, evicts and reads
-on these steps, the simulator does too; only the clock differs. Delays are measured on this machine,
-or follow from the figures of a device card. Contention of disk, decompression and compute is in
-`Delays.beside` where `profile` measured it, what the engine takes itself where a run did
-(`moelab.simulation.observed`). Left out: sampling between two forwards, and padding tokens of a
-batch, which a trace doesn't have."""
+`StepController` decides from the sequence of steps alone, so whatever the engine hits, evicts and
+reads on these steps, the simulator does too; only the clock differs. What takes how long is a
+`Machine`: found in a recorded run (`moelab.simulation.fit`), or in the figures of a device card.
+Left out: sampling between two forwards, and padding tokens of a batch, which a trace doesn't
+have."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from moelab.cache.cross_token import CANDIDATES, CrossToken
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.offloading import perfetto
-from moelab.offloading.limits import MachineRates
-from moelab.offloading.load_queue import PrefetchCounts
+from moelab.offloading.load_queue import Order, PrefetchCounts, plain_order
 from moelab.offloading.metrics import Forward, Metrics, metrics, told
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.requests import Delays
-from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import slot_counts
+from moelab.offloading.step import StepController
 from moelab.progress import progress
 from moelab.registry import make
-from moelab.simulation.execution import SimulatedMachine
-from moelab.simulation.observed import Linear, observed
-from moelab.specs import DeviceSpec, Event, MoESpec, State
-from moelab.store.codecs import SHARDS, shard_count
+from moelab.simulation.costs import Machine, delays_in_place, delays_of
+from moelab.simulation.fit import fitted
+from moelab.simulation.machine import SimulatedMachine
+from moelab.specs import DeviceSpec, Event
 from moelab.trace import PREFILL, RoutingTrace
-from moelab.zipmoe.affinity import Order, default_order, given_order
 
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
-#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig.
-#: 2)
-RHO = 2.65 / 8
 #: for each forward, (layer, experts announced for it) of the layers that there are predictions for
 Predictions = Sequence[Iterable[tuple[int, Iterable[int]]]]
+
+
+class Prefetching(NamedTuple):
+    """How experts are read ahead: when they are read, never what is kept or computed.
+
+    predictions : of every forward; the steps themselves if all are right.
+    ahead : experts that may be prefetched, into what of the staging nothing demanded needs, but for
+        one slot.
+    distance : how many layers before its own an expert is announced.
+    gate : says in which tokens; by default in each, as a recorded run's tokens have predictions if
+        it was their turn.
+    """
+
+    predictions: Predictions
+    ahead: int
+    distance: int = 1
+    gate: PrefetchGate | None = None
 
 
 @dataclass(repr=False)
@@ -81,21 +91,12 @@ def simulate(
     steps: Steps,
     forwards: Iterable[tuple],
     residency: Residency,
-    delays: Delays,
+    machine: Machine,
     *,
-    workers: int = 1,
     staging: int | None = None,
-    other: Linear = (0.0, 0.0),
-    head: Linear = (0.0, 0.0),
+    order: Callable[[Sequence[Any]], Order] = plain_order,
+    prefetching: Prefetching | None = None,
     start: float = 0.0,
-    scheduler: Callable[[Sequence[Any], Delays, int], Order] = default_order,
-    predictions: Predictions | None = None,
-    ahead: int = 0,
-    distance: int = 1,
-    gate: PrefetchGate | None = None,
-    predict: float = 0.0,
-    across: CrossToken | None = None,
-    awake: float | None = None,
     quiet: bool = False,
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
@@ -103,93 +104,83 @@ def simulate(
     steps : a run's, or those of a trace (`steps_of`).
     forwards : (…, tokens, phase) of each forward.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
-    delays : what the parts of an expert cost; with `e_bytes` and `sm_bytes`, the timeline says what
-        is read.
+    machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
+        read.
     staging : loads in flight beyond what is kept (None: any number).
-    other, head : seconds per layer before its experts can be read; per forward after the last
-        layer.
-    scheduler : one of `moelab.zipmoe.affinity.SCHEDULERS` or your own; by default the engine's.
-    predictions : of every forward; they change when experts are read, never what is kept or
-        computed; `steps` if all are right.
-    ahead : experts that may be prefetched, into what of `staging` nothing demanded needs, but for
-        one slot.
-    distance : how many layers before its own an expert is announced.
-    gate : throttles prefetching and learns; None for one that prefetches in every token what should
-        pay, as a recorded run's tokens have predictions if it was their turn.
-    predict : seconds that a prediction takes.
-    across : predicts the first layer's experts at the end of the token before; None: nobody does.
-    awake : seconds in place of `other`'s base where the layer before has loaded nothing: nobody
-        reads, and no thread has slept. None for the same.
+    order : of a step's reads and decoding; by default the engine's.
     quiet : without a progress bar.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert
     that the residency doesn't have, and a distance or staging below 1."""
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
-    if len(kinds) != len(steps):
+    prefetching = prefetching or Prefetching([()] * len(steps), 0)
+    _require_as_many(len(steps), len(kinds), len(prefetching.predictions))
+    if prefetching.distance < 1:
         raise ValueError(
-            f"{len(steps)} forwards are to be played, but tokens and phase are given of {len(kinds)}"
+            f"the distance is {prefetching.distance} layers; experts are announced at least 1 layer "
+            "before their own"
         )
-    if predictions is not None and len(predictions) != len(steps):
-        raise ValueError(
-            f"{len(steps)} forwards are to be played, but there are predictions for {len(predictions)}"
-        )
-    if distance < 1:
-        raise ValueError(
-            f"the distance is {distance} layers; experts are announced at least 1 layer before their own"
-        )
-    residency.reset_counters()
-    gate, done, across_tokens, loads = gate or PrefetchGate(trials=False), [], across is not None, 1
-    across = across or CrossToken(residency.E)
-    ahead = ahead if predictions is not None else 0
-    if staging is None:
-        staging = residency.E + ahead + 1  # a layer's demand at most
-    elif staging < 1:
+    if staging is not None and staging < 1:
         raise ValueError(
             f"staging is {staging}; at least one expert must have slots to be loaded into"
         )
-    slots = slot_counts(residency.pools, residency.L if residency.scope == "layer" else 1, staging)
-    resident = ((key, state) for state in HIERARCHY for key in residency.resident(state))
-    machine = SimulatedMachine(delays, workers, slots, resident, ahead, start)
+    residency.reset_counters()
+    copies = residency.L if residency.scope == "layer" else 1
+    most = residency.E + prefetching.ahead + 1  # a layer's demand at most
+    simulated = SimulatedMachine(
+        machine,
+        slot_counts(residency.pools, copies, staging or most),
+        ((key, state) for state in HIERARCHY for key in residency.resident(state)),
+        prefetching.ahead,
+        start,
+    )
+    gate = prefetching.gate or PrefetchGate(trials=False)
+    controller = StepController(residency, simulated.queue, gate, order)
+    done: list[Forward] = []
+    passes = list(zip(steps, kinds, prefetching.predictions))
+    for step, (tokens, phase), predicted in passes if quiet else progress(passes, "simulating"):
+        begun = simulated.now
+        controller.begin_forward(phase)
+        _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
+        controller.end_forward(simulated.now - begun)
+        done.append(Forward(begun, simulated.now, tokens, phase))
+    simulated.finish()
+    return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
 
-    passes = list(zip(steps, kinds, predictions or [()] * len(steps)))
-    for forward, (tokens, phase), predicted in passes if quiet else progress(passes, "simulating"):
-        begun, announced = machine.now, dict(predicted) if ahead else {}
-        gate.begin(phase)
-        across.begin(phase)
-        for layer, experts in forward:
-            base = other[0] if loads or awake is None else min(awake, other[0])
-            target, seconds = layer + distance, base + other[1] * tokens
-            likely = announced[target] if target in announced and gate.wants(target) else ()
-            if likely:
-                machine.spend(layer, machine.now + predict)
-            machine.spend(layer, machine.now + seconds)
-            gate.rested(layer, machine.now - machine.needed)
-            step = residency.begin(layer, experts)
-            gate.came(step)
-            across.came(layer, experts)
-            loads = sum(request.state is not State.FULL for request in step.requests)
-            machine.spend(layer, machine.now + delays.deciding(loads))
-            if (
-                across_tokens
-                and ahead
-                and not likely
-                and across.ends(layer)
-                and gate.wants(across.first)
-            ):
-                target, likely = across.first, across.predict()[: CANDIDATES * ahead]
-            left = machine.begin(layer, step.requests, (key for key, _ in step.evicted))
-            machine.queue.demand(left, scheduler(left, delays, workers))
-            if likely:
-                prefetch = gate.requests(residency, target, likely, machine.queue.reads)
-                machine.queue.prefetch(target, prefetch, given_order(prefetch))
-            machine.run()
-        machine.spend(-1, machine.now + head[0] + head[1] * tokens)
-        machine.queue.drop_prefetched(across.starts)
-        gate.ended(machine.now - begun)
-        done.append(Forward(begun, machine.now, tokens, phase))
-    machine.queue.drop_prefetched()
-    machine.finish()
-    return Simulation(machine.timeline(), done, residency.counters, machine.queue.counts)
+
+def _require_as_many(steps: int, forwards: int, predictions: int) -> None:
+    if forwards != steps:
+        raise ValueError(
+            f"{steps} forwards are to be played, but tokens and phase are given of {forwards}"
+        )
+    if predictions != steps:
+        raise ValueError(
+            f"{steps} forwards are to be played, but there are predictions for {predictions}"
+        )
+
+
+def _forward(
+    simulated: SimulatedMachine,
+    controller: StepController,
+    step: Sequence[tuple[int, Mapping[int, int]]],
+    tokens: int,
+    predicted: Mapping[int, Iterable[int]],
+    distance: int,
+) -> None:
+    """One forward pass: the layers one after another, and the head."""
+    machine = simulated.machine
+    for layer, experts in step:
+        target = layer + distance
+        if target in predicted and simulated.queue.ahead and controller.gate.opens:
+            simulated.spend(layer, machine.predict)
+            controller.announce(target, predicted[target])
+        simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)
+        decided = controller.decide(layer, experts)
+        simulated.spend(layer, machine.deciding(len(decided.loads)))
+        simulated.begin(decided)
+        controller.load(decided, simulated.ready)
+        simulated.run()
+    simulated.spend(-1, machine.head[0] + machine.head[1] * tokens)
 
 
 def replay(
@@ -206,7 +197,7 @@ def replay(
     """A recorded run in simulated time, from a cache as it is opened: empty or, where all fit, with
     all experts in it. As it was, or with another cache or on another machine.
 
-    run : `lm.moelab.run`; that of a model in memory needs a device.
+    run : `lm.moelab.run`; that of a model in memory, or one that has read nothing, needs a device.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
@@ -230,9 +221,10 @@ def replay(
             f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, a name "
             "or a new instance"
         )
-    delays, other, head = machine_of(run, device, decompress_gbs)
     if policy == "belady":
         policy = Belady(flat(run.steps))
+    machine = machine_of(run, device, decompress_gbs)
+    machine = replace(machine, workers=workers or settings.workers)
     residency = Residency(
         settings.spec.L,
         settings.spec.E,
@@ -242,40 +234,35 @@ def replay(
         settings.margin,
     )
     residency.fill()
-    scheduler = (
-        make("scheduler", order)
-        if isinstance(order := scheduler or settings.scheduler, str)
-        else order
-    )
     return simulate(
         run.steps,
         run.forwards,
         residency,
-        delays,
-        workers=workers or settings.workers,
+        machine,
         staging=staging or settings.staging,
-        other=other,
-        head=head,
-        scheduler=scheduler,
-        predictions=run.predictions if settings.ahead else None,
-        ahead=settings.ahead,
-        across=CrossToken(settings.spec.E),
-        predict=0.0 if device else observed(run).predict,
+        order=ordered(scheduler or settings.scheduler, machine),
+        prefetching=Prefetching(run.predictions, settings.ahead),
     )
+
+
+def ordered(scheduler: Any, machine: Machine) -> Callable[[Sequence[Any]], Order]:
+    """A scheduler, by its name or (requests, delays, workers) → `Order`, as `simulate` takes it."""
+    if isinstance(scheduler, str):
+        scheduler = make("scheduler", scheduler)
+    return lambda requests: scheduler(requests, machine.delays, machine.workers)
 
 
 def machine_of(
     run: EngineRun,
     device: str | Path | DeviceSpec | None = None,
     decompress_gbs: float | None = None,
-) -> tuple[Delays, Linear, Linear]:
-    """Delays of an expert, seconds before each layer's experts, and after the last layer's: as
-    measured where the run was, or as the card of a device has them; parameters and errors as of
-    `replay`."""
+) -> Machine:
+    """The machine where a run was, or what the card of a device says of another; parameters and
+    errors as of `replay`."""
     if device is not None:
         device = device if isinstance(device, DeviceSpec) else load_device(device)
-        return *_on_device(device, run.settings, decompress_gbs), (0.0, 0.0)
-    if run.settings.delays is None:
+        return _on_device(device, run, decompress_gbs)
+    if not run.settings.experts_bytes:
         raise ValueError(
             "this run's model was in memory, so nothing was read and no delay is known: give device=, or "
             "record a run of open_model(…, memory=…)"
@@ -285,39 +272,27 @@ def machine_of(
             f"this run's experts were computed on {run.settings.device}, and only a CPU's delays are "
             f'measured: give device=, one of moelab.names("device") or a card of your own'
         )
-    found = observed(run)
-    return found.delays(run.settings.delays), found.other, found.head
+    return fitted(run)
 
 
-def _on_device(
-    device: DeviceSpec, settings: EngineSettings, decompress_gbs: float | None
-) -> tuple[Delays, Linear]:
+def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None) -> Machine:
     """`delays_of` for experts as the run's store has them, compressed or not."""
-    spec, half = settings.spec, settings.spec.expert_bytes / 2
-    here = settings.delays or Delays(
-        0, 0, 0, 0, 0, 0, e_bytes=spec.expert_bytes
-    )  # of a resident run: raw experts
-    if spec.dtype == "bfloat16" and here.sm_bytes and here.e_bytes < half:
+    settings, spec = run.settings, run.settings.spec
+    pairs = [pair for layer in settings.experts_bytes for pair in layer] or [(spec.expert_bytes, 0)]
+    e_bytes, sm_bytes = (fmean(pair[part] for pair in pairs) for part in (0, 1))
+    half = spec.expert_bytes / 2
+    if spec.dtype == "bfloat16" and sm_bytes and e_bytes < half:
         if decompress_gbs is None and "decompress_gbs" not in device.figures:
-            decompress_gbs = half / here.decompress / 1e9
+            decompress_gbs = half / fitted(run).delays.decompress / 1e9
         delays, other = delays_of(
-            device, spec, here.e_bytes / half, settings.dense_bytes, decompress_gbs
+            device, spec, e_bytes / half, settings.dense_bytes, decompress_gbs
         )
-        return replace(delays, experts_bytes=here.experts_bytes), other
-    delays, other = delays_of(
-        device, spec.with_dtype("bfloat16"), 1.0, settings.dense_bytes, math.inf
-    )
-    rates, stored = MachineRates.of(device), here.e_bytes + here.sm_bytes
-    return replace(
-        delays,
-        e_read=stored / rates.read,
-        sm_read=0.0,
-        recover=0.0,
-        e_bytes=stored,
-        sm_bytes=0,
-        expert_base=spec.expert_bytes / rates.memory,
-        experts_bytes=here.experts_bytes,
-    ), other
+    else:
+        stored = e_bytes + sm_bytes
+        delays, other = delays_in_place(
+            device, spec, stored, spec.expert_bytes, settings.dense_bytes
+        )
+    return Machine(replace(delays, experts_bytes=settings.experts_bytes), other=other)
 
 
 def steps_of(
@@ -364,60 +339,5 @@ def steps_of(
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:
-    """The steps of all forwards as one list, which `Belady` and `moelab.cache.optimum` take."""
+    """The steps of all forwards as one list, which `Belady` and `moelab.bench.limits` take."""
     return [step for forward in steps for step in forward]
-
-
-def delays_of(
-    device: DeviceSpec,
-    spec: MoESpec,
-    rho: float,
-    dense_bytes: float,
-    decompress_gbs: float | None = None,
-) -> tuple[Delays, Linear]:
-    """Delays of an expert and seconds of everything else in a layer, from the figures of a device
-    card.
-
-    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Recovery
-    reads and writes B; computing reads the weights once and then multiplies, without overlap, which
-    is at most twice too slow.
-
-    rho : compressed over raw size of the exponents: 1 if they are not compressed.
-    dense_bytes : of all weights that every token uses, spread evenly over the L layers.
-    decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a
-        card without it.
-
-    Raises ValueError: figures are missing, ρ is not in (0, 1], or the model is not in bf16.
-    """
-    if not 0 < rho <= 1:
-        raise ValueError(
-            f"rho is {rho}; it is compressed over raw size of the exponents, above 0 and at most 1"
-        )
-    if spec.dtype != "bfloat16":
-        raise ValueError(
-            f"{spec.name} is stored in {spec.dtype}; exponents are split off bfloat16 only. "
-            "spec.with_dtype('bfloat16') is the same model in bf16"
-        )
-    rates = MachineRates.of(device)
-    if decompress_gbs is None:
-        if "decompress_gbs" not in device.figures:
-            raise ValueError(
-                f"the card of {device.name} doesn't say how fast a thread decompresses; give "
-                "decompress_gbs, GB/s of exponents that come out, and state it as an assumption"
-            )
-        decompress_gbs = device["decompress_gbs"]
-    half, flops = spec.expert_bytes / 2, 2 * spec.expert_params
-    delays = Delays(
-        e_read=rho * half / rates.read,
-        sm_read=half / rates.read,
-        decompress=half / (decompress_gbs * 1e9),
-        recover=4 * half / rates.memory,
-        expert_base=2 * half / rates.memory,
-        expert_token=flops / rates.flops,
-        K=shard_count(spec.H * spec.I, SHARDS),
-        N=3 if spec.gated else 2,
-        e_bytes=round(rho * half),
-        sm_bytes=round(half),
-    )
-    dense = dense_bytes / spec.L
-    return delays, (dense / rates.memory, dense / rates.flops)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from moelab import recording
 from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
+from moelab.models.experts import named
 from moelab.models.patches import Patches
-from moelab.models.seam import named
 from moelab.models.stream import streams
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
@@ -166,7 +166,7 @@ class Speculation(AbstractContextManager):
         if self._phase == PREFILL and mask is not None and mask.dim() == 2:
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
-        self._listen(self.mode != "hint" or getattr(self.layers[0].experts.executor, "opens", True))
+        self._listen(self.mode != "hint" or getattr(_executor(self.layers[0]), "opens", True))
 
     def _end(self) -> None:
         self._running, self._phase = False, PREFILL
@@ -201,7 +201,7 @@ class Speculation(AbstractContextManager):
         r = self._residuals.pop(index) if self.predictor.reads_residual else seen
         if (target := self.predictor.targets.get(index)) is None:
             return s, ids, weights
-        executor = layer.experts.executor
+        executor = _executor(layer)
         if self.mode == "hint" and hasattr(executor, "wants") and not executor.wants(target.index):
             return s, ids, weights
         seen, r = (x.reshape(len(ids), -1) for x in (seen, r))
@@ -247,6 +247,11 @@ class Speculation(AbstractContextManager):
             return None, weights, ids
         # A dialect's block wants the dialect's own form; what is in it, `_before` replaces.
         return ask(layer, x, weights.new_zeros(len(ids), self.predictor.spec.E))
+
+
+def _executor(layer: MoELayer) -> Any:
+    """What is called with a layer's experts, and may be told of predictions."""
+    return layer.seam.engine or layer.seam.executor
 
 
 def check(prediction: Any, T: int, predictor: Predictor) -> None:

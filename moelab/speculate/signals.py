@@ -29,7 +29,7 @@ from moelab.checkpoint.opening import spec_of
 from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, discover, eager, plugged
 from moelab.models.identity import identity, same_source
-from moelab.models.patches import Patches, put
+from moelab.models.patches import Patches
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 from moelab.schema import checked
@@ -163,9 +163,9 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
     with Patches() as patches:
         patches.callback(model.train, model.training)
         if (engine := getattr(getattr(model, "moelab", None), "engine", None)) is not None:
-            put(patches, engine, "executor", None)
+            patches.put(engine, "executor", None)
         patches.enter_context(plugged(model, engine or eager))
-        weighted = type(discover(model)[0].experts).weighted is not SeamExperts.weighted
+        weighted = type(discover(model)[0].seam).weighted is not SeamExperts.weighted
         sums = _Sums(spec, streams(model), weighted)
         sums.attach(patches)
         model.eval()
@@ -193,12 +193,8 @@ class _Sums:
     def attach(self, patches: Patches) -> None:
         for stream in self.streams:
             for method in (self.contribution, self.accumulate):
-                put(
-                    patches,
-                    stream.layer.experts,
-                    method.__name__,
-                    partial(method, stream.layer.experts),
-                )
+                seam = stream.layer.seam
+                patches.put(seam, method.__name__, partial(method, seam))
             for hook in stream.listen(partial(self._after, stream.layer.index)):
                 patches.callback(hook.remove)
 

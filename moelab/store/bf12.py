@@ -24,8 +24,10 @@ import torch
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import emitted, read, take
 from moelab.kernels.products import TEAM, in_threads
-from moelab.kernels.vectors import BF12, BLOCK, halves, span_of, table_of
+from moelab.kernels.vectors import BF12 as BF12_KIND
+from moelab.kernels.vectors import BLOCK, halves, span_of, table_of
 from moelab.store.bits import as_bytes
+from moelab.store.codec import WORTH, Codec, in_blocks, rows_in_blocks
 from moelab.store.headers import Shape
 
 HEAD = 64  # bytes before the low bytes, which so begin on a cache line
@@ -33,91 +35,77 @@ _PIECE = 1 << 16  # weights that a thread unpacks at a time
 _NEVER = (0x7F, 0xFF)  # high bytes of infinities and NaN, by which escapes' codes must not multiply
 
 
-def packs(shape: Shape) -> bool:
-    """Whether bf16 weights of a shape are packed: matrices of whole blocks, biases not."""
-    return len(shape) > 1 and math.prod(shape) % BLOCK == 0 and 0 < math.prod(shape) < 1 << 32
+class BF12(Codec):
+    """Matrices of bf16 weights (or arrays uint16, their bits) in whole blocks of 64."""
+
+    in_place = True
+
+    def compress(self, data: Any) -> np.ndarray | None:
+        """The blob, uint8; None for what does not fit or would become less than 2 % smaller."""
+        if data.dtype not in (torch.bfloat16, np.uint16) or not in_blocks(data.shape):
+            return None
+        blob = pack(data)
+        return blob if len(blob) <= WORTH * as_bytes(data).nbytes else None
+
+    def decompress(self, blob: Any, out: Any) -> None:
+        words = as_bytes(out, writable=True).view(np.uint16)
+        n = len(words)
+        low, codes, indices, values = _parts(as_bytes(blob), n)
+        if len(indices) and not (np.all(indices[1:] > indices[:-1]) and indices[-1] < n):
+            raise ValueError("the escapes of a bf12 blob are not in order")
+        job = np.array([0, low.ctypes.data, codes.ctypes.data, n, words.ctypes.data])
+        in_threads(
+            TEAM, c_function(_join_pieces), min(-(-n // _PIECE), torch.get_num_threads()), job
+        )
+        words[indices] = values
+
+    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
+        return (
+            (dtype, planes, len(lengths)) == ("BF16", 1, 1)
+            and in_blocks(shape)
+            and escapes(lengths[0], math.prod(shape)) >= 0
+        )
+
+    def kernel(self, dtype: str, shape: Shape) -> str:
+        return self.name if rows_in_blocks(shape) else ""
+
+    def row(self, address: int, length: int, shape: Shape) -> list[int]:
+        n = math.prod(shape)
+        return [address + HEAD, address + HEAD + n, 0, escapes(length, n)]
 
 
-def fits(shape: Shape) -> bool:
-    """Whether packed weights can also be multiplied as they lie: their rows are whole blocks."""
-    return packs(shape) and shape[-1] % BLOCK == 0
+CODEC = BF12("bf12")
 
 
-def escapes(length: int, nbytes: int) -> int:
-    """How many escapes a blob of `length` bytes has, of weights of `nbytes`. ValueError for an
-    impossible length."""
-    blocks, tail = divmod(nbytes, 2 * BLOCK)
-    count, rest = divmod(length - HEAD - blocks * BLOCK * 3 // 2 - tail, 6)
-    if rest or not 0 <= count <= blocks * BLOCK:
-        raise ValueError(f"no bf12 blob of {nbytes} bytes of weights has {length} bytes")
-    return count
-
-
-def pack(data: Any) -> bytes:
-    """The blob of a bytes-like object; what is beyond its whole blocks of weights follows
-    unchanged."""
-    source = as_bytes(data)
-    words, tail = _whole(source)
+def pack(weights: Any) -> np.ndarray:
+    """The blob, uint8, of whole blocks of bf16 weights, whatever its size."""
+    words = as_bytes(weights).view(np.uint16)
     counts = _high_bytes(words)
     counts[list(_NEVER)] = -1
     table = np.argsort(-counts, kind="stable")[:16].astype(np.uint8)
     codes = np.full(256, 255, np.uint8)
     codes[table] = np.arange(16)
-    blob = np.zeros(
-        HEAD + len(words) // 2 * 3 + 6 * int(len(words) - counts[table].sum()) + len(tail), np.uint8
-    )
+    n_escapes = len(words) - int(counts[table].sum())
+    blob = np.zeros(HEAD + len(words) // 2 * 3 + 6 * n_escapes, np.uint8)
     blob[HEAD - 16 : HEAD] = table
-    *parts, rest = _parts(blob, len(source))
-    _pack(words, codes, *parts)
-    rest[:] = tail
-    return blob.tobytes()
+    _pack(words, codes, *_parts(blob, len(words)))
+    return blob
 
 
-def pack_tensor(weights: Any) -> bytes | None:
-    """The blob of a bf16 tensor (or uint16 array, its bits); None where it does not fit or saves
-    less than 2 %."""
-    if weights.dtype not in (torch.bfloat16, np.uint16) or not packs(weights.shape):
-        return None
-    blob = pack(weights)
-    return blob if len(blob) <= 0.98 * 2 * math.prod(weights.shape) else None
+def escapes(length: int, n: int) -> int:
+    """How many escapes a blob of `length` bytes has, of n weights. ValueError for an impossible
+    length."""
+    count, rest = divmod(length - HEAD - n // 2 * 3, 6)
+    if n % BLOCK or rest or not 0 <= count <= n:
+        raise ValueError(f"no bf12 blob of {n:,} weights has {length:,} bytes")
+    return count
 
 
-def row(address: int, length: int, n: int) -> list[int]:
-    """Of `moelab.kernels.products.multiply`'s matrices: a blob of n weights in memory, without a
-    bias."""
-    return [address + HEAD, address + HEAD + n, 0, escapes(length, 2 * n)]
-
-
-def unpack(blob: Any, out: Any) -> None:
-    """Write the weights of a blob into a writable buffer of exactly their size; ValueError if it is
-    damaged."""
-    source, target = as_bytes(blob), as_bytes(out, writable=True)
-    low, codes, indices, values, rest = _parts(source, len(target))
-    words, tail = _whole(target)
-    if len(indices) and not (np.all(indices[1:] > indices[:-1]) and indices[-1] < len(words)):
-        raise ValueError("the escapes of a bf12 blob are not in order")
-    pieces = -(-len(words) // _PIECE)
-    in_threads(
-        TEAM,
-        c_function(_join_pieces),
-        min(pieces, torch.get_num_threads()),
-        np.array([0, low.ctypes.data, codes.ctypes.data, len(words), words.ctypes.data]),
-    )
-    words[indices] = values
-    tail[:] = rest
-
-
-def _whole(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The weights of whole blocks, and the bytes behind them."""
-    end = len(data) - len(data) % (2 * BLOCK)
-    return data[:end].view(np.uint16), data[end:]
-
-
-def _parts(blob: np.ndarray, nbytes: int) -> tuple[np.ndarray, ...]:
-    """Low bytes, codes, indices of escapes, their weights, the bytes behind."""
-    n, m = nbytes // (2 * BLOCK) * BLOCK, escapes(len(blob), nbytes)
-    low, codes, indices, values, rest = np.split(blob[HEAD:], np.cumsum([n, n // 2, 4 * m, 2 * m]))
-    return low, codes, indices.view(np.uint32), values.view(np.uint16), rest
+def _parts(blob: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
+    """Low bytes, codes, indices of escapes, their weights."""
+    m = escapes(len(blob), n)
+    low, codes, indices, values = np.split(blob[HEAD:], np.cumsum([n, n // 2, 4 * m]))
+    return low, codes, indices.view(np.uint32), values.view(np.uint16)
 
 
 def _join_pieces(job):
@@ -133,16 +121,14 @@ def _join_pieces(job):
 @emitted()
 def _join(w, other, table, n, out):
     """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
-    table = table_of(BF12, table)
+    table = table_of(BF12_KIND, table)
     with n.steps(BLOCK) as i:
         at = out + i * 2
-        for low, high in halves(BF12, w + span_of(BF12, i), other + span_of(BF12, i, 1), table):
+        blocks = w + span_of(BF12_KIND, i), other + span_of(BF12_KIND, i, 1)
+        for low, high in halves(BF12_KIND, *blocks, table):
             count = low.type.count
-            at.store(
-                low.shuffled(
-                    [number + count * byte for number in range(count) for byte in (0, 1)], high
-                )
-            )
+            order = [number + count * byte for number in range(count) for byte in (0, 1)]
+            at.store(low.shuffled(order, high))
             at = at + 2 * count
 
 

@@ -63,7 +63,7 @@ def unpack(blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             f"weights must be whole blocks of {BLOCK} of two bytes, contiguous, on {blob.device}; these "
             f"are {out.dtype} {list(out.shape)} on {out.device}"
         )
-    words, count = out.view(-1).view(torch.uint16), escapes(blob.numel(), 2 * n)
+    words, count = out.view(-1).view(torch.uint16), escapes(blob.numel(), n)
     _unpack_kernel[(triton.cdiv(n // BLOCK, ROWS),)](blob, words, n, HEAD, ROWS, LANES, num_warps=4)
     if count:
         indices = blob[HEAD + n // 2 * 3 :][: 4 * count].view(

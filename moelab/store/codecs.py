@@ -5,9 +5,7 @@ rest in one "SM-chunk"). A float of w bytes is rotated left by one bit (`moelab.
 split into w planes, one for each byte, the top one first: exponents and sign-mantissa for bf16. A
 plane is compressed, in shards that different threads can decode, if that saves at least 2 %, and
 raw otherwise; so the zero bytes of weights that were widened from a narrower type are found, too.
-Under the codecs "raw" and "bf12" a tensor is one plane; what "bf12" does not fit is raw. A plane
-may also be a blob of `moelab.store.fewbit`: rounded weights, or those that a checkpoint has in few
-bits itself.
+Under a codec that is `in_place`, and where such a codec does not fit, a tensor is one plane.
 
 Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or more shards.
 """
@@ -15,7 +13,7 @@ Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,65 +21,74 @@ import numpy as np
 import torch
 
 from moelab.registry import Entry
-from moelab.store import bf12, bits, fewbit, huffman
+from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
+from moelab.store.codec import RAW, WORTH, Codec
 
 #: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
 #: show.
 MIN_SHARD = 3 * (180 << 10)
-#: a plane is compressed if that leaves at most this fraction of it
-WORTH = 0.98
+#: bytes of a plane that are sampled, and the length of a run of them
+_SAMPLE, _BLOCK = 1 << 15, 1 << 11
 _kept = threading.local()
-_SAMPLE, _BLOCK = (
-    1 << 15,
-    1 << 11,
-)  # bytes of a plane that are sampled, and the length of a run of them
 
 
-class Codec(NamedTuple):
-    """`compress(bytes-like) → bytes` and `decompress(blob, writable buffer)`; both release the GIL.
+class LZ4(Codec):
+    """LZ4HC, level 9, without the size."""
 
-    `decompress` fills the whole buffer or raises ValueError, naming what is wrong.
-    """
+    def compress(self, data: Any) -> bytes:
+        import lz4.block
 
-    compress: Callable[[Any], bytes]
-    decompress: Callable[[Any, Any], None]
+        return lz4.block.compress(
+            as_bytes(data), mode="high_compression", compression=9, store_size=False
+        )
+
+    def decompress(self, blob: Any, out: Any) -> None:
+        import lz4.block
+
+        target = as_bytes(out, writable=True)
+        try:
+            data = lz4.block.decompress(as_bytes(blob), uncompressed_size=len(target))
+        except lz4.block.LZ4BlockError as error:
+            raise ValueError(
+                f"the LZ4 blob cannot be decoded into {len(target)} bytes: {error}"
+            ) from None
+        if len(data) != len(target):
+            raise ValueError(f"the LZ4 blob holds {len(data)} bytes; {len(target)} were expected")
+        target[:] = np.frombuffer(data, np.uint8)
 
 
-def _raw_decompress(blob: Any, out: Any) -> None:
-    source, target = as_bytes(blob), as_bytes(out, writable=True)
-    if len(source) != len(target):
-        raise ValueError(f"the raw blob has {len(source)} bytes; {len(target)} were expected")
-    np.copyto(target, source)
+@dataclass(frozen=True)
+class Zstd(Codec):
+    """Zstandard frames; level 0 is Huffman coding without matches, by parameters that find none."""
 
+    level: int
 
-def _lz4_compress(data: Any) -> bytes:
-    import lz4.block
+    def compress(self, data: Any) -> bytes:
+        import zstandard
 
-    return lz4.block.compress(
-        as_bytes(data), mode="high_compression", compression=9, store_size=False
-    )
+        return zstandard.ZstdCompressor(**_zstd_options(self.level)).compress(as_bytes(data))
 
+    def decompress(self, blob: Any, out: Any) -> None:
+        import zstandard
 
-def _lz4_decompress(blob: Any, out: Any) -> None:
-    import lz4.block
-
-    target = as_bytes(out, writable=True)
-    try:
-        data = lz4.block.decompress(as_bytes(blob), uncompressed_size=len(target))
-    except lz4.block.LZ4BlockError as error:
-        raise ValueError(
-            f"the LZ4 blob cannot be decoded into {len(target)} bytes: {error}"
-        ) from None
-    if len(data) != len(target):
-        raise ValueError(f"the LZ4 blob holds {len(data)} bytes; {len(target)} were expected")
-    target[:] = np.frombuffer(data, np.uint8)
+        source, target = as_bytes(blob), as_bytes(out, writable=True)
+        try:
+            size = zstandard.get_frame_parameters(source).content_size
+            if size != len(target):
+                raise ValueError(f"the zstd frame holds {size} bytes; {len(target)} were expected")
+            with zstandard.ZstdDecompressor().stream_reader(source) as reader:
+                filled = 0
+                while n := reader.readinto(target[filled:]):
+                    filled += n
+                if filled < len(target) or reader.read(1):
+                    raise ValueError(f"the zstd frame does not end after {len(target)} bytes")
+        except zstandard.ZstdError as error:
+            raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None
 
 
 @lru_cache
 def _zstd_options(level: int) -> dict[str, Any]:
-    """Options of a zstd compressor; level 0 is Huffman coding without matches, by parameters that
-    find none."""
     import zstandard
 
     if level:
@@ -99,34 +106,16 @@ def _zstd_options(level: int) -> dict[str, Any]:
     }
 
 
-def _zstd_compress(level: int) -> Callable[[Any], bytes]:
-    def compress(data: Any) -> bytes:
-        import zstandard
+class Huffman(Codec):
+    """`moelab.store.huffman`."""
 
-        return zstandard.ZstdCompressor(**_zstd_options(level)).compress(as_bytes(data))
+    def compress(self, data: Any) -> bytes:
+        source = as_bytes(data)
+        out = _room("blob", huffman.bound(len(source)))
+        return out[: huffman.compress_into(source, out)].tobytes()
 
-    return compress
-
-
-def _zstd_decompress(blob: Any, out: Any) -> None:
-    import zstandard
-
-    source, target = as_bytes(blob), as_bytes(out, writable=True)
-    try:
-        size = zstandard.get_frame_parameters(source).content_size
-        if size != len(target):
-            raise ValueError(f"the zstd frame holds {size} bytes; {len(target)} were expected")
-        with zstandard.ZstdDecompressor().stream_reader(source) as reader:
-            filled = 0
-            while filled < len(target):
-                n = reader.readinto(target[filled:])
-                if not n:
-                    raise ValueError(f"the zstd frame ends after {filled} of {len(target)} bytes")
-                filled += n
-            if reader.read(1):
-                raise ValueError(f"the zstd frame goes on after {len(target)} bytes")
-    except zstandard.ZstdError as error:
-        raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None
+    def decompress(self, blob: Any, out: Any) -> None:
+        huffman.decompress_into(blob, out)
 
 
 def _room(name: str, n: int) -> np.ndarray:
@@ -137,43 +126,40 @@ def _room(name: str, n: int) -> np.ndarray:
     return getattr(_kept, name)[:n]
 
 
-def _huffman_compress(data: Any) -> bytes:
-    source = as_bytes(data)
-    out = _room("blob", huffman.bound(len(source)))
-    return out[: huffman.compress_into(source, out)].tobytes()
-
-
 #: name → `Codec` in an entry of `moelab.registry`
 CODECS: dict[str, Entry] = {
-    "raw": Entry(
-        Codec(lambda data: as_bytes(data).tobytes(), _raw_decompress), "uncompressed, read in place"
-    ),
-    "lz4hc": Entry(Codec(_lz4_compress, _lz4_decompress), "ZipMoE's LZ4HC, level 9"),
-    "zstd": Entry(Codec(_zstd_compress(1), _zstd_decompress), "ZipMoE's ZSTD, level 1"),
-    "zstd-huffman": Entry(
-        Codec(_zstd_compress(0), _zstd_decompress), "Huffman coding in standard zstd frames"
-    ),
-    "bf12": Entry(
-        Codec(bf12.pack, bf12.unpack),
-        "bf16 in twelve bits, read in place and multiplied as it lies",
-    ),
-    "huffman": Entry(
-        Codec(_huffman_compress, huffman.decompress_into), "table Huffman of our own, the fastest"
-    ),
+    codec.name: Entry(codec, purpose)
+    for codec, purpose in (
+        (RAW, "uncompressed, read in place"),
+        (LZ4("lz4hc"), "ZipMoE's LZ4HC, level 9"),
+        (Zstd("zstd", 1), "ZipMoE's ZSTD, level 1"),
+        (Zstd("zstd-huffman", 0), "Huffman coding in standard zstd frames"),
+        (bf12.CODEC, "bf16 in twelve bits, read in place and multiplied as it lies"),
+        (Huffman("huffman"), "table Huffman of our own, the smallest"),
+    )
 }
-DEFAULT = "huffman"
+DEFAULT = "bf12"
 #: of a tensor's exponents, if they are large enough
 SHARDS = 4
-#: codecs of a whole tensor, which is read in place: to where it is computed from
-IN_PLACE = ("raw", "bf12")
 
 
 def find_codec(name: str) -> Codec:
     """The codec of a name. Raises ValueError, listing those there are."""
     if name not in CODECS:
-        rounds = f"; {name} rounds weights: say quantize={name!r}" * fewbit.is_format(name)
+        rounds = f"; {name} rounds weights: say quantize={name!r}" * (name in fewbit.FORMATS)
         raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}{rounds}")
     return CODECS[name].home
+
+
+def read_codec(record: Any) -> Codec:
+    """The codec of a `Codec.record`, few-bit formats and packings included. Raises ValueError."""
+    if isinstance(record, dict):
+        return packings.from_record(record)
+    if record.removesuffix(".T") in fewbit.FORMATS:
+        return fewbit.find_format(record)
+    if record.partition(":")[0] in packings.KINDS:
+        raise ValueError(f"its packing {record[:80]!r} was written by an earlier moelab")
+    return find_codec(record)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -181,16 +167,15 @@ def find_codec(name: str) -> Codec:
 
 
 class Plane(NamedTuple):
-    """One byte of every weight in shards, bytes-like objects; a raw plane is one shard."""
+    """One byte of every weight in shards, bytes-like objects, or a tensor as one blob."""
 
-    codec: str
+    codec: Codec
     shards: tuple[Any, ...]
 
 
 class PackedTensor(NamedTuple):
-    """A compressed tensor: its planes of `n` bytes each, the exponents' first."""
+    """A compressed tensor: its planes, the exponents' first."""
 
-    n: int
     planes: tuple[Plane, ...]
 
     @property
@@ -218,54 +203,47 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = SHARDS) ->
     """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
 
     weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into
-        byte planes unless the codec is "raw"; anything else is one plane of bytes.
+        byte planes unless the codec is `in_place`; anything else is one plane of bytes.
     codec : a key of `CODECS`.
     shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
-    find_codec(codec)
-    if (
-        codec == "bf12"
-        and hasattr(weights, "dtype")
-        and (blob := bf12.pack_tensor(weights)) is not None
-    ):
-        return PackedTensor(len(as_bytes(weights)), (Plane(codec, (blob,)),))
-    if codec in IN_PLACE:
-        codec, planes = "raw", [as_bytes(weights)]
-    else:
+    found = find_codec(codec)
+    if not found.in_place:
         planes = _planes(weights)
-    return PackedTensor(
-        len(planes[0]),
-        tuple(_pack(plane, codec, shards, exponents=not i) for i, plane in enumerate(planes)),
-    )
+        return PackedTensor(
+            tuple(_pack(plane, found, shards, exponents=not i) for i, plane in enumerate(planes))
+        )
+    if (blob := found.compress(weights)) is None:
+        found, blob = RAW, RAW.compress(weights)
+    return PackedTensor((Plane(found, (blob,)),))
 
 
 def decompress_tensor(
     packed: PackedTensor, out: Any, scratch: Any = None, shard: int | None = None
 ) -> None:
-    """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size.
+    """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size; of few
+    bits a tensor.
 
-    scratch : a writable buffer of n bytes or more; saves an allocation.
+    scratch : a writable buffer of a byte a weight or more; saves an allocation.
     shard : of 16-bit weights only those of this shard, which leaves the others to other threads.
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
-    if fewbit.is_format(name := packed.planes[0].codec):
-        return fewbit.unpack(name, packed.planes[0].shards[0], out)
-    target, n, width = as_bytes(out, writable=True), packed.n, len(packed.planes)
-    if len(target) != n * width:
-        raise ValueError(
-            f"the output has {len(target)} bytes; {n} weights of {width} bytes need {n * width}"
-        )
+    first, width = packed.planes[0], len(packed.planes)
+    if first.codec.in_place and width == 1:
+        return first.codec.decompress(first.shards[0], out)
+    target = as_bytes(out, writable=True)
+    n, rest = divmod(len(target), width)
+    if rest:
+        raise ValueError(f"the output has {len(target)} bytes, no weights of {width} bytes")
     if width == 1:
-        _unpack(packed.planes[0], target)
+        unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
-        exponents, rest = packed.planes
         room = np.empty(n, np.uint8) if scratch is None else as_bytes(scratch, writable=True)
-        words, sign_mantissa = target.view(np.uint16), plane_bytes(rest, n)
-        decode = find_codec(exponents.codec).decompress
-        pieces = [*zip(shard_bounds(n, len(exponents.shards)), exponents.shards)]
+        words, sign_mantissa = target.view(np.uint16), plane_bytes(packed.planes[1], n)
+        pieces = [*zip(shard_bounds(n, len(first.shards)), first.shards)]
         for (begin, end), blob in pieces if shard is None else pieces[shard : shard + 1]:
-            decode(blob, room[: end - begin])
+            first.codec.decompress(blob, room[: end - begin])
             bits.join(room[: end - begin], sign_mantissa[begin:end], words[begin:end])
     else:
         for i, plane in enumerate(packed.planes):
@@ -288,20 +266,15 @@ def _planes(weights: Any) -> list[np.ndarray]:
     return [np.ascontiguousarray(rotated[:, i]) for i in reversed(range(width))]
 
 
-def _pack(plane: np.ndarray, codec: str, shards: int, exponents: bool) -> Plane:
+def _pack(plane: np.ndarray, codec: Codec, shards: int, exponents: bool) -> Plane:
     """The plane compressed, or raw where that does not pay; a sample is looked at first unless it
     is the exponents."""
-    if codec != "raw" and len(plane) and (exponents or _sampled_entropy(plane) < 8 * WORTH):
-        compress, bounds = (
-            find_codec(codec).compress,
-            shard_bounds(len(plane), shard_count(len(plane), shards)),
-        )
-        blobs = tuple(compress(plane[begin:end]) for begin, end in bounds)
+    if len(plane) and (exponents or _sampled_entropy(plane) < 8 * WORTH):
+        bounds = shard_bounds(len(plane), shard_count(len(plane), shards))
+        blobs = tuple(codec.compress(plane[begin:end]) for begin, end in bounds)
         if sum(map(len, blobs)) <= WORTH * len(plane):
             return Plane(codec, blobs)
-    return Plane(
-        "raw", (np.require(plane, requirements=["OWNDATA"]),)
-    )  # a copy unless it is a plane's own memory
+    return Plane(RAW, (RAW.compress(plane),))
 
 
 def _sampled_entropy(plane: np.ndarray) -> float:
@@ -315,14 +288,14 @@ def _sampled_entropy(plane: np.ndarray) -> float:
 
 def plane_bytes(plane: Plane, n: int) -> np.ndarray:
     """The `n` bytes of a plane; those of a raw one without a copy."""
-    if plane.codec == "raw" and len(plane.shards) == 1 and len(plane.shards[0]) == n:
+    if plane.codec is RAW and len(plane.shards[0]) == n:
         return as_bytes(plane.shards[0])
     out = np.empty(n, np.uint8)
-    _unpack(plane, out)
+    unpack_plane(plane, out)
     return out
 
 
-def _unpack(plane: Plane, out: np.ndarray) -> None:
-    decode = find_codec(plane.codec).decompress
+def unpack_plane(plane: Plane, out: np.ndarray) -> None:
+    """Write the bytes of a plane into an array uint8."""
     for (begin, end), blob in zip(shard_bounds(len(out), len(plane.shards)), plane.shards):
-        decode(blob, out[begin:end])
+        plane.codec.decompress(blob, out[begin:end])

@@ -35,28 +35,24 @@ _MIDDLE = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @kernel
-def round_groups(kind, above, w, n, codes, scales):
-    """Round n finite fp32 weights at w, whole groups, to codes and scales at their addresses.
-
-    above : of MXFP4, 1 for the smallest scale that saturates nothing, 0 for OCP's.
-    """
-    _round(kind, int(above), w, n, codes, scales)
+def round_groups(kind, w, n, codes, scales):
+    """Round n finite fp32 weights at w, whole groups, to codes and scales at their addresses."""
+    _round(kind, w, n, codes, scales)
 
 
 @emitted()
-def _round(kind: type, above, w, n, codes, scales):
+def _round(kind: type, w, n, codes, scales):
     with n.steps(GROUP) as i:
         at = w + i * 4
         group = at.load(ir.VectorType(F32, GROUP))
         sizes = group.to(I32) & 0x7FFFFFFF
         widest = sizes.call(f"vector.reduce.umax.v{GROUP}i32", of=I32)
         if kind == MXFP4:
-            scale, found = _mxfp4(group, sizes, widest, above.to(I32, "trunc"))
+            scale, found = _mxfp4(group, sizes, widest)
         else:
             if kind == INT4:  # with its sign, the first one's of several
-                same = sizes.is_("==", widest.everywhere(GROUP)).made(
-                    "bitcast", I32
-                )  # a bit for each
+                same = sizes.is_("==", widest.everywhere(GROUP))
+                same = same.made("bitcast", I32)  # a bit for each
                 first = same.call("cttz.i32", same.of(1, ir.IntType(1)))
                 widest = (at + first.to(at.type, "zext") * 4).load(I32)
             scale, found = _integers(kind, group, widest.to(F32))
@@ -67,10 +63,9 @@ def _round(kind: type, above, w, n, codes, scales):
         (codes + span_of(kind, i)).store(found.to(I8, "trunc"))
 
 
-def _mxfp4(group: Value, sizes: Value, widest: Value, above: Value) -> tuple[Value, Value]:
+def _mxfp4(group: Value, sizes: Value, widest: Value) -> tuple[Value, Value]:
     """The scale's byte and the codes of a group."""
-    more = (widest & 0x7FFFFF).is_(">", 0x400000)  # than 1½ · 2ⁿ
-    scale = ((widest >> 23) + (more.to(I32, "zext") & above)).call("usub.sat.i32", 2)
+    scale = (widest >> 23).call("usub.sat.i32", 2)
     scaled = sizes.to(F32) * (scale.of(254) - scale << 23).to(F32).everywhere(GROUP)
     found = group.to(I32) >> 31 << 3
     for k, middle in enumerate(_MIDDLE):
@@ -96,13 +91,8 @@ def widening(kind: type, to: type) -> int:
     none is left."""
 
     def work(job):
-        codes, scales, R, n, out = (
-            read(job, 1),
-            read(job, 2),
-            read(job, 3),
-            read(job, 4),
-            read(job, 5),
-        )
+        codes, scales, R = read(job, 1), read(job, 2), read(job, 3)
+        n, out = read(job, 4), read(job, 5)
         while True:
             begin = take(job) * ROWS
             if begin >= R:

@@ -42,9 +42,10 @@ import xxhash
 from moelab.files import absolute
 from moelab.records import Record
 from moelab.specs import MoESpec
-from moelab.store import bf12, fewbit
+from moelab.store import fewbit
 from moelab.store.bits import LAYOUT, as_bytes
-from moelab.store.codecs import find_codec
+from moelab.store.codec import RAW, Codec
+from moelab.store.codecs import find_codec, read_codec
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
 FORMAT, VERSION = "moelab-store", 2
@@ -54,6 +55,7 @@ SOURCE_LAYOUT = "layout.json"  # of the source, see `moelab.checkpoint.restore`
 PARTS = ("E", "SM", "both")
 #: bytes of the other weights that a checksum covers, and of an index and of a small file at most
 PIECE, INDEX_LIMIT, FILE_LIMIT = 16 << 20, 256 << 20, 64 << 20
+AGAIN = "copy the store again, or convert the model again"
 
 
 class StoreError(ValueError):
@@ -71,6 +73,10 @@ def aligned(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
+# ---------------------------------------------------------------------------------------------
+# what an index says of an expert
+
+
 class Chunk(NamedTuple):
     offset: int
     length: int
@@ -83,7 +89,7 @@ class TensorEntry(NamedTuple):
     dtype: str
     shape: Shape
     checksum: str
-    planes: tuple[tuple[str, tuple[Chunk, ...]], ...]
+    planes: tuple[tuple[Codec, tuple[Chunk, ...]], ...]
 
     @property
     def n(self) -> int:
@@ -95,10 +101,91 @@ class TensorEntry(NamedTuple):
         """Bytes of the tensor itself."""
         return nbytes(self.dtype, self.shape)
 
+    @property
+    def codec(self) -> Codec:
+        """Of the first plane."""
+        return self.planes[0][0]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is one blob that is computed from as it lies."""
+        return len(self.planes) == 1 and self.codec.in_place
+
+    @property
+    def separable(self) -> bool:
+        """Whether it can be decoded in two stages: 16-bit weights whose exponents are
+        compressed."""
+        return len(self.planes) == 2 and self.codec is not RAW
+
+    @property
+    def shards(self) -> int:
+        """How many shards can be decoded one by one: those of the exponents of 16-bit weights
+        beside raw sign-mantissa bytes."""
+        apart = len(self.planes) == 2 and self.planes[1][0] is RAW
+        return len(self.planes[0][1]) if apart else 1
+
     def stored(self, part: str = "both") -> int:
         """Bytes of its chunks of a part, without padding."""
-        planes = {"E": self.planes[:1], "SM": self.planes[1:], "both": self.planes}[part]
-        return sum(chunk.length for _, chunks in planes for chunk in chunks)
+        return sum(chunk.length for _, chunks in self.of(part) for chunk in chunks)
+
+    def of(self, part: str) -> tuple[tuple[Codec, tuple[Chunk, ...]], ...]:
+        """The planes of "E", "SM" or both."""
+        return {"E": self.planes[:1], "SM": self.planes[1:], "both": self.planes}[part]
+
+
+def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str, TensorEntry]:
+    """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
+    checksum]]]]]."""
+    _need(
+        list(fields) == list(tensors),
+        f"impossible entry: an expert has {', '.join(fields) or 'nothing'} where the others have "
+        f"{', '.join(tensors)}",
+    )
+    return {name: _read_entry(name, *tensors[name], *fields[name]) for name in fields}
+
+
+def _read_entry(
+    name: str, dtype: str, shape: Shape, checksum: str, planes: list[list]
+) -> TensorEntry:
+    _need(
+        len(planes) in (1, DTYPES[dtype].itemsize),
+        f"impossible entry: {name} in {len(planes)} planes",
+    )
+    found = []
+    for record, given in planes:
+        codec = read_codec(record)
+        chunks = tuple(
+            Chunk(_integer(offset, "an offset"), _integer(length, "a length"), _checksum(check))
+            for offset, length, check in given
+        )
+        lengths = [chunk.length for chunk in chunks]
+        _need(
+            codec.admits(dtype, tuple(shape), len(planes), lengths),
+            f"impossible entry: {name} is {dtype} {list(shape)}, and a plane of it in {codec.name} "
+            f"has {lengths} bytes",
+        )
+        found.append((codec, chunks))
+    return TensorEntry(dtype, tuple(shape), _checksum(checksum), tuple(found))
+
+
+def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
+    """(offset, length) of an expert's E-chunks, SM-chunks or both, both multiples of `ALIGN`; (0,
+    0) for no chunks."""
+    chunks = [
+        chunk for entry in entries.values() for _, chunks in entry.of(part) for chunk in chunks
+    ]
+    if not chunks:
+        return 0, 0
+    begin = min(chunk.offset for chunk in chunks)
+    return begin, aligned(max(chunk.offset + chunk.length for chunk in chunks)) - begin
+
+
+def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
+    """(name within the expert, chunk) of an expert's chunks in the order of the file."""
+    for part, first in (("E", 0), ("SM", 1)):
+        for name, entry in entries.items():
+            for plane, (_, chunks) in enumerate(entry.of(part), first):
+                yield from ((f"{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
 
 
 class Layer:
@@ -114,9 +201,8 @@ class Layer:
         self.file, self.stacked = layer_file(index), fields["stacked"]
         self.module = _text(fields["module"], "the module of a layer")
         _need(type(self.stacked) is bool, "stacked is neither true nor false")
-        self.size, self.header = (
-            _integer(fields[name], f"{name} of {self.file}") for name in ("size", "header")
-        )
+        self.size = _integer(fields["size"], f"size of {self.file}")
+        self.header = _integer(fields["header"], f"header of {self.file}")
         self.tensors = {
             _text(name, "a tensor"): _dtype_and_shape(tensor, f"{self.module}.{name}")
             for name, tensor in fields["tensors"].items()
@@ -128,15 +214,13 @@ class Layer:
         self.experts = [read_entries(expert, self.tensors) for expert in fields["experts"]]
         at = self.header
         for expert, entries in enumerate(self.experts):
-            _need(
-                sum(entry.nbytes for entry in entries.values()) <= 256 * self.size,
-                f"impossible entry: expert {expert} of {self.module} has the size {self.tensors}",
-            )
+            what = f"impossible entry: expert {expert} of {self.module}"
+            size = sum(entry.nbytes for entry in entries.values())
+            _need(size <= 256 * self.size, f"{what} has {size:,} bytes")
             for _, chunk in in_file(entries):
                 _need(
                     chunk.offset == at,
-                    f"impossible entry: a chunk of expert {expert} of {self.module} lies at "
-                    f"{chunk.offset:,}; the one before it ends at {at:,}",
+                    f"{what} has a chunk at {chunk.offset:,}; the one before it ends at {at:,}",
                 )
                 at += aligned(chunk.length)
         _need(at == self.size, f"{self.file} has {self.size:,} bytes, and its chunks end at {at:,}")
@@ -146,92 +230,8 @@ def layer_file(layer: int) -> str:
     return f"experts-{layer:05d}.safetensors"
 
 
-def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str, TensorEntry]:
-    """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
-    checksum]]]]]."""
-    _need(
-        list(fields) == list(tensors),
-        f"impossible entry: an expert has {', '.join(fields) or 'nothing'} where the "
-        f"others have {', '.join(tensors)}",
-    )
-    found = {}
-    for name, (checksum, planes) in fields.items():
-        dtype, shape = tensors[name]
-        entry = found[name] = TensorEntry(
-            dtype,
-            tuple(shape),
-            _checksum(checksum),
-            tuple(
-                (
-                    codec,
-                    tuple(
-                        Chunk(
-                            _integer(offset, "an offset"),
-                            _integer(length, "a length"),
-                            _checksum(check),
-                        )
-                        for offset, length, check in chunks
-                    ),
-                )
-                for codec, chunks in planes
-            ),
-        )
-        _need(
-            len(planes) in (1, DTYPES[dtype].itemsize),
-            f"impossible entry: {name} in {len(planes)} planes",
-        )
-        for codec, chunks in entry.planes:
-            _need(
-                codec != "bf12"
-                or (dtype, len(planes), len(chunks)) == ("BF16", 1, 1)
-                and bf12.packs(entry.shape)
-                and bf12.escapes(chunks[0].length, entry.nbytes) >= 0,
-                f"impossible entry: {name} is no bf12",
-            )
-            stored, n = [chunk.length for chunk in chunks], entry.nbytes // len(planes)
-            if few := fewbit.is_format(codec):
-                _need(
-                    len(planes) == 1 and DTYPES[dtype].is_floating_point,
-                    f"impossible entry: {name} is no {codec}",
-                )
-                n = fewbit.nbytes(codec, entry.shape)
-            else:
-                find_codec(codec)
-            _need(
-                stored == [n]
-                if few or codec == "raw"
-                else stored and min(stored) > 0 and sum(stored) <= n,
-                f"impossible entry: {name} is {n:,} bytes in a plane, and its chunks ({codec}) have {stored}",
-            )
-    return found
-
-
-#: (file, offset, memory to fill) of what is read
-Extent = tuple[Path, int, list[memoryview]]
-
-
-def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
-    """(offset, length) of an expert's E-chunks, SM-chunks or both, both multiples of `ALIGN`; (0,
-    0) for no chunks."""
-    chunks = [
-        chunk
-        for entry in entries.values()
-        for i, (_, chunks) in enumerate(entry.planes)
-        if part == "both" or (i == 0) == (part == "E")
-        for chunk in chunks
-    ]
-    if not chunks:
-        return 0, 0
-    begin = min(chunk.offset for chunk in chunks)
-    return begin, aligned(max(chunk.offset + chunk.length for chunk in chunks)) - begin
-
-
-def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
-    """(name within the expert, chunk) of an expert's chunks in the order of the file."""
-    for part in (slice(0, 1), slice(1, None)):
-        for name, entry in entries.items():
-            for plane, (_, chunks) in list(enumerate(entry.planes))[part]:
-                yield from ((f"{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
+# ---------------------------------------------------------------------------------------------
+# headers of files, and the index
 
 
 def layer_header(index: int, layer: Layer) -> bytes:
@@ -239,17 +239,17 @@ def layer_header(index: int, layer: Layer) -> bytes:
     start = layer.header
     about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
     entries: Record = {"__metadata__": {"moelab.layer": json.dumps(about)}}
+
+    def enter(key: str, begin: int, end: int) -> None:
+        entries[key] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+
     for expert, tensors in enumerate(layer.experts):
         for name, chunk in in_file(tensors):
             key, begin = f"{index}.{expert}.{name}", chunk.offset - start
             end, after = begin + chunk.length, begin + aligned(chunk.length)
-            entries[key] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+            enter(key, begin, end)
             if after > end:
-                entries["pad." + key] = {
-                    "dtype": "U8",
-                    "shape": [after - end],
-                    "data_offsets": [end, after],
-                }
+                enter("pad." + key, end, after)
     text = json.dumps(entries, separators=(",", ":")).encode()
     if len(text) > start - 8:
         raise StoreError(
@@ -274,19 +274,15 @@ def seal(fields: Record) -> tuple[bytes, str]:
 def unseal(raw: bytes, file: Path) -> Record:
     """The fields of a sealed index; StoreError unless every byte is as it was written."""
     text, _, _ = raw.rpartition(b',"sha256":"')
-    if f'{{}},"sha256":"{sha256(text).hexdigest()}"}}'.encode()[2:] != raw[len(text) :]:
-        raise StoreError(
-            f"{file} is damaged: it does not match its own checksum. Convert the model again"
-        )
+    if raw != text + f',"sha256":"{sha256(text).hexdigest()}"}}'.encode():
+        raise StoreError(f"{file} is damaged: it does not match its own checksum; {AGAIN}")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise StoreError(
-            f"{file} is no JSON ({type(error).__name__}: {error}). Convert the model again"
-        ) from error
+        raise StoreError(f"{file} is no JSON ({type(error).__name__}: {error}); {AGAIN}") from error
 
 
-# ---------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # what is checked
 
 
@@ -309,10 +305,8 @@ def _text(value: Any, what: str) -> str:
 
 
 def _checksum(value: Any) -> str:
-    _need(
-        type(value) is str and re.fullmatch("[0-9a-f]{16}", value),
-        f"a checksum is {str(value)[:40]!r}",
-    )
+    ok = type(value) is str and re.fullmatch("[0-9a-f]{16}", value)
+    _need(ok, f"a checksum is {str(value)[:40]!r}")
     return value
 
 
@@ -325,12 +319,8 @@ def _dtype_and_shape(value: Any, what: str) -> tuple[str, Shape]:
 def plain_name(name: Any) -> str:
     """The name of a file in a folder; StoreError for one that leads out of it or that no file
     should have."""
-    if (
-        type(name) is not str
-        or not re.fullmatch(r"[^/\\:\x00-\x1f]{1,200}", name)
-        or name in (".", "..")
-    ):
-        raise StoreError(f"{str(name)[:80]!r} is not the plain name of a file")
+    ok = type(name) is str and re.fullmatch(r"[^/\\:\x00-\x1f]{1,200}", name)
+    _need(ok and name not in (".", ".."), f"{str(name)[:80]!r} is not the plain name of a file")
     return name
 
 
@@ -339,18 +329,104 @@ def regular_file(path: Path) -> int:
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        raise StoreError(
-            f"{path.parent} lacks {path.name}; copy the store again, or convert the model again"
-        ) from None
-    if not stat.S_ISREG(found.st_mode):
-        raise StoreError(
-            f"{path} is a {'link' if stat.S_ISLNK(found.st_mode) else 'folder or device'}, not a file; "
-            f"copy the store itself (cp -L follows links)"
-        )
+        raise StoreError(f"{path.parent} lacks {path.name}; {AGAIN}") from None
+    _need(
+        stat.S_ISREG(found.st_mode),
+        f"{path} is a link, folder or device, not a file; copy the store itself (cp -L follows links)",
+    )
     return found.st_size
 
 
-class ExpertStore:
+# ---------------------------------------------------------------------------------------------
+# stores
+
+#: (file, offset, memory to fill) of what is read
+Extent = tuple[Path, int, list[memoryview]]
+
+
+class ExpertFiles:
+    """What a `Reader` reads experts from: a store, or a checkpoint in place of one.
+
+    folder, spec, identity : as of `ExpertStore`.
+    codec : how its experts are compressed, by name.
+    layers : for each MoE layer something with `tensors` and `experts`, as of `Layer`.
+    aligned : whether chunks begin at multiples of `ALIGN`.
+    checksum : of a bytes-like object, as entries have them; None if chunks have none.
+    scratch : bytes of memory that reading takes besides its buffers.
+    """
+
+    folder: Path
+    spec: MoESpec
+    identity: str
+    codec: str
+    layers: list[Any]
+    aligned: bool
+    checksum: Callable[[Any], str] | None
+    scratch = 0
+
+    def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
+        """One expert's entries by tensor name; LookupError for an expert that the model does not
+        have."""
+        if not 0 <= layer < len(self.layers) or not 0 <= expert < len(self.layers[layer].experts):
+            raise LookupError(
+                f"{self.folder} has no expert {expert} of MoE layer {layer}; it has "
+                f"{len(self.layers)} layers of {self.spec.E} experts"
+            )
+        return self.layers[layer].experts[expert]
+
+    def stored_bytes(self, layer: int, expert: int, part: str) -> int:
+        """Bytes that are read for a part of an expert."""
+        raise NotImplementedError
+
+    def paths(self, layer: int) -> list[Path]:
+        """The files that hold a layer's experts."""
+        raise NotImplementedError
+
+    def extents(self, parts: list[Any]) -> list[Iterable[Extent]]:
+        """What to read for `Chunks` that follow each other in the file. Each of the list can be
+        read by another thread, a list in it also in any order, and what is an iterator in its
+        own."""
+        raise NotImplementedError
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the weights that are not experts'."""
+        raise NotImplementedError
+
+    @cached_property
+    def _kinds(self) -> set[tuple[Codec, str, Shape, bool]]:
+        """(codec, dtype, shape, whether it is in place) of all tensors of experts."""
+        return {
+            (entry.codec, entry.dtype, entry.shape, entry.in_place)
+            for layer in self.layers
+            for entries in layer.experts
+            for entry in entries.values()
+        }
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every tensor of every expert can be computed from as it lies."""
+        return all(in_place for *_, in_place in self._kinds)
+
+    @property
+    def few_bits(self) -> bool:
+        """Whether some expert's tensor is in few bits."""
+        return any(codec.few_bits for codec, *_ in self._kinds)
+
+    @property
+    def raw(self) -> bool:
+        """Whether every tensor is stored as eager computes with it."""
+        return all(codec is RAW for codec, *_ in self._kinds)
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether kernels multiply every tensor in few bits as it lies."""
+        return all(
+            codec.kernel(dtype, shape) for codec, dtype, shape, _ in self._kinds if codec.few_bits
+        )
+
+
+class ExpertStore(ExpertFiles):
     """An expert store; index, sizes, headers and small files are checked when it is opened, weights
     are not read.
 
@@ -370,9 +446,7 @@ class ExpertStore:
     StoreError : another format or version, a damaged index, a file that is missing or has another
     size."""
 
-    #: whether chunks begin at multiples of `ALIGN`; bytes of memory that reading takes besides its
-    #: buffers
-    aligned, scratch = True, 0
+    aligned = True
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = absolute(folder)
@@ -391,58 +465,49 @@ class ExpertStore:
             raise StoreError(f"{index} has {size:,} bytes; an index has {INDEX_LIMIT:,} at most")
         fields = unseal(index.read_bytes(), index)
         try:
-            self._set(fields)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            OverflowError,
-        ) as error:
-            what = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            )
+            self._set_model(fields)
+            self._set_layers(fields["layers"])
+            self._set_weights(fields)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            what = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"{index} is no index of an expert store ({what}). Convert the model again"
             ) from error
         self._check_files(fields["sha256"])
 
-    def _set(self, fields: Record) -> None:
-        if fields["format"] != FORMAT or fields["version"] != VERSION:
-            raise StoreError(
-                f"format {fields['format']!r} version {fields['version']!r}; this moelab reads {FORMAT!r} "
-                f"version {VERSION}"
-            )
-        if fields["layout"] != LAYOUT or fields["checksum"] not in CHECKSUMS:
-            raise StoreError(
-                f"byte layout {fields['layout']!r} and checksums {fields['checksum']!r}; here there are "
-                f"{LAYOUT!r} and {', '.join(CHECKSUMS)}"
-            )
+    def _set_model(self, fields: Record) -> None:
+        found = fields["format"], fields["version"], fields["layout"]
+        _need(
+            found == (FORMAT, VERSION, LAYOUT) and fields["checksum"] in CHECKSUMS,
+            f"format, version, layout and checksum are {found} and {fields['checksum']!r}; this "
+            f"moelab reads {(FORMAT, VERSION, LAYOUT)} and {', '.join(CHECKSUMS)}",
+        )
         self.spec, self.identity = MoESpec.from_dict(fields["spec"]), _checksum(fields["identity"])
-        _need(self.spec.L, "the model has no MoE layers")
-        if quantized := fields.get("quantized"):
-            fewbit.find_format(quantized)
-            self.identity += f"-{quantized}"
-        self.quantized: str | None = quantized
-        find_codec(fields["codec"])
+        self.quantized: str | None = fields.get("quantized") or None
+        if self.quantized:
+            fewbit.find_format(self.quantized)
+            self.identity += f"-{self.quantized}"
         self.codec, self.shards = fields["codec"], _integer(fields["K"], "K", 1)
+        find_codec(self.codec)
         self.checksum_name, self.checksum = fields["checksum"], CHECKSUMS[fields["checksum"]]
+
+    def _set_layers(self, layers: list[Record]) -> None:
+        spec = self.spec
         _need(
-            type(fields["layers"]) is list and len(fields["layers"]) == self.spec.L,
-            f"it has {len(fields['layers'])} layers of experts; {self.spec.name} has {self.spec.L}",
+            type(layers) is list and 0 < len(layers) == spec.L,
+            f"it has {len(layers)} layers of experts; {spec.name} has {spec.L}",
         )
-        self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
+        self.layers = [Layer(i, layer) for i, layer in enumerate(layers)]
         for layer in self.layers:
+            n = len(layer.experts)
             _need(
-                len(layer.experts) == self.spec.E,
-                f"{layer.module} has {len(layer.experts)} experts; "
-                f"{self.spec.name} has {self.spec.E:,} a layer",
+                n == spec.E, f"{layer.module} has {n} experts; {spec.name} has {spec.E:,} a layer"
             )
         _need(
-            len({layer.module for layer in self.layers}) == self.spec.L,
-            "two layers are of one module",
+            len({layer.module for layer in self.layers}) == spec.L, "two layers are of one module"
         )
+
+    def _set_weights(self, fields: Record) -> None:
         self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
         shapes = {
             _text(key, "a weight"): _dtype_and_shape(entry[:2], key)
@@ -468,48 +533,33 @@ class ExpertStore:
     def _check_files(self, digest: str) -> None:
         """Sizes of all files, contents of small ones, headers of the others; nothing but plain
         files of the folder."""
-
-        def begins(name: str, size: int, n: int) -> bytes:
-            """The first n bytes of a file of `size` bytes."""
-            path = self.folder / name
-            if (found := regular_file(path)) != size or n == size > FILE_LIMIT:
-                raise StoreError(
-                    f"{path} has {found:,} bytes, {size:,} were written; copy the store again, or convert "
-                    f"the model again"
-                )
-            with open(path, "rb") as f:
-                return f.read(n)
-
         header = weights_header(self.weights, digest)
-        right = {WEIGHTS: begins(WEIGHTS, self.weights_size, len(header)) == header}
+        right = {WEIGHTS: self._begin(WEIGHTS, self.weights_size, len(header)) == header}
         for name, (size, check) in self.files.items():
-            right[name] = self.checksum(begins(name, size, size)) == check
+            _need(size <= FILE_LIMIT, f"{name} has {size:,} bytes; {FILE_LIMIT:,} are the most")
+            right[name] = self.checksum(self._begin(name, size, size)) == check
         for i, layer in enumerate(self.layers):
-            right[layer.file] = begins(layer.file, layer.size, layer.header) == layer_header(
-                i, layer
-            )
-        for name in (name for name, equal in right.items() if not equal):
-            raise StoreError(
-                f"{self.folder / name} is damaged at its beginning, or does not belong to this {INDEX}; "
-                f"copy the store again, or convert the model again"
+            begin = self._begin(layer.file, layer.size, layer.header)
+            right[layer.file] = begin == layer_header(i, layer)
+        for name, equal in right.items():
+            _need(
+                equal,
+                f"{self.folder / name} is damaged at its beginning, or does not belong to this "
+                f"{INDEX}; {AGAIN}",
             )
 
-    def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
-        """One expert's entries by tensor name; LookupError for an expert that the model does not
-        have."""
-        if not 0 <= layer < len(self.layers) or not 0 <= expert < len(self.layers[layer].experts):
-            raise LookupError(
-                f"{self.folder} has no expert {expert} of MoE layer {layer}; it has "
-                f"{len(self.layers)} layers of {self.spec.E} experts"
-            )
-        return self.layers[layer].experts[expert]
+    def _begin(self, name: str, size: int, n: int) -> bytes:
+        """The first n bytes of a file, which must have `size` bytes."""
+        path = self.folder / name
+        found = regular_file(path)
+        _need(found == size, f"{path} has {found:,} bytes, {size:,} were written; {AGAIN}")
+        with open(path, "rb") as f:
+            return f.read(n)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
-        """Bytes that are read for a part of an expert."""
         return run(self.entries(layer, expert), part)[1]
 
     def paths(self, layer: int) -> list[Path]:
-        """The files that hold a layer's experts."""
         return [self._paths[layer]]
 
     @cached_property
@@ -517,18 +567,8 @@ class ExpertStore:
         return [self.folder / layer.file for layer in self.layers]
 
     def extents(self, parts: list[Any]) -> list[Iterable[Extent]]:
-        """What to read for `Chunks` that follow each other in the file. Each of the list can be
-        read by another thread, a list in it also in any order, and what is an iterator in its
-        own."""
-        return [
-            [
-                (
-                    self._paths[parts[0].layer],
-                    parts[0].offset,
-                    [memoryview(part.data) for part in parts],
-                )
-            ]
-        ]
+        first, memory = parts[0], [memoryview(part.data) for part in parts]
+        return [[(self._paths[first.layer], first.offset, memory)]]
 
     @property
     def weights_bytes(self) -> int:
@@ -537,24 +577,24 @@ class ExpertStore:
     def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes
         and fractions."""
+        everything = "all experts", "", (), self.quantized or self.codec
         rows: dict[tuple, Record] = {}
-        for layer in self.layers:
-            for entries in layer.experts:
-                for name, entry in entries.items():
-                    codec = "+".join(codec for codec, _ in entry.planes)
-                    everything = "all experts", "", (), self.quantized or self.codec
-                    for key in ((name, entry.dtype, entry.shape, codec), everything):
-                        row = rows.setdefault(
-                            key,
-                            dict(zip(("tensor", "dtype", "shape", "codec"), key))
-                            | dict(count=0, bytes=0, E_bytes=0, SM_bytes=0),
-                        )
-                        row["count"] += key[0] == name or name == next(
-                            iter(entries)
-                        )  # experts, not tensors
-                        row["bytes"] += entry.nbytes
-                        row["E_bytes"] += entry.stored("E")
-                        row["SM_bytes"] += entry.stored("SM")
+        for entries in (entries for layer in self.layers for entries in layer.experts):
+            for i, (name, entry) in enumerate(entries.items()):
+                codec = "+".join(codec.name for codec, _ in entry.planes)
+                key = name, entry.dtype, entry.shape, codec
+                _count(rows, key, entry, 1)
+                _count(rows, everything, entry, i == 0)  # experts, not tensors
         for row in rows.values():
             row["fraction"] = (row["E_bytes"] + row["SM_bytes"]) / max(1, row["bytes"])
         return sorted(rows.values(), key=lambda row: row["tensor"] == "all experts")
+
+
+def _count(rows: dict[tuple, Record], key: tuple, entry: TensorEntry, count: int) -> None:
+    """Add a tensor to a row of `ExpertStore.table`."""
+    begun = dict(zip(("tensor", "dtype", "shape", "codec"), key))
+    row = rows.setdefault(key, begun | {"count": 0, "bytes": 0, "E_bytes": 0, "SM_bytes": 0})
+    row["count"] += count
+    row["bytes"] += entry.nbytes
+    row["E_bytes"] += entry.stored("E")
+    row["SM_bytes"] += entry.stored("SM")

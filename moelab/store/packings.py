@@ -15,136 +15,146 @@ Codes and zero points in words of compressed-tensors have 2^(b−1) added; there
 one for an output, for a matrix, or for blocks of 128 × 128. Zero points of "gptq" are stored less
 1; `g_idx` says the group of each input. In AWQ's words the outputs are in the order 0 2 4 6 1 3 5
 7. A weight is (code − zero point) · scale, rounded to the scale's dtype, then to the model's.
-
-A *packing* is the name under which a store keeps such tensors of matrices that lie one below the
-other in the model's: kind, bits, their number, and the tensors of one, "gptq:4*2
-qweight:I32[256,768] …". Its blob has the tensors' own bytes, the first one's of all matrices, the
-second one's … Where kernels can multiply it as it lies (symmetric, bf16 scales for a multiple of 32
-inputs), each scale stands there once for 32 inputs: "weight_scale:BF16[768,16]x4"."""
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.store import fewbit
 from moelab.store.bits import as_bytes
+from moelab.store.codec import Codec, rows_in_blocks
 from moelab.store.headers import DTYPES, NAMES, Shape, Tensors
 
-BLOCK, GROUP = 128, 32
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of AWQ
 
-
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # from a config.json
+
+#: whether it is so, what the checkpoint has otherwise, and what is read
+Need = tuple[Any, str, str]
 
 
 def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[str, int]:
     """(kind, bits) of a quantization_config. Raises ValueError, by name and with a remedy, for what
     is not read."""
+    method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
+    of = _compressed_scheme if method == "compressed-tensors" else _words_scheme
     try:
-        return _scheme(config, checkpoint)
+        kind, bits, needs = of(config, method)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"the quantization_config of {checkpoint} makes no sense ({type(error).__name__}: {error}); "
             f"correct it"
         ) from error
-
-
-def _scheme(config: dict[str, Any], checkpoint: str) -> tuple[str, int]:
-    method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
-
-    def need(ok: Any, what: str, known: str) -> None:
+    for ok, what, known in needs:
         if not ok:
             raise ValueError(
-                f"{checkpoint} is quantised with {method}, {what}, which is not read here; {known}. Take "
-                f"one of these, or the unquantised checkpoint of the model"
+                f"{checkpoint} is quantised with {method}, {what}, which is not read here; {known}. "
+                f"Take one of these, or the unquantised checkpoint of the model"
             )
+    return kind, bits
 
-    if method != "compressed-tensors":
-        field, kinds, widths = {
-            "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8)),
-            "awq": ("version", ("gemm",), (4,)),
-        }[method]
-        bits, kind = config.get("bits"), str(config.get(field) or kinds[0]).lower()
-        need(
+
+def _words_scheme(config: dict[str, Any], method: str) -> tuple[str, int, list[Need]]:
+    """(kind, bits, what is needed) of GPTQ or AWQ."""
+    field, kinds, widths = {
+        "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8)),
+        "awq": ("version", ("gemm",), (4,)),
+    }[method]
+    bits, layout = config.get("bits"), str(config.get(field) or kinds[0]).lower()
+    needs: list[Need] = [
+        (
             type(bits) is int and bits in widths,
             f"in {bits} bits",
             f"{' and '.join(map(str, widths))} bits are",
+        ),
+        (layout in kinds, f"in the layout {layout[:40]!r}", f"{' and '.join(kinds)} are"),
+        (config.get("zero_point", True), "without zero points", "zero_point: true is"),
+    ]
+    needs += [
+        (
+            pattern.startswith("-:"),
+            f"in another way for {pattern[:40]}",
+            "one way for all layers is",
         )
-        need(kind in kinds, f"in the layout {kind[:40]!r}", f"{' and '.join(kinds)} are")
-        need(config.get("zero_point", True), "without zero points", "zero_point: true is")
-        for pattern in config.get("dynamic") or ():
-            need(
-                pattern.startswith("-:"),
-                f"in another way for {pattern[:40]}",
-                "one way for all layers is",
-            )
-        return kind if method == "gptq" else method, bits
-    need(
-        not config.get("kv_cache_scheme"), "its KV cache too (kv_cache_scheme)", "weights alone are"
-    )
-    need(
-        not config.get("transform_config"),
-        "after transforms (transform_config)",
-        "plain weights are",
-    )
+        for pattern in config.get("dynamic") or ()
+    ]
+    return layout if method == "gptq" else method, bits, needs
+
+
+def _compressed_scheme(config: dict[str, Any], method: str) -> tuple[str, int, list[Need]]:
+    """(kind, bits of what is packed, what is needed) of compressed-tensors."""
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
-    need(sparse == "dense", f"sparse ({sparse})", "dense weights are")
-    packed: set[int] = set()
+    needs: list[Need] = [
+        (not config.get("kv_cache_scheme"), "its KV cache too", "weights alone are"),
+        (not config.get("transform_config"), "after transforms", "plain weights are"),
+        (sparse == "dense", f"sparse ({sparse})", "dense weights are"),
+    ]
+    packed = set()
     for group in config["config_groups"].values():
-        weights, layout = group["weights"], str(group.get("format") or config.get("format"))
-        kind, bits, strategy = (
-            weights.get("type", "int"),
-            weights.get("num_bits"),
-            weights.get("strategy"),
-        )
-        need(
+        layout = str(group.get("format") or config.get("format"))
+        needs += _group_needs(group, group["weights"], layout)
+        if layout == "pack-quantized":
+            packed.add(group["weights"].get("num_bits"))
+    needs.append((len(packed) < 2, "packed in several widths", "one is"))
+    return method, packed.pop() if packed else 8, needs
+
+
+def _group_needs(group: dict[str, Any], weights: dict[str, Any], layout: str) -> list[Need]:
+    """What is needed of layers that are quantised alike. Activations that would be quantised as
+    they come stay as they are, like DeepSeek's FP8: more exact than the model's own."""
+    stored = [
+        name
+        for name in ("input_activations", "output_activations")
+        if (group.get(name) or {"dynamic": True}).get("dynamic") is not True
+    ]
+    form = weights.get("type", "int"), weights.get("num_bits")
+    strategy, blocks = weights.get("strategy"), weights.get("block_structure")
+    return [
+        (
             layout in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
             f"in the layout {layout[:40]!r}",
             "pack-quantized, int-quantized and float-quantized are",
-        )
-        need(
-            (kind, bits) in (("int", 4), ("int", 8), ("float", 8)),
-            f"in {kind}{bits}",
+        ),
+        (
+            form in (("int", 4), ("int", 8), ("float", 8)),
+            f"in {form[0]}{form[1]}",
             "int4, int8 and fp8 are",
-        )
-        for name in ("input_activations", "output_activations"):
-            # What would be quantised as it comes stays as it is, like DeepSeek's FP8: more exact
-            # than the model's own.
-            need(
-                (group.get(name) or {"dynamic": True}).get("dynamic") is True,
-                f"{name} by stored scales",
-                "weights alone, or with dynamic activations, are",
-            )
-        need(
+        ),
+        (
+            not stored,
+            f"{' and '.join(stored)} by stored scales",
+            "weights alone, or with dynamic activations, are",
+        ),
+        (
             weights.get("actorder") not in ("group", True),
             "in act-order (actorder: group)",
             "the inputs' order is",
-        )
-        need(
+        ),
+        (
             strategy in ("tensor", "channel", "group", "block"),
             f"by {strategy}",
             "a scale a tensor, channel, group or block is",
-        )
-        need(
-            strategy != "block" or weights.get("block_structure") in ("128x128", [128, 128]),
-            f"in blocks of {weights.get('block_structure')}",
+        ),
+        (
+            strategy != "block" or blocks in ("128x128", [128, 128]),
+            f"in blocks of {blocks}",
             "128 × 128 are",
-        )
-        packed |= {bits} if layout == "pack-quantized" else set()
-    need(len(packed) < 2, "packed in several widths", "one is")
-    return method, packed.pop() if packed else 8
+        ),
+    ]
 
 
-# ------------------------------------------------------------------------------------------- from
-# tensors to weights
+# ---------------------------------------------------------------------------------------------
+# from tensors to weights
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
@@ -155,10 +165,10 @@ def _codes(words: Tensor, bits: int) -> Tensor:
 
 def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
     """codes [R, n], zero points and scales [R, n/g], g any number."""
-    scales, zeros = (None if of is None else of.unsqueeze(-1) for of in (scales, zeros))
     wide = codes.unflatten(1, (scales.shape[1], -1)).float()
-    wide = wide if zeros is None else wide.sub_(zeros)
-    return wide.mul_(scales).to(scales.dtype).flatten(1)
+    if zeros is not None:
+        wide.sub_(zeros.unsqueeze(-1))
+    return wide.mul_(scales.unsqueeze(-1)).to(scales.dtype).flatten(1)
 
 
 def _compressed(t: Tensors, bits: int) -> Tensor:
@@ -171,44 +181,29 @@ def _compressed(t: Tensors, bits: int) -> Tensor:
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = _codes(zeros.mT, bits).view(torch.int8).mT[:R] - (1 << bits - 1)
     if scales.numel() == 1:
-        scales, zeros = (
-            None if of is None else of.reshape(1, 1).expand(R, 1) for of in (scales, zeros)
-        )
-    elif scales.shape == (-(-R // BLOCK), -(-n // BLOCK)) and scales.shape[0] != R:
-        scales = scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
+        scales = scales.reshape(1, 1).expand(R, 1)
+        zeros = None if zeros is None else zeros.reshape(1, 1).expand(R, 1)
+    elif scales.shape == (-(-R // fewbit.BLOCK), -(-n // fewbit.BLOCK)) and scales.shape[0] != R:
+        scales = fewbit.spread_blocks(scales, R, n)
     return _product(codes, zeros, scales.reshape(R, -1))
 
 
 def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:
-    codes, groups, scales = (
-        _codes(t["qweight"].transpose(0, 1), bits),
-        t["g_idx"].long(),
-        t["scales"].mT,
-    )
+    codes, scales = _codes(t["qweight"].transpose(0, 1), bits), t["scales"].mT
     zeros = (_codes(t["qzeros"], bits) + less & (1 << bits) - 1).mT
-    if (
-        groups.shape != codes.shape[1:]
-        or not groups.is_meta
-        and not (int(groups.min()) >= 0 and int(groups.max()) < scales.shape[1])
-    ):
-        raise ValueError(
-            f"g_idx should name one of {scales.shape[1]} groups for each of {codes.shape[1]} inputs"
-        )
-    if (
-        len(groups) % scales.shape[1]
-        or not groups.is_meta
-        and not torch.equal(groups, torch.arange(len(groups)) // (len(groups) // scales.shape[1]))
-    ):
-        scales, zeros = scales[:, groups], zeros[:, groups]  # act-order
-    return _product(codes, zeros, scales)
+    groups, G = t["g_idx"].long(), scales.shape[1]
+    there = G > 0 and (groups.is_meta or int(groups.min()) >= 0 and int(groups.max()) < G)
+    if groups.shape != codes.shape[1:] or not there:
+        raise ValueError(f"g_idx should name one of {G} groups for each of {codes.shape[1]} inputs")
+    return _product(codes, zeros[:, groups], scales[:, groups])
 
 
 def _awq(t: Tensors, bits: int) -> Tensor:
     codes, zeros = (
-        _codes(t[name], bits).unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2)
+        _codes(t[name], bits).unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2).mT
         for name in ("qweight", "qzeros")
     )
-    return _product(codes.mT, zeros.mT, t["scales"].mT)
+    return _product(codes, zeros, t["scales"].mT)
 
 
 #: kind → (names of tensors, as they may follow each other in a blob; what makes weights [R, n] of
@@ -242,134 +237,156 @@ def dequantize(kind: str, bits: int, tensors: Tensors) -> Tensor:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # what is kept
 
 
-class Packing(NamedTuple):
-    """What a blob is of, see above.
+@dataclass(frozen=True)
+class Packing(Codec):
+    """The tensors of matrices that lie one below the other in the model's: the first tensor of all
+    matrices, the second one of all … Where kernels can multiply them as they lie, each scale stands
+    in the blob once for 32 inputs.
 
-    tensors : (name, dtype by safetensors' name, shape, how often each entry stands in the blob) of
-    one matrix."""
+    name : the kind.    bits : of a code.    matrices : how many.
+    tensors : (name, dtype as safetensors names it, shape) of those of one matrix.
+    """
 
-    kind: str
     bits: int
     matrices: int
-    tensors: tuple[tuple[str, str, Shape, int], ...]
+    tensors: tuple[tuple[str, str, Shape], ...]
+    in_place: ClassVar[bool] = True
+    few_bits: ClassVar[bool] = True
 
     @property
-    def kernel(self) -> str:
-        """The format whose kernels multiply the blob as it lies, "" for none."""
-        spread = any(times for *_, times in self.tensors)
-        return "" if not spread else "int4" if self.tensors[0][0] == "weight_packed" else "int8"
+    def record(self) -> dict[str, Any]:
+        tensors = [[name, dtype, list(shape)] for name, dtype, shape in self.tensors]
+        return {
+            "kind": self.name,
+            "bits": self.bits,
+            "matrices": self.matrices,
+            "tensors": tensors,
+        }
 
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.bits}*{self.matrices} " + " ".join(
-            f"{name}:{dtype}[{','.join(map(str, shape))}]" + f"x{times}" * (times > 0)
-            for name, dtype, shape, times in self.tensors
+    @cached_property
+    def times(self) -> int:
+        """How often each scale stands in the blob, for kernels that want one for 32 inputs; 0 if
+        they cannot multiply it: they can symmetric codes with bf16 scales of whole groups."""
+        given = {name: (dtype, shape) for name, dtype, shape in self.tensors}
+        scales, grid = given.get("weight_scale", ("", ()))
+        _, codes, shape = self.tensors[0]
+        if (
+            (codes, self.bits) not in (("I32", 4), ("I8", 8))
+            or scales != "BF16"
+            or "weight_zero_point" in given
+            or not len(shape) == len(grid) == 2
+            or grid[0] != shape[0]
+        ):
+            return 0
+        n = shape[1] * (8 if codes == "I32" else 1)
+        whole = grid[1] and n % (2 * fewbit.GROUP) == 0 and n % (fewbit.GROUP * grid[1]) == 0
+        return n // (fewbit.GROUP * grid[1]) if whole else 0
+
+    def _repeats(self, tensor: str) -> int:
+        return (self.times or 1) if tensor == "weight_scale" else 1
+
+    def nbytes(self, shape: Shape, dtype: str = "") -> int:
+        if tuple(shape) != _shape_of(self):
+            raise ValueError(f"a tensor {list(shape)} cannot be {str(self)[:200]}")
+        return self.matrices * sum(
+            prod(shape) * self._repeats(name) * DTYPES[dtype].itemsize
+            for name, dtype, shape in self.tensors
         )
 
+    def split(self, blob: Any, shape: Shape) -> Tensors:
+        """The tensors of each matrix in a blob, "qweight.0" and so on, as views of it where they
+        can be."""
+        rest, found, at = fewbit.blob_of_size(self.name, blob, self.nbytes(shape)), {}, 0
+        for name, dtype, of in self.tensors:
+            times, size = self._repeats(name), DTYPES[dtype].itemsize
+            for i in range(self.matrices):
+                end = at + prod(of) * times * size
+                piece = rest[at:end].clone() if at % size else rest[at:end]
+                found[f"{name}.{i}"] = piece.view(DTYPES[dtype])[::times].view(of)
+                at = end
+        return found
 
-def is_packing(name: str) -> bool:
-    return name.partition(":")[0] in KINDS
+    def decompress(self, blob: Any, out: Tensor) -> None:
+        out.copy_(self.weights(self.split(blob, out.shape)))
+
+    def weights(self, tensors: Tensors) -> Tensor:
+        """The weights of the tensors of `split`, in the scales' dtype. Raises ValueError where they
+        have none."""
+        return torch.cat(
+            [
+                dequantize(
+                    self.name,
+                    self.bits,
+                    {name: tensors[f"{name}.{i}"] for name, *_ in self.tensors},
+                )
+                for i in range(self.matrices)
+            ]
+        )
+
+    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
+        return planes == 1 and DTYPES[dtype].is_floating_point and lengths == [self.nbytes(shape)]
+
+    def kernel(self, dtype: str, shape: Shape) -> str:
+        """A format's, whose blob this is. Rounding to the scales' bf16 is left out there, which is
+        within the tolerance of a model in bf16, and of no other."""
+        if not self.times or dtype != "BF16" or not rows_in_blocks(shape):
+            return ""
+        return "int4" if self.tensors[0][0] == "weight_packed" else "int8"
+
+    def row(self, address: int, length: int, shape: Shape) -> list[int]:
+        form = fewbit.find_format(self.kernel("BF16", shape))
+        return form.row(address, length, shape)
 
 
 @lru_cache(4096)
-def find(name: str, shape: Shape) -> Packing:
-    """The packing of a name; ValueError unless it is one of a tensor of this shape."""
-    parts = name.split(" ")
-    head = re.fullmatch(r"([a-z0-9_-]+):([48])\*([1-9]\d?)", parts[0])
-    tensors = [
-        re.fullmatch(
-            r"([a-z_]+):([A-Z0-9_]+)\[((?:\d{1,12},)*\d{1,12}|)\](?:x([1-9]\d{0,5}))?", part
-        )
-        for part in parts[1:]
-    ]
-    if (
-        not head
-        or not is_packing(name)
-        or not all(tensors)
-        or not all(t[2] in DTYPES for t in tensors)
-    ):
-        raise ValueError(f"{name[:200]!r} is no packing")
-    found = Packing(
-        head[1],
-        int(head[2]),
-        int(head[3]),
-        tuple(
-            (t[1], t[2], tuple(int(n) for n in t[3].split(",") if n), int(t[4] or 0))
-            for t in tensors
-        ),
-    )
+def _shape_of(packing: Packing) -> Shape:
+    """Of the weights. Raises ValueError where there can be none."""
     try:
-        one = {
-            name: torch.empty(dims, dtype=DTYPES[dtype], device="meta")
-            for name, dtype, dims, _ in found.tensors
-        }
+        made = dequantize(
+            packing.name,
+            packing.bits,
+            {
+                name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+                for name, dtype, shape in packing.tensors
+            },
+        )
     except RuntimeError as error:
-        raise ValueError(f"{name[:200]!r} has an impossible size") from error
-    made = dequantize(found.kind, found.bits, one)
+        raise ValueError(f"{packing} has an impossible size") from error
+    return packing.matrices * made.shape[0], *made.shape[1:]
+
+
+def from_record(record: dict[str, Any]) -> Packing:
+    """The packing of a `Packing.record`. Raises ValueError and the like for any other."""
+    tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in record["tensors"])
+    numbers = [record["bits"], record["matrices"], *(n for *_, shape in tensors for n in shape)]
+    if any(type(n) is not int or not 0 <= n < 1 << 40 for n in numbers):
+        raise ValueError(f"{str(record)[:200]} is no packing")
+    return _known(Packing(record["kind"], record["bits"], record["matrices"], tensors))
+
+
+@lru_cache(4096)
+def _known(packing: Packing) -> Packing:
+    """The packing, one for all that are equal; ValueError for an impossible one."""
+    names = [name for name, *_ in packing.tensors]
     if (
-        tuple(shape) != (found.matrices * made.shape[0], *made.shape[1:])
-        or str(found) != name
-        or (found.kernel and found != _spread(found))
+        packing.name not in KINDS
+        or packing.bits not in (4, 8)
+        or not names
+        or names != [name for name in KINDS[packing.name][0] if name in names]
+        or any(dtype not in DTYPES for _, dtype, _ in packing.tensors)
+        or not 0 < packing.matrices < 100
     ):
-        raise ValueError(f"a tensor {list(shape)} cannot be {name[:200]}")
-    return found
-
-
-def parts(name: str, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
-    """(dtype, shape) of each tensor of each matrix, "qweight.0" and so on."""
-    found = find(name, tuple(shape))
-    return {
-        f"{tensor}.{i}": (DTYPES[dtype], dims)
-        for tensor, dtype, dims, _ in found.tensors
-        for i in range(found.matrices)
-    }
-
-
-def nbytes(name: str, shape: Shape) -> int:
-    """Bytes of the blob."""
-    found = find(name, tuple(shape))
-    return found.matrices * sum(
-        prod(dims) * max(1, times) * DTYPES[dtype].itemsize
-        for _, dtype, dims, times in found.tensors
-    )
-
-
-def split(name: str, blob: Any, shape: Shape) -> Tensors:
-    """The tensors of `parts` in a blob of the right length, as views of it where they can be."""
-    raw = as_bytes(blob)
-    rest, found = torch.from_numpy(raw if raw.flags.writeable else raw.copy()), {}
-    at, packing = 0, find(name, tuple(shape))
-    for tensor, dtype, dims, times in packing.tensors:
-        for i in range(packing.matrices):
-            end = at + prod(dims) * max(1, times) * DTYPES[dtype].itemsize
-            piece = rest[at:end].clone() if at % DTYPES[dtype].itemsize else rest[at:end]
-            piece = piece.view(DTYPES[dtype])
-            found[f"{tensor}.{i}"], at = (piece[::times] if times else piece).view(dims), end
-    return found
-
-
-def weights(name: str, tensors: Tensors, shape: Shape) -> Tensor:
-    """The weights of a blob's tensors, see `split`, in the scales' dtype. Raises ValueError where
-    they have none."""
-    found = find(name, tuple(shape))
-    return torch.cat(
-        [
-            dequantize(
-                found.kind,
-                found.bits,
-                {tensor: tensors[f"{tensor}.{i}"] for tensor, *_ in found.tensors},
-            )
-            for i in range(found.matrices)
-        ]
-    )
+        raise ValueError(f"{str(packing)[:200]} is no packing")
+    return packing
 
 
 def gathered(
     kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]]
-) -> tuple[str, np.ndarray]:
+) -> tuple[Packing, np.ndarray]:
     """The packing and the blob of what a checkpoint stores of a tensor; KeyError if that is not
     quantised.
 
@@ -380,65 +397,29 @@ def gathered(
         layer, _, name = key.rpartition(".")
         layers.setdefault(layer, {})[name] = tensor
     one = next(iter(layers.values()))
-    packing = _spread(
-        Packing(
-            kind,
-            bits,
-            len(layers),
-            tuple(
-                (name, NAMES[one[name].dtype], tuple(one[name].shape), 0)
-                for name in KINDS[kind][0]
-                if name in one
-            ),
-        )
+    tensors = tuple(
+        (name, NAMES[one[name].dtype], tuple(one[name].shape))
+        for name in KINDS[kind][0]
+        if name in one
     )
-    return str(packing), np.concatenate(
-        [
-            as_bytes(layer[tensor].reshape(-1).repeat_interleave(max(1, times)))
-            for tensor, _, _, times in packing.tensors
-            for layer in layers.values()
-        ]
-    )
+    if not tensors:
+        raise KeyError(f"no tensor of {kind}")
+    packing = Packing(kind, bits, len(layers), tensors)
+    blob = [
+        as_bytes(layer[name].reshape(-1).repeat_interleave(packing._repeats(name)))
+        for name, *_ in tensors
+        for layer in layers.values()
+    ]
+    return packing, np.concatenate(blob)
 
 
 def keep(
     kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor
-) -> tuple[str, np.ndarray] | None:
+) -> tuple[Packing, np.ndarray] | None:
     """As `gathered`, or None unless that is `made` bit for bit."""
     try:
-        name, blob = gathered(kind, bits, sources)
-        if len(blob) != nbytes(name, shape := tuple(made.shape)):
-            return None  # matrices of several sizes
-        unpacked = weights(name, split(name, blob, shape), shape).to(made.dtype)
-    except (KeyError, ValueError):  # not quantised, or no rows of the tensor
+        packing, blob = gathered(kind, bits, sources)
+        unpacked = packing.weights(packing.split(blob, made.shape)).to(made.dtype)
+    except (KeyError, ValueError):  # not quantised, no rows of the tensor, or of several sizes
         return None
-    return (name, blob) if np.array_equal(as_bytes(unpacked), as_bytes(made.contiguous())) else None
-
-
-def _spread(packing: Packing) -> Packing:
-    """The packing with scales for 32 inputs each, if kernels then multiply it as it lies; else
-    without."""
-    plain, times = {name: (dtype, dims) for name, dtype, dims, _ in packing.tensors}, 0
-    (codes, shape), (scales, grid) = (
-        packing.tensors[0][1:3] if plain else ("", ()),
-        plain.get("weight_scale", ("", ())),
-    )
-    if (
-        len(shape) == len(grid) == 2
-        and scales == "BF16"
-        and "weight_zero_point" not in plain
-        and grid[0] == shape[0]
-        and (codes, packing.bits) in (("I32", 4), ("I8", 8))
-    ):
-        n = shape[1] * (8 if codes == "I32" else 1)
-        times = (
-            n // (GROUP * grid[1])
-            if n % (2 * GROUP) == 0 < grid[1] and n % (GROUP * grid[1]) == 0
-            else 0
-        )
-    return Packing(
-        packing.kind,
-        packing.bits,
-        packing.matrices,
-        tuple((name, *plain[name], times if name == "weight_scale" else 0) for name in plain),
-    )
+    return (packing, blob) if fewbit.same_bits(unpacked, made) else None

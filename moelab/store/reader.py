@@ -429,7 +429,7 @@ def decode_tensor(
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
     try:
-        decompress_tensor(PackedTensor(entry.nbytes // len(planes), planes), out, scratch, shard)
+        decompress_tensor(PackedTensor(planes), out, scratch, shard)
     except ValueError as error:
         raise damaged(e, name, error) from error
 

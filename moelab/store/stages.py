@@ -17,27 +17,11 @@ import torch
 
 from moelab.kernels.compile import kernel
 from moelab.store.bits import as_bytes, join_words
-from moelab.store.codecs import find_codec, plane_bytes, shard_bounds
+from moelab.store.codecs import plane_bytes, unpack_plane
 from moelab.store.reader import Chunks, damaged
 
-_BLOCK = (
-    1 << 14
-)  # weights joined at a time: a copy of their exponents stays in the first-level cache
-
-
-def separable(chunks: Chunks, name: str) -> bool:
-    """Whether a tensor can be decoded in two stages: 16-bit weights whose exponents are
-    compressed."""
-    planes = chunks.entries[name].planes
-    return len(planes) == 2 and planes[0][0] != "raw"
-
-
-def shards(chunks: Chunks, name: str) -> int:
-    """Into how many shards that can be decoded one by one the exponents of a tensor of 16-bit
-    weights are divided."""
-    planes = chunks.entries[name].planes
-    apart = len(planes) == 2 and planes[1][0] == "raw" and len(planes[1][1]) == 1
-    return len(planes[0][1]) if apart else 1
+#: weights joined at a time: a copy of their exponents stays in the first-level cache
+_BLOCK = 1 << 14
 
 
 def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
@@ -49,11 +33,8 @@ def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
 def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
     """The exponents of a tensor of 16-bit weights into `out`, uint8 [N]. Raises StoreError if they
     are damaged."""
-    plane = e.plane(name, 0)
-    decode = find_codec(plane.codec).decompress
     try:
-        for (begin, end), blob in zip(shard_bounds(len(out), len(plane.shards)), plane.shards):
-            decode(blob, out[begin:end])
+        unpack_plane(e.plane(name, 0), out)
     except ValueError as error:
         raise damaged(e, name, error) from error
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moelab.store import fewbit
 from moelab.store.entropy import FORMATS, describe, joint_counts
+from moelab.store.fewbit import find_format
 from moelab.store.headers import DTYPES, Stored, read_folder, read_header
 
 #: bytes of a tensor that are read at most, and of all tensors together where there are many
@@ -126,10 +126,10 @@ def error(part: Part, form: str, most: int = SAMPLE) -> float | None:
     if part.stored.dtype not in ("BF16", "F16", "F32") or not part.stored.nbytes:
         return None
     w = sample(part.stored, most)
-    if len(part.stored.shape) < 2 or (blob := fewbit.pack(form, w)) is None:
+    if len(part.stored.shape) < 2 or (blob := find_format(form).compress(w)) is None:
         return None
     made = torch.empty_like(w)
-    fewbit.unpack(form, blob, made)
+    find_format(form).decompress(blob, made)
     w = w.double()
     return float((w - made.double()).norm() / w.norm()) if w.any() else 0.0
 

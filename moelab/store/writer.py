@@ -256,15 +256,13 @@ class StoreWriter:
         before."""
         packed, entries, shapes, size = {}, {}, {}, 0
         # beside few-bit matrices what is left stays readable in place
-        codec = "bf12" if blobs and self.codec not in codecs.IN_PLACE else self.codec
+        codec = self.codec if not blobs or codecs.find_codec(self.codec).in_place else "bf12"
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
             entries[name] = [self.checksum(tensor), []]
             packed[name] = (
-                codecs.PackedTensor(
-                    tensor.nbytes, (codecs.Plane(blobs[name][0], (blobs[name][1],)),)
-                )
+                codecs.PackedTensor((codecs.Plane(blobs[name][0], (blobs[name][1],)),))
                 if blobs and name in blobs
                 else codecs.compress_tensor(tensor, codec, self.shards)
             )
@@ -317,7 +315,7 @@ class StoreWriter:
                 for name, p in packed.items():
                     for plane in p.planes[:1] if exponents else p.planes[1:]:
                         chunks = [self._append(shard) for shard in plane.shards]
-                        entries[name][1].append([plane.codec, chunks])
+                        entries[name][1].append([plane.codec.record, chunks])
             self._pending[layer, expert] = {
                 "layer": layer,
                 "expert": expert,

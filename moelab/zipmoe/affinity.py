@@ -21,32 +21,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
-from typing import Any, NamedTuple
+from typing import Any
 
-from moelab.offloading.requests import Delays, Task
+from moelab.offloading.load_queue import Order, given_order
 from moelab.registry import Entry
+from moelab.simulation.costs import Delays
 from moelab.specs import State
-
-Block = list[Task]
-
-
-class Order(NamedTuple):
-    """The order of one layer's operations, by expert id: what the disk reads, (expert, "E" or
-    "SM"); in which order of priority workers take experts."""
-
-    io: list[tuple[int, str]]
-    decode: list[int]
-
-    @property
-    def reads(self) -> list[tuple[int, str]]:
-        """`io` with neighbouring E and SM of an expert as one request, "both"."""
-        merged: list[tuple[int, str]] = []
-        for expert, part in self.io:
-            if merged and merged[-1][0] == expert:
-                merged[-1] = expert, "both"
-            else:
-                merged.append((expert, part))
-        return merged
+from moelab.zipmoe.tasks import Block, Task, whole
 
 
 def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
@@ -57,7 +38,7 @@ def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
     workers : decompression threads; ValueError below 1.
     """
     blocks = schedule(
-        [delays.whole(request) for request in requests if request.state is not State.FULL], workers
+        [whole(request, delays) for request in requests if request.state is not State.FULL], workers
     )
     io = [
         (task.expert, part)
@@ -82,25 +63,20 @@ def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Or
 
 
 def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
-    """`order_by_expert` where `Delays.by_expert` says so, else `order`."""
-    return (order_by_expert if delays.by_expert else order)(requests, delays, workers)
+    """`order_by_expert` where `by_expert` says so, else `order`."""
+    return (order_by_expert if by_expert(delays) else order)(requests, delays, workers)
+
+
+def by_expert(delays: Delays) -> bool:
+    """Whether the chunks of a miss had better be one request: reading all E-chunks first, as
+    Algorithm 1 does, pays for two requests and two passes over the weights only where
+    decompressing takes longer than reading SM-chunks."""
+    return delays.decompress <= delays.sm_read or not delays.sm_read
 
 
 def naive_order(requests: Iterable[Any], delays: Delays | None = None, workers: int = 1) -> Order:
     """The baseline: experts in ascending id, of each first E, then SM."""
     return given_order(sorted(requests, key=lambda r: r.key.expert))
-
-
-def given_order(requests: Iterable[Any]) -> Order:
-    """Experts as they are given, of each first E, then SM."""
-    missing = [request for request in requests if request.state is not State.FULL]
-    io = [
-        (request.key.expert, part)
-        for request in missing
-        for part in ("E", "SM")
-        if not (request.state.has_e if part == "E" else request.state.has_sm)
-    ]
-    return Order(io, [request.key.expert for request in missing])
 
 
 #: name → how to order a layer's reads and decoding: (requests, delays, workers) → `Order`

@@ -20,11 +20,10 @@ from heapq import heapreplace
 from math import inf
 from typing import NamedTuple
 
-from moelab.offloading.requests import Task
 from moelab.progress import progress
-from moelab.simulation.execution import makespan
 from moelab.specs import State
 from moelab.zipmoe.affinity import schedule
+from moelab.zipmoe.tasks import Task, makespan
 
 
 class Bounds(NamedTuple):

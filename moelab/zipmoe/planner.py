@@ -25,12 +25,15 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
-from moelab.offloading.requests import Delays
+from moelab.models.identity import identity
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.simulation.simulator import Linear, Steps, flat, simulate
+from moelab.simulation.costs import Delays, Machine
+from moelab.simulation.simulator import Steps, flat, ordered, simulate
+from moelab.specs import MoESpec
 from moelab.trace import DECODE
 from moelab.zipmoe import selection
+from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import plan
 
 #: tokens that are played to fill the cache, and then to be timed
@@ -74,60 +77,95 @@ def shares_of(calibration: Calibration) -> np.ndarray:
     return calibration.counts(DECODE).double().numpy() / calibration.tokens[DECODE]
 
 
+def auto_pools(
+    calibration: Calibration | None,
+    model: Any,
+    spec: MoESpec,
+    room: int,
+    sizes: Sizes,
+    delays: Delays,
+    workers: int,
+    staging: int,
+    policy: Any,
+    scope: str,
+    margin: float | None,
+) -> Pools:
+    """What plan="auto" keeps, once a model is open: the fastest of `best_pools`. ValueError without
+    a calibration, or for another model's."""
+    if calibration is None:
+        raise ValueError(
+            "plan='auto' divides the memory by how popular experts are: give calibration=, which "
+            "`moelab calibrate MODEL FILE` makes"
+        )
+    shares = shares_of(calibration.require(identity(model), spec))
+    return best_pools(
+        shares,
+        drawn(shares, WARM + TIMED),
+        room,
+        sizes,
+        Machine(delays, workers),
+        staging=staging,
+        policy=policy,
+        scope=scope,
+        margin=margin,
+    )[0].pools
+
+
 def best_pools(
     shares: np.ndarray,
     steps: Steps,
     room: int,
     sizes: Sizes,
-    delays: Delays,
+    machine: Machine,
     *,
-    workers: int,
     staging: int,
     policy: Any = DEFAULT_POLICY,
     scope: str = "model",
     margin: float | None = None,
     warm: int = WARM,
-    other: Linear = (0.0, 0.0),
     most: int = 10,
 ) -> list[Tried]:
     """The `most` best plans and the caches of one state on the same tokens, fastest first.
 
     shares : [L, E].    steps : tokens one by one, of which the first `warm` only fill the cache.
-    room : bytes for the pools.    policy, scope, margin : of the `Residency`.    other : as of `simulate`.
+    room : bytes for the pools.    policy, scope, margin : of the `Residency`.
 
     Where chunks are not kept apart (raw, bf12, few bits) there is only one: all FULL.
     """
     L, E = shares.shape
-    f, k = selection.whole(np.sort(shares, 1)[:, ::-1].mean(0))
-    copies, layers = (L, 1) if scope == "layer" else (1, L)
-    each = room // copies
-    full, sm, e = sizes.full, sizes.sm, sizes.e
-    bytes_of = {"F": full} | ({"C": sm + e, "S": sm, "E": e} if sm and e else {})
-    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
-    if len(pools) > 1 and each >= layers * min(sm, e):
-        pools += [
-            found.pools
-            for found in plan(f, each, (full, sm, e), k, delays, workers, layers=layers).best(most)
-        ]
-    tried = []
-    for one in progress(list(dict.fromkeys(pools)), "choosing pools") if len(pools) > 1 else pools:
+    pools = _candidates(shares, room, sizes, machine, scope, most)
+
+    def tried(one: Pools) -> Tried:
         residency = Residency(L, E, one, deepcopy(policy), scope, margin)
         for step in flat(steps[:warm]):
             residency.begin(*step)
-        timed = steps[warm:]
         run = simulate(
-            timed,
-            [(1, "decode")] * len(timed),
+            steps[warm:],
+            [(1, "decode")] * len(steps[warm:]),
             residency,
-            delays,
-            workers=workers,
+            machine,
             staging=staging,
-            other=other,
+            order=ordered(default_order, machine),
             quiet=True,
         )
-        tried.append(
-            Tried(
-                one, fmean(end - start for start, end, *_ in run.forwards), run.counters.hit_rate()
-            )
-        )
-    return sorted(tried, key=lambda one: one.tpot)
+        took = fmean(end - start for start, end, *_ in run.forwards)
+        return Tried(one, took, run.counters.hit_rate())
+
+    shown = progress(pools, "choosing pools") if len(pools) > 1 else pools
+    return sorted(map(tried, shown), key=lambda one: one.tpot)
+
+
+def _candidates(
+    shares: np.ndarray, room: int, sizes: Sizes, machine: Machine, scope: str, most: int
+) -> list[Pools]:
+    """Pools of one state, and the best plans."""
+    L, E = shares.shape
+    copies, layers = (L, 1) if scope == "layer" else (1, L)
+    each, full, sm, e = room // copies, sizes.full, sizes.sm, sizes.e
+    bytes_of = {"F": full} | ({"C": sm + e, "S": sm, "E": e} if sm and e else {})
+    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
+    if len(pools) > 1 and each >= layers * min(sm, e):
+        f, k = selection.whole(np.sort(shares, 1)[:, ::-1].mean(0))
+        found = plan(f, each, (full, sm, e), k, machine.delays, machine.workers, layers=layers)
+        pools += [one.pools for one in found.best(most)]
+    return list(dict.fromkeys(pools))

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from moelab.cache.pools import HIERARCHY, Pools
+from moelab.simulation.costs import Delays
+from moelab.zipmoe.affinity import by_expert
 from moelab.zipmoe.selection import add_one, selection_probabilities
-
-if TYPE_CHECKING:
-    from moelab.offloading.requests import Delays
 
 
 def reading(hits: np.ndarray, k: int, delays: Delays) -> np.ndarray:
@@ -44,8 +43,8 @@ def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarr
     decoding if nothing is ready. What comes after the last read is its decoding, or only recovery
     if its exponents were there before."""
     F, C, _, E = hits.T
-    compute, decode = delays.expert(1), delays.decode_at_once / workers
-    last = np.where(delays.by_expert & (E == 0), decode, delays.recover / workers)
+    compute, decode = delays.expert(1), delays.decode / workers
+    last = np.where(by_expert(delays) & (E == 0), decode, delays.recover / workers)
     disk = reading(hits, k, delays) + np.where(k > F + C, last + compute, 0)
     work = (k - F) * decode + np.where(k > F, compute, 0)
     return np.maximum(np.maximum(disk, work), k * compute + np.where(F == 0, decode, 0))

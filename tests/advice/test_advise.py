@@ -12,8 +12,9 @@ from moelab import advise, names, open_model
 from moelab.__main__ import build_parser
 from moelab.advice.model import AS_IS, FORMS, Model, find_model
 from moelab.advice.ways import Way, front, hit_rates, possible, zipf
-from moelab.offloading.budget import RESERVE
-from moelab.offloading.limits import MachineRates, kv_bytes, uniform_hit_rate
+from moelab.bench.limits import uniform_hit_rate
+from moelab.offloading.budget import RESERVE, kv_bytes
+from moelab.simulation.costs import MachineRates
 from moelab.specs import MoESpec
 from moelab.table import duration
 from tests.models import tiny

@@ -12,7 +12,7 @@ from moelab.advice import sample, simulated, space, verify
 from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.verify import Kept, options_of, run
 from moelab.advice.ways import Way
-from moelab.offloading.requests import Delays
+from moelab.simulation.costs import Delays
 from moelab.specs import MoESpec
 from tests.models import tiny
 

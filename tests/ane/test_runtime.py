@@ -284,7 +284,7 @@ def test_it_goes_back_to_what_was_there_before(model):
             prefill_through(model, plan_of(model.spec), overflow="pad"),
         ):
             pass
-        assert discover(model)[0].experts.executor is before
+        assert discover(model)[0].seam.executor is before
 
 
 @pytest.mark.parametrize("S", [5, 33, 48])  # 33 tokens in chunks of 16 leave one alone

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moelab.bench import end_to_end, harness, peers
 from moelab.bench.end_to_end import BASE, RESIDENT, divergence, front, together
 from moelab.bench.harness import EngineBenchmark
-from moelab.offloading.limits import LayerRecord, on_demand_limit, overlapped_limit
+from moelab.bench.limits import LayerRecord, on_demand_limit, overlapped_limit
 from moelab.specs import MoESpec
 
 SPEC = MoESpec(

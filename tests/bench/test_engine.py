@@ -12,10 +12,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moelab.bench import engine, external_engines, harness, lru_baseline, machine, peers, scale
+from moelab.bench import (
+    engine,
+    external_engines,
+    harness,
+    lru_baseline,
+    machine,
+    memory_limit,
+    peers,
+    scale,
+)
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.synthesize import synthesize
-from moelab.offloading import control_group
 from moelab.specs import MoESpec
 from moelab.viz.scale_figure import beside_memory
 
@@ -228,7 +236,7 @@ def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_pa
     (tmp_path / "v2").mkdir()
     (tmp_path / "v2" / "cgroup.controllers").write_text("memory")
     monkeypatch.setattr(
-        control_group,
+        memory_limit,
         "_remove",
         lambda folder: [f.unlink() for f in folder.iterdir()] + [folder.rmdir()],
     )
@@ -238,7 +246,7 @@ def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_pa
         (tmp_path / "v2", "", "memory.max"),
         (tmp_path / "v1", "memory", "memory.limit_in_bytes"),
     ):
-        with control_group.memory_limit(12345, root) as group:
+        with memory_limit.memory_limit(12345, root) as group:
             assert (
                 group.procs.parent / file
             ).read_text() == "12345" and group.procs.parent.parent == root / parent

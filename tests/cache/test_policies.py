@@ -1,14 +1,13 @@
 """Policies against naive ones that walk lists, through a single pool that admits everything."""
 
-import random
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.cache.policies import LRFU, POLICIES, Belady, CachePolicy, Marking, make_policy
+from moelab.cache.policies import LRFU, Belady, CachePolicy, Marking, make_policy
 from moelab.cache.residency import Pools, Residency
-from moelab.registry import find
 from moelab.specs import ExpertKey, State
 
 L, E = 3, 6
@@ -67,7 +66,7 @@ def run(residency, steps):
 
 @pytest.mark.parametrize("name", NAIVE)
 @given(STEPS, st.integers(0, L * E + 1))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_against_lists(name, steps, capacity):
     naive = Naive(capacity, NAIVE[name])
     for (layer, tokens), found in zip(
@@ -76,44 +75,22 @@ def test_against_lists(name, steps, capacity):
         assert found == naive.step(layer, tokens)
 
 
+@pytest.mark.parametrize("name, half_life", [("lfu", math.inf), ("lrfu", LRFU.half_life)])
 @given(STEPS, st.integers(1, L * E))
-@settings(max_examples=80, deadline=None)
-def test_lfu_evicts_the_fewest_uses(steps, capacity):
-    """Uses that were refused a place count too; among equals the older step goes, then the lower
-    key."""
-    residency, uses, last = Residency(L, E, Pools(F=capacity), "lfu"), {}, {}
-    for number, (layer, tokens) in enumerate(steps):
-        for expert in tokens:
-            key = ExpertKey(layer, expert)
-            uses[key], last[key] = uses.get(key, 0) + 1, number
-        offered = {
-            key
-            for key in residency.resident(State.FULL)
-            if key.layer != layer or key.expert not in tokens
-        }
-        step = residency.begin(layer, tokens)
-        expected = sorted(offered, key=lambda key: (uses[key], last[key], key))[: len(step.evicted)]
-        assert [key for key, _ in step.evicted] == expected
-
-
-@given(STEPS, st.integers(1, L * E))
-@settings(max_examples=80, deadline=None)
-def test_lrfu_evicts_the_fewest_uses_of_which_old_ones_count_less(steps, capacity):
+@settings(max_examples=50, deadline=None)
+def test_the_fewest_uses_go_of_which_old_ones_may_count_less(name, half_life, steps, capacity):
     """By the definition: 2^(−turns of the layer since ÷ half-life) for each use, of all the
-    history."""
-    residency, turns, uses = Residency(L, E, Pools(F=capacity), "lrfu"), [0] * L, {}
+    history; uses that were refused a place count, too."""
+    residency, turns, uses = Residency(L, E, Pools(F=capacity), name), [0] * L, {}
     for layer, tokens in steps:
         turns[layer] += 1
         for expert in tokens:
             uses.setdefault(ExpertKey(layer, expert), []).append(turns[layer])
-        offered = {
-            key
-            for key in residency.resident(State.FULL)
-            if key.layer != layer or key.expert not in tokens
-        }
+        resident = residency.resident(State.FULL)
         score = {
-            key: sum(2 ** ((turn - max(turns)) / LRFU.half_life) for turn in uses[key])
-            for key in offered
+            key: sum(2 ** ((turn - max(turns)) / half_life) for turn in uses[key])
+            for key in resident
+            if key.layer != layer or key.expert not in tokens
         }
         evicted = [key for key, _ in residency.begin(layer, tokens).evicted]
         least = sorted(score.values())[: len(evicted)]
@@ -121,7 +98,7 @@ def test_lrfu_evicts_the_fewest_uses_of_which_old_ones_count_less(steps, capacit
 
 
 @given(STEPS, st.integers(1, L * E), st.integers(0, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_marking_spares_what_its_phase_used(steps, capacity, seed):
     """Fiat et al.: no victim was used in the phase, and a phase ends only when all candidates are
     marked."""
@@ -158,19 +135,8 @@ def test_least_stale_by_hand(capacity, steps, victim):
     ]
 
 
-def test_least_stale_escapes_the_cliff():
-    """A cyclic scan larger than the cache: LRU never hits, least-stale keeps what comes up
-    soonest."""
-    scan = [(layer, {0: 1, 1: 1}) for _ in range(20) for layer in range(4)]
-    hits = {}
-    for policy in ("lru", "least-stale"):
-        residency = Residency(4, 2, Pools(F=6), policy)
-        hits[policy] = sum(len(found) for found, _ in run(residency, scan))
-    assert hits["lru"] == 0 and hits["least-stale"] > len(scan) / 2
-
-
 @given(STEPS, st.integers(1, L * E))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_belady_evicts_what_is_needed_last(steps, capacity):
     residency = Residency(L, E, Pools(F=capacity), Belady(steps))
     for number, (layer, tokens) in enumerate(steps):
@@ -223,12 +189,6 @@ def test_a_policy_of_ones_own(policy):
     assert isinstance(make_policy(policy)(), CachePolicy)
 
 
-def test_classes_get_an_instance_a_pool_and_instances_are_shared():
-    assert make_policy(MostRecent)() is not make_policy(MostRecent)()
-    mine = MostRecent()
-    assert make_policy(mine)() is mine
-
-
 def test_errors_are_for_people():
     with pytest.raises(ValueError, match="there is no cache 'lur'. Did you mean 'lru'"):
         make_policy("lur")
@@ -245,28 +205,3 @@ def test_errors_are_for_people():
     residency.begin(0, {0: 1})
     with pytest.raises(ValueError, match="Wrong chose .* not among the candidates"):
         residency.begin(0, {1: 1})
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "next-token"])
-def test_same_steps_same_decisions(name):
-    draw = random.Random(5)
-    steps = [
-        (draw.randrange(L), {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)})
-        for _ in range(300)
-    ]
-    runs = []
-    for _ in range(2):
-        residency = Residency(L, E, Pools(F=7), Belady(steps) if name == "belady" else name)
-        runs.append([residency.begin(*step) for step in steps])
-    assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"marking", "next-token"}))
-def test_one_instance_for_all_layers_decides_like_one_each(name):
-    """Priorities don't depend on what else a policy has seen; Marking's phases do."""
-    draw = random.Random(6)
-    steps = [(n % L, {e: draw.randint(1, 3) for e in draw.sample(range(E), 2)}) for n in range(300)]
-    shared = Belady(steps) if name == "belady" else find("cache", name)()
-    alone = Belady(steps) if name == "belady" else name
-    one, many = (Residency(L, E, Pools(F=3), policy, "layer") for policy in (shared, alone))
-    assert [one.begin(*step) for step in steps] == [many.begin(*step) for step in steps]

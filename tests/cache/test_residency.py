@@ -2,7 +2,6 @@
 one."""
 
 import math
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -26,9 +25,9 @@ def contents(residency):
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "next-token"])
-@given(STEPS, POOLS, st.sampled_from([None, 0, 2, 100]), st.randoms(use_true_random=False))
-@settings(max_examples=20, deadline=None)
-def test_invariants(policy, scope, steps, pools, margin, draw):
+@given(STEPS, POOLS, st.sampled_from([None, 0, 2, 100]))
+@settings(max_examples=10, deadline=None)
+def test_invariants(policy, scope, steps, pools, margin):
     residency = Residency(
         L, E, pools, Belady(steps) if policy == "belady" else policy, scope, margin
     )
@@ -73,20 +72,13 @@ def test_invariants(policy, scope, steps, pools, margin, draw):
             request.state is not State.MISSED and request.keep is State.MISSED
             for request in step.requests
         )
-        if draw.random() < 0.1 and every:
-            lost = draw.sample(every, draw.randint(1, len(every)))
-            residency.forget(lost)
-            assert all(residency.state(key) is State.MISSED for key in lost)
-            assert set(every) - set(lost) == {
-                key for state in HIERARCHY for key in residency.resident(state)
-            }
     counters = residency.counters
     assert counters.steps == len(steps) and counters.evictions == totals["evicted"]
     assert counters.requests == totals["requests"] and sum(counters.hits.values()) == totals["hits"]
 
 
 @given(STEPS, POOLS, st.integers(0, 6), st.sampled_from(["model", "layer"]), st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope, cascade):
     """§3.4 by sorting all experts at every step; without the cascade, to the letter."""
     residency, frequency = (
@@ -175,59 +167,6 @@ def test_lru_cliff():
         assert residency.counters.hit_rate() == pytest.approx(rate)
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 2),
-            st.sets(st.integers(0, 5), min_size=2, max_size=2).map(
-                lambda experts: dict.fromkeys(experts, 1)
-            ),
-        ),
-        min_size=1,
-        max_size=60,
-    )
-)
-@settings(max_examples=100, deadline=None)
-def test_lru_with_room_for_one_step_a_layer_reaches_the_overlap(steps):
-    residency, before, found = Residency(3, 6, Pools(F=2), "lru", "layer"), {}, 0
-    for layer, experts in steps:
-        residency.begin(layer, experts)
-        found += len(before.get(layer, set()) & set(experts))
-        before[layer] = set(experts)
-    assert residency.counters.hit_rate() == pytest.approx(
-        found / sum(len(experts) for _, experts in steps)
-    )
-
-
-def test_one_pool_of_any_kind():
-    for state in HIERARCHY:
-        residency = Residency(1, 4, Pools(**{state.value: 2}))
-        residency.begin(0, {0: 1, 1: 1})
-        assert residency.margin == math.inf
-        step = residency.begin(0, {1: 1, 2: 1})
-        assert [(r.state, r.keep) for r in step.requests] == [(state, state), (State.MISSED, state)]
-        assert step.evicted == [(ExpertKey(0, 0), state)]
-
-
-def test_no_room_because_all_are_pinned():
-    residency = Residency(1, 6, Pools(F=2))
-    step = residency.begin(0, {0: 1, 1: 1, 2: 1})
-    assert [r.keep for r in step.requests] == [
-        State.FULL,
-        State.FULL,
-        State.MISSED,
-    ] and not step.evicted
-    assert residency.counters.not_kept == 1
-
-
-def test_no_pools_keep_nothing():
-    residency = Residency(2, 4, Pools())
-    for _ in range(2):
-        step = residency.begin(0, {0: 1})
-        assert step.requests[0].keep is State.MISSED
-    assert residency.counters.misses == 2 and residency.counters.rereads == 1
-
-
 def test_an_expert_climbs_and_its_old_place_is_free_only_afterwards():
     residency = Residency(1, 4, Pools(F=1, E=1), "lru", margin=0)
     assert [r.keep for r in residency.begin(0, {0: 9, 1: 2}).requests] == [State.FULL, State.E]
@@ -256,26 +195,6 @@ def test_rereads_reset_and_clear():
     assert residency.begin(0, {0: 1}).requests[0].state is State.MISSED
 
 
-def test_a_failed_load_is_read_again():
-    residency = Residency(1, 4, Pools(F=2))
-    residency.begin(0, {0: 1, 1: 1})
-    residency.forget([ExpertKey(0, 1), ExpertKey(0, 3)])
-    step = residency.begin(0, {0: 1, 1: 1})
-    assert [r.state for r in step.requests] == [State.FULL, State.MISSED] and not step.evicted
-
-
-def test_pools_of_a_layer_do_not_disturb_those_of_another():
-    residency = Residency(2, 4, Pools(F=1), scope="layer")
-    residency.begin(0, {0: 1})
-    residency.begin(1, {0: 1})
-    residency.begin(1, {1: 1})
-    assert residency.resident(State.FULL) == [ExpertKey(0, 0), ExpertKey(1, 1)]
-
-
-def test_bytes_of_pools():
-    assert Pools(F=2, C=3, S=5, E=7).nbytes(full=100, sm=50, e=20) == 200 + 3 * 70 + 250 + 140
-
-
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -292,13 +211,3 @@ def test_bytes_of_pools():
 def test_errors_are_for_people(make, words):
     with pytest.raises(ValueError, match=words):
         make()
-
-
-def test_long_runs_stay_exact():
-    """Ten thousand steps: a pool is as full as it can be and priorities don't go stale."""
-    draw = random.Random(0)
-    for policy in ("lru", "lfu", "zipmoe", "least-stale", "marking"):
-        residency = Residency(4, 16, Pools(F=20), policy, margin=math.inf)
-        for n in range(2500):
-            residency.begin(n % 4, dict.fromkeys(draw.sample(range(16), 4), 1))
-        assert len(residency.resident(State.FULL)) == 20

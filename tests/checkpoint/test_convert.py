@@ -31,7 +31,7 @@ from moelab.store.verify import main as verify_main
 from moelab.store.verify import verify
 from tests.checkpoint.stores import identity_of, open_store
 from tests.models import tiny
-from tests.models.test_seam import generate
+from tests.models.sweep import generate
 from tests.store.faults import small_checkpoint
 
 
@@ -206,7 +206,7 @@ def test_a_model_runs_from_its_store_bit_for_bit(name, tmp_path):
     external = open_model(source, experts="external")
     plug(external, source=StoreExperts(store))
     for model in (external, open_store(store.folder, mode="buffered")):
-        assert all(isinstance(layer.experts.source, StoreExperts) for layer in discover(model))
+        assert all(isinstance(layer.seam.source, StoreExperts) for layer in discover(model))
         tokens_stored, logits_stored = generate(model, 0)
         assert torch.equal(tokens, tokens_stored) and torch.equal(logits, logits_stored)
 

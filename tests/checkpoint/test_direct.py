@@ -168,7 +168,7 @@ with open_model(folder, memory=budget) as model:
     offloading = model.moelab
     logits = model(torch.arange(3, 20)[None]).logits
     print(json.dumps({"used": memory("VmHWM") - before, "others": offloading.store.weights_bytes,
-                      "read": offloading.engine.pipeline.reader.counters.bytes, "experts": offloading.metrics().misses,
+                      "read": offloading.engine.loader.reader.counters.bytes, "experts": offloading.metrics().misses,
                       "bytes": offloading.store.stored_bytes(0, 0, "both"), "budget": offloading.budget,
                       "logits": logits.double().sum(1).flatten().tolist()}))
 """

@@ -67,7 +67,7 @@ def test_checkpoint_experts_are_the_models_own(name, tmp_path):
     plug(resident)
     for layer in discover(resident):
         for expert in range(resident.spec.E):
-            own, read = layer.experts.own(expert), source(layer.index, expert)
+            own, read = layer.seam.own(expert), source(layer.index, expert)
             assert own.keys() == read.keys()
             assert all(torch.equal(own[n], read[n]) and read[n].data_ptr() % 64 == 0 for n in own)
     unplug(resident)
@@ -142,7 +142,7 @@ def test_unplugging_external_experts_is_refused(tmp_path):
 def test_external_without_a_source_says_so(tmp_path):
     model = open_model(tiny.save("mixtral", tmp_path / "m"), experts="external")
     for layer in discover(model):
-        layer.experts.source = None
+        layer.seam.source = None
     with pytest.raises(RuntimeError, match="nothing supplies them"):
         model(torch.tensor([[5]]))
 

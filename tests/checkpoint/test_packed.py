@@ -14,7 +14,6 @@ from moelab import open_model
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.restore import restore
 from moelab.offloading.slots import Sizes
-from moelab.store import fewbit
 from moelab.store.layout import SOURCE_LAYOUT
 from moelab.store.verify import verify
 from tests.checkpoint import packed
@@ -73,7 +72,7 @@ def codecs(store):
 
 
 def is_kept(store, source, folder):
-    assert all(map(fewbit.is_format, codecs(store))) and SOURCE_LAYOUT in store.files
+    assert all(codec.few_bits for codec in codecs(store)) and SOURCE_LAYOUT in store.files
     assert verify(store)[
         "experts"
     ] == store.spec.L * store.spec.E and store.identity == identity_of(source)
@@ -104,7 +103,7 @@ def test_it_is_the_model_of_the_weights_that_it_means(case, tmp_path):
             assert torch.equal(logits(model), expected), (place, more)
     for place in (store.folder, source):  # converted or not, slots hold the same bytes
         with open_model(place, memory="60%", executor="fast") as model:
-            slots = model.moelab.engine.pipeline.slots
+            slots = model.moelab.engine.loader.slots
             assert (
                 slots.sizes.in_place == (case in MULTIPLIED)
                 and relative(logits(model), expected) < 0.03

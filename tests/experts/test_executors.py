@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from moelab import open_model
 from moelab.experts import EXECUTORS
 from moelab.experts.executor import Tally
-from moelab.models import plug
-from moelab.models.seam import eager
+from moelab.models import eager, plug
 from moelab.registry import make
 from tests.depth import in_turn
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive

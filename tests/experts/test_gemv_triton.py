@@ -25,11 +25,11 @@ def test_a_tokens_experts_equal_a_naive_loop(codec, K, H, width, triton_device):
         if codec == "raw":
             alive.append(w.to(triton_device))
             return [alive[-1].data_ptr(), 0, 0, 0]
-        blob = bf12.pack_tensor(w)
+        blob = bf12.CODEC.compress(w)
         memory = aligned_buffer(len(blob), 64)
         memory[:] = np.frombuffer(blob, np.uint8)
         alive.append(torch.from_numpy(memory).to(triton_device))
-        return bf12.row(alive[-1].data_ptr(), len(blob), w.numel())
+        return bf12.CODEC.row(alive[-1].data_ptr(), len(blob), w.shape)
 
     ups, downs = (
         [drawn(2 * width, H) for _ in range(K + 1)],

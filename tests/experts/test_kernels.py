@@ -17,7 +17,7 @@ from moelab.experts.fast import Fast
 from moelab.experts.gemv import GEMV
 from moelab.kernels import feed_forward as around
 from moelab.kernels import products, vectors
-from moelab.models.seam import eager
+from moelab.models import eager
 from moelab.registry import make
 from moelab.store import bf12, fewbit
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
@@ -178,7 +178,7 @@ def packed_row(w, blob, bias=None):
         low,
         low + w.numel(),
         0 if bias is None else bias.data_ptr(),
-        bf12.escapes(len(blob), 2 * w.numel()),
+        bf12.escapes(len(blob), w.numel()),
     ]
 
 
@@ -253,7 +253,7 @@ def test_every_bf16_number_is_read_right(transposed):
 
 def few_row(name, blob, w, bias=None):
     """The row of `products.multiply`'s matrices of a few-bit blob of weights [R, n]."""
-    codes, scales, *rest = fewbit.row(name, blob.ctypes.data, w.shape)
+    codes, scales, *rest = fewbit.find_format(name).row(blob.ctypes.data, len(blob), w.shape)
     return [codes, scales, 0 if bias is None else bias.data_ptr(), *rest[1:]]
 
 
@@ -275,13 +275,13 @@ def test_few_bit_products_of_any_size(name, T, counts, blocks, R, dtype, biased,
     spread = torch.exp(torch.randn(R, n // 32, generator=rng)).repeat_interleave(32, 1)
     matrices = [(torch.randn(R, n, generator=rng) * spread).bfloat16() for _ in counts]
     biases = [torch.randn(R, generator=rng).bfloat16() if biased else None for _ in counts]
-    blobs = [fewbit.pack(name, w) for w in matrices]
+    blobs = [fewbit.find_format(name).compress(w) for w in matrices]
     table = np.array([few_row(name, *of) for of in zip(blobs, matrices, biases)])
     bounds = np.cumsum([0, *counts])
     who = np.random.default_rng(seed).integers(0, T, bounds[-1])
     y = products.multiply(products.PACKED[name], table, bounds, x, who, R, False)
     for i, (blob, b) in enumerate(zip(blobs, biases)):
-        fewbit.unpack(name, blob, wide := torch.empty(R, n))
+        fewbit.find_format(name).decompress(blob, wide := torch.empty(R, n))
         mine, wide = slice(bounds[i], bounds[i + 1]), wide.T.double()
         found = x[who[mine]].double() @ wide + (b.double() if biased else 0)
         size = x[who[mine]].double().abs()
@@ -311,7 +311,7 @@ def test_every_code_is_read_right(name):
             .numpy(),
         ]
     )
-    fewbit.unpack(name, blob, wide := torch.empty(rows, 256))
+    fewbit.find_format(name).decompress(blob, wide := torch.empty(rows, 256))
     y = products.multiply(
         products.PACKED[name],
         np.array([few_row(name, blob, wide)]),

@@ -256,13 +256,13 @@ def test_a_model_runs_on_the_quantised_weights(name, tmp_path):
     source = Quantized(layers, "mxfp4")
     with plugged(model, source=source):
         quantised = logits()
-    assert all(layer.experts.source is None for layer in layers)
+    assert all(layer.seam.source is None for layer in layers)
     assert torch.equal(logits(), before)
     with torch.no_grad():  # the same weights, put where the model keeps its own
         for layer in layers:
             for e in range(layer.experts.num_experts):
                 for parameter, w in source(layer.index, e).items():
-                    layer.experts.own(e)[parameter].copy_(w)
+                    layer.seam.own(e)[parameter].copy_(w)
     replaced = logits()
     assert torch.equal(quantised, replaced) and not torch.equal(quantised, before)
 

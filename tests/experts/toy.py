@@ -7,7 +7,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
-from moelab.models.seam import seam_class
+from moelab.models import SeamExperts
 
 #: name → (gated, biases, transposed, concatenated)
 LAYOUTS = {
@@ -70,9 +70,7 @@ def make_experts(
     experts = (
         cls(type("Config", (), {"_experts_implementation": "eager"})()).requires_grad_(False).eval()
     )
-    experts.__class__ = seam_class(type(experts))
-    experts.source, experts.layer, experts.executor = None, 0, None
-    return experts
+    return SeamExperts(experts)
 
 
 def make_routing(

@@ -38,9 +38,7 @@ def decode(lm, hook=None, steps=STEPS, prompt=PROMPT):
             out = lm(logits[-1].argmax(-1), past_key_values=out.past_key_values)
             logits.append(out.logits)
     session = lm.moelab
-    executor = (
-        session.engine.executor if session.engine else lm.model.layers[0].mlp.experts.executor
-    )
+    executor = session.executor
     events = sorted(
         tuple(event[:4])
         for event in session.timeline

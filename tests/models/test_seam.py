@@ -1,88 +1,43 @@
-"""The seam against transformers' own eager forward: bit for bit, on every architecture."""
+"""The seam: one call a layer, computed by whoever is plugged in, bit-equal to transformers; and
+nothing left behind."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from moelab import open_model
-from moelab.models import discover, eager, plug, plugged
-from moelab.models.seam import SeamExperts
-from tests.depth import in_turn
-from tests.models import tiny
-from tests.models.sweep import generate
+from moelab.models import compat, discover, eager, plug, plugged, unplug
+from moelab.models.patches import Patches, bare
+from moelab.models.stream import FOUND
+from tests.models import sweep, tiny
+
+IDS = torch.arange(3, 14)[None]
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize(
-    "name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16])
-)
-def test_external_and_plugged_experts_equal_eager_bit_for_bit(name, dtype, tmp_path):
-    folder = tiny.save(name, tmp_path / name, dtype)
-    resident, external = open_model(folder), open_model(folder, experts="external")
-    assert all(
-        isinstance(layer.experts, SeamExperts) and not layer.experts.resident
-        for layer in discover(external)
-    )
-    expected = [generate(resident, seed) for seed in range(2)]
-    plug(resident)
-    for model in (external, resident):
-        for seed, (tokens, logits) in enumerate(expected):
-            found_tokens, found_logits = generate(model, seed)
-            assert torch.equal(found_tokens, tokens) and torch.equal(found_logits, logits)
+def zero(x, ids, weights, experts):
+    return torch.zeros_like(x)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+def snapshot(model):
+    """Everything that could be left behind: class, attributes and what they are, hooks."""
+    found = {}
+    for name, module in model.named_modules():
+        held = {key: id(value) for key, value in vars(module).items() if key != FOUND}
+        hooks = [len(value or ()) for key, value in vars(module).items() if "_hooks" in key]
+        config = getattr(module, "config", None)
+        found[name] = type(module), held, hooks, getattr(config, "_experts_implementation", None)
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_quantised_experts_are_dequantised_one_by_one(name, tmp_path):
     folder = tiny.save_few(name, tmp_path / "m")
-    reference, external = open_model(folder), open_model(folder, experts="external")
-    tokens, logits = generate(reference, 0)
-    tokens_external, logits_external = generate(external, 0)
-    assert torch.isfinite(logits).all() and logits.std() > 0
-    assert torch.equal(tokens, tokens_external) and torch.equal(logits, logits_external)
-
-
-def test_plugged_is_undone_whatever_happens(tmp_path):
-    model = open_model(tiny.save("qwen3_moe", tmp_path / "m"))
-    stock, x = type(discover(model)[0].experts), torch.randint(3, 96, (1, 9))
-
-    def zero(x, ids, weights, experts):
-        return torch.zeros_like(x)
-
-    before = model(x).logits
-    for _ in range(2):  # as it was opened, then with an executor of its own
-        with pytest.raises(KeyError), plugged(model, zero) as given:
-            assert given is zero and not torch.equal(model(x).logits, before)
-            raise KeyError
-        assert torch.equal(model(x).logits, before) and type(discover(model)[0].experts) is stock
-        plug(model)
-        stock = type(discover(model)[0].experts)
-    with plugged(model, source=lambda layer, expert: {}), pytest.raises(KeyError):
-        model(x)
-    assert torch.equal(model(x).logits, before)
-
-
-def test_an_executor_sees_every_token_once(tmp_path):
-    """A dozen-line executor of one's own: here it counts, and drops the second choice of every
-    token."""
-    model = open_model(tiny.save("mixtral", tmp_path / "m"))
-    seen = []
-
-    def first_choice_only(x, ids, weights, experts):
-        seen.append((experts.layer, tuple(x.shape), tuple(ids.shape)))
-        return eager(
-            x,
-            torch.where(torch.arange(ids.shape[1]) == 0, ids, experts.num_experts),
-            weights,
-            experts,
-        )
-
-    plug(model, executor=first_choice_only)
-    ids = torch.arange(3, 14)[None]
-    dropped = model(ids).logits
-    assert seen == [(layer, (11, 32), (11, 2)) for layer in range(3)]
-    plug(model, executor=eager)
-    assert not torch.equal(model(ids).logits, dropped)
+    whole, one_by_one = (
+        sweep.generate(open_model(folder, experts=how)) for how in ("resident", "external")
+    )
+    assert whole[1].std() > 0 and all(map(torch.equal, whole, one_by_one))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -91,17 +46,119 @@ def test_experts_that_may_lie_either_way_round_are_read_as_the_whole_model_reads
 ):
     """Qwen 3 VL's conversion turns a bank whose shape is not the model's; square ones it takes as
     they are."""
-    folder = tiny.save(
-        "qwen3_vl_moe",
-        tmp_path / "m",
-        torch.bfloat16,
-        text_config={} if turned else {"moe_intermediate_size": 32},
-    )  # down: [E, H, I], H = I
+    sizes = {} if turned else {"moe_intermediate_size": 32}  # down: [E, H, I], H = I
+    folder = tiny.save("qwen3_vl_moe", tmp_path / "m", torch.bfloat16, text_config=sizes)
     reference, external = open_model(folder), open_model(folder, experts="external")
     for ours, theirs in zip(discover(external), discover(reference)):
         for expert in range(ours.E):
-            read = ours.experts.weights(expert)
-            assert all(
-                torch.equal(read[name], bank[expert])
-                for name, bank in theirs.experts.named_parameters()
-            )
+            read = ours.seam.weights(expert)
+            for name, bank in theirs.experts.named_parameters():
+                assert torch.equal(read[name], bank[expert])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text", "switch_transformers"])
+def test_what_is_plugged_is_taken_off_whatever_happens(name, tmp_path):
+    model = open_model(tiny.save(name, tmp_path / "m"))
+    given = {"input_ids": IDS} | (
+        {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    )
+    unplug(model)
+    for _ in range(2):  # as it was opened, then with what `plug` leaves on it
+        before, exact = snapshot(model), model(**given).logits
+        with pytest.raises(KeyError), plugged(model, zero) as on:
+            assert on is zero and not torch.equal(model(**given).logits, exact)
+            with plugged(model, eager):
+                assert torch.equal(model(**given).logits, exact)
+            raise KeyError
+        assert snapshot(model) == before and torch.equal(model(**given).logits, exact)
+        with plugged(model, source=lambda layer, expert: {}), pytest.raises(KeyError):
+            model(**given)
+        assert snapshot(model) == before
+        plug(model)
+    unplug(model)
+    assert not any(layer.plugged for layer in discover(model))
+    assert torch.equal(model(**given).logits, exact)
+
+
+def test_classes_dispatched_by_name_stay_transformers_own(tmp_path):
+    """Plugged, offloaded or opened without its experts; and another model is none of its
+    business."""
+    folder = tiny.save("mixtral", tmp_path / "m")
+    other, exact = sweep.stock(folder), None
+    for options in ({"executor": "fast"}, {"memory": 0.5}, {"experts": "external"}):
+        with open_model(folder, **options) if "memory" in options else Patches():
+            model = open_model(folder, **options)
+            for layer in discover(model):
+                assert type(layer.experts) is type(discover(other)[0].experts)
+                assert compat.dispatches_by_name(type(layer.experts)) and layer.plugged
+            found, exact = exact, other(IDS).logits
+            assert found is None or torch.equal(found, exact)
+
+
+def test_an_executor_sees_every_token_once(tmp_path):
+    """An executor of one's own in a dozen lines: it counts, and drops each token's second
+    choice."""
+    model = open_model(tiny.save("mixtral", tmp_path / "m"))
+    seen = []
+
+    def first_choice_only(x, ids, weights, experts):
+        seen.append((experts.layer, tuple(x.shape), tuple(ids.shape)))
+        first = torch.arange(ids.shape[1]) == 0
+        return eager(x, torch.where(first, ids, experts.num_experts), weights, experts)
+
+    plug(model, executor=first_choice_only)
+    dropped = model(IDS).logits
+    assert seen == [(layer, (11, 32), (11, 2)) for layer in range(3)]
+    plug(model, executor=eager)
+    assert not torch.equal(model(IDS).logits, dropped)
+
+
+def test_an_executor_that_is_a_module_is_no_child(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"))
+    names = [name for name, _ in model.named_parameters()]
+    with plugged(model, nn.Linear(32, 32)):
+        assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_plugging_where_it_would_be_passed_by_is_refused(tmp_path):
+    """A forward on the module itself, where the seam's is its class's."""
+    model = open_model(tiny.save("llama4_text", tmp_path / "m"))
+    discover(model)[-1].experts.forward = lambda x, ids, weights: x
+    before = snapshot(model)
+    for put_on in (lambda: plug(model, zero), lambda: plugged(model, zero).__enter__()):
+        with pytest.raises(ValueError, match="forward of its own"):
+            put_on()
+        assert snapshot(model) == before
+
+
+def test_weights_given_to_experts_on_disk_are_refused(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"), experts="external")
+    discover(model)[1].experts.down_proj = nn.Parameter(torch.ones(8, 8, 8))
+    with pytest.raises(ValueError, match="down_proj of these experts is not in memory"):
+        model(IDS)
+    with pytest.raises(ValueError, match="hold no parameters of their own"):
+        unplug(model)
+
+
+def test_patches_are_undone_in_reverse_order():
+    class Toy(nn.Module):
+        def forward(self, said=()):
+            return [*said, "own"]
+
+    class Louder(Toy):
+        def forward(self, said=()):
+            return super().forward([*said, "louder"])
+
+    toy = Toy()
+    before = dict(vars(toy))
+    with pytest.raises(OSError), Patches() as patches:
+        patches.hook(toy.register_forward_hook, lambda *_: ["hook"])
+        patches.become(toy, Louder)
+        for name in "AB":
+            patches.wrap(toy, "forward", lambda f, name=name: lambda said=(): f([*said, name]))
+            patches.put(toy, "value", name)
+        assert toy.forward() == ["B", "A", "louder", "own"] and toy() == ["hook"]
+        assert toy.value == "B" and not bare(toy)
+        raise OSError
+    assert type(toy) is Toy and bare(toy) and toy() == ["own"]
+    assert vars(toy) == before and not toy._forward_hooks

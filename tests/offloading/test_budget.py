@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.offloading import control_group
+from moelab.offloading import budget
 from moelab.offloading.budget import RESERVE, available, parse_budget
 
 
@@ -160,7 +160,7 @@ def test_the_least_limit_of_all_groups_around_the_process_counts(tmp_path_factor
         f"4:memory,cpu:/{own}\n0::/\n" if v1 else f"1:name=systemd:/else\n0::/{own}\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control_group, "OWN", root / "own")
+        patch.setattr(budget, "OWN", root / "own")
         free = available(root)
     bounds = [limit - used for limit, used in groups if limit]
     assert free == min(bounds) if bounds else free > 10**7

@@ -42,7 +42,7 @@ def opened(form, folder, memory, **options):
 def test_the_first_prompt_finds_every_expert_and_reads_nothing(form, scope, tmp_path):
     lm, truth, experts = opened(form, tmp_path, 1.0, scope=scope)
     with lm.moelab as session, torch.inference_mode():
-        held = session.engine.pipeline.queue.held
+        held = session.engine.loader.queue.held
         everyone = {(layer, expert) for layer in range(lm.spec.L) for expert in range(lm.spec.E)}
         assert set(held) == everyone and len({slots["full"] for slots in held.values()}) == len(
             everyone
@@ -60,7 +60,7 @@ def test_the_first_prompt_finds_every_expert_and_reads_nothing(form, scope, tmp_
 def test_where_one_does_not_fit_nothing_is_read(tmp_path):
     lm, truth, _ = opened("raw", tmp_path, 0.9)
     with lm.moelab as session, torch.inference_mode():
-        assert not session.engine.pipeline.queue.held and len(session.residency) == 0
+        assert not session.engine.loader.queue.held and len(session.residency) == 0
         assert torch.equal(lm(IDS).logits, truth(IDS).logits)
         assert session.metrics().misses > 0 and session.metrics().read_bytes > 0
 

@@ -131,7 +131,7 @@ def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms,
     with opened(forms[form], memory, device, **options) as lm:
         for got, wanted in zip(on(lm, device), on(reference, device)):
             assert torch.equal(got, wanted)
-        link = lm.moelab.engine.pipeline.slots.link
+        link = lm.moelab.engine.loader.slots.link
         assert lm.moelab.metrics().misses or memory == 1.0
         if device == "cpu" and memory < 1:
             sends = options.get("mode") == "pinned" and form != "huffman"
@@ -227,7 +227,7 @@ def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
         hit = np.array(
             [0]
             if memory is None
-            else sorted(e for l, e in lm.moelab.engine.pipeline.queue.held if l == 0)
+            else sorted(e for l, e in lm.moelab.engine.loader.queue.held if l == 0)
         )
         assert GEMV()._matrices(experts, hit, torch.bfloat16) is not None
         assert GEMV()._matrices(experts, hit, torch.bfloat16, "cuda") is None
@@ -241,5 +241,5 @@ def test_host_memory_is_aligned():
 
 def test_discovered_layers_are_those_of_the_engine(forms, opened):
     with opened(forms["bf12"], 0.5, "cpu", mode="pinned") as lm:
-        of = lm.moelab.engine.pipeline.slots.matrices([1, 2], 0, [3, 4])
+        of = lm.moelab.engine.loader.slots.matrices([1, 2], 0, [3, 4])
         assert {codec for codec, _ in of.values()} == {"bf12"} and len(discover(lm)) == 2

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import Counter
 from functools import lru_cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,14 +20,12 @@ from moelab import convert, open_model
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
-from moelab.models.seam import discover
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
-from moelab.offloading.pipeline import DEPTH
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.registry import make, names
+from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import replay
 from moelab.specs import State
 from moelab.store import codecs
@@ -151,75 +148,6 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
         assert check(offloading.timeline) == []
 
 
-@pytest.mark.parametrize(
-    "cores, codec, left",
-    [
-        (2, "raw", True),
-        (2, "bf12", False),
-        (2, "huffman", True),
-        (3, "raw", False),
-        (3, "huffman", True),
-    ],
-)
-def test_a_core_is_left_to_those_that_load(monkeypatch, tmp_path, cores, codec, left):
-    """Threads of torch while an expert is computed and another loaded."""
-    monkeypatch.setattr(
-        "moelab.offloading.load_queue.REST", 60.0
-    )  # on a busy machine a thread waits for a core
-    monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
-    tiny.save(
-        "qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64
-    )
-    store, used = convert(tmp_path / "model", tmp_path / "store", codec), set()
-    before = torch.get_num_threads()
-    torch.set_num_threads(cores)
-    try:
-        offloaded = offload(store, 0.25, delays=DELAYS)
-        weights = offloaded.moelab.engine.weights
-        monkeypatch.setattr(
-            offloaded.moelab.engine,
-            "weights",
-            lambda *args, **how: used.add(torch.get_num_threads()) or weights(*args, **how),
-        )
-        with offloaded.moelab:
-            generate(offloaded, batch=1, prompt=3)
-    finally:
-        torch.set_num_threads(before)
-    assert cores in used and (1 in used) == left
-
-
-def test_cores_that_wait_for_a_slow_disk_compute(monkeypatch, tmp_path):
-    monkeypatch.setattr("moelab.offloading.threads.same_bits_on_one_thread", lambda *_: True)
-    tiny.save(
-        "qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64, hidden_size=64
-    )
-    store, before, used = (
-        convert(tmp_path / "model", tmp_path / "store", "raw"),
-        torch.get_num_threads(),
-        {},
-    )
-    torch.set_num_threads(2)
-    try:
-        for slow in (False, True):
-            # Any wait is a long one, or none is: how long a busy machine lets a thread wait does
-            # not count.
-            monkeypatch.setattr("moelab.offloading.load_queue.REST", 0.0 if slow else 60.0)
-            with offload(store, 0.25, delays=DELAYS) as offloaded:
-                engine, seen = offloaded.moelab.engine, used.setdefault(slow, set())
-                monkeypatch.setattr(
-                    engine,
-                    "weights",
-                    lambda *args, of=engine.weights, seen=seen, **how: (
-                        seen.add(torch.get_num_threads()) or of(*args, **how)
-                    ),
-                )
-                generate(offloaded, batch=1, prompt=3)
-                assert 0 < engine.pipeline.queue.waits.value < 60
-    finally:
-        torch.set_num_threads(before)
-    assert used == {False: {1, 2}, True: {2}}
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize(
     "policy, scope", in_turn(sorted(set(POLICIES) - set(NEEDS)), ["model", "layer"])
@@ -294,7 +222,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
 
 
 def jitter(model, chance):
-    reader, read = model.moelab.engine.pipeline.reader, model.moelab.engine.pipeline.reader.fill
+    reader, read = model.moelab.engine.loader.reader, model.moelab.engine.loader.reader.fill
 
     def slow(*args, **kwargs):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
@@ -309,10 +237,10 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
     _, store = qwen
     sizes = Sizes.of(ExpertStore(store))
     offloaded = offload(store, 8 * sizes.in_flight, staging=2, delays=DELAYS)
-    slots = offloaded.moelab.engine.pipeline.slots
+    slots = offloaded.moelab.engine.loader.slots
     assert slots.nbytes <= 8 * sizes.in_flight
     generate(offloaded)
-    queue = offloaded.moelab.engine.pipeline.queue
+    queue = offloaded.moelab.engine.loader.queue
     residency = offloaded.moelab.residency
     assert {key for key, one in queue.held.items() if "full" in one} == set(
         residency.resident(State.FULL)
@@ -322,44 +250,48 @@ def test_what_the_budget_is_and_what_is_resident(qwen):
 
 
 @pytest.mark.parametrize(
-    "budget, message",
+    "budget, options, message",
     [
-        ("1kB", "the least that works"),
-        ("much", "it must be bytes"),
-        (-1, "it must be bytes"),
-        (0, "the least that works"),
-        ("0%", "bytes.* are the least that works"),
-        ("200%", "all of them are 100%"),
+        ("1kB", {}, "the least that works"),
+        ("much", {}, "it must be bytes"),
+        (-1, {}, "it must be bytes"),
+        (0, {}, "the least that works"),
+        ("200%", {}, "all of them are 100%"),
+        ("60kB", {"plan": Pools(F=16)}, "of the budget"),
+        ("auto", {"ahead": -1}, "ahead is -1"),
     ],
 )
-def test_budgets_that_cannot_be(qwen, budget, message):
+def test_budgets_that_cannot_be(qwen, budget, options, message):
     with pytest.raises(ValueError, match=message):
-        offload(qwen[1], budget, delays=DELAYS)
+        offload(qwen[1], budget, delays=DELAYS, **options)
     assert not threads()
 
 
-def test_a_plan_beyond_the_budget_is_refused(qwen):
-    with pytest.raises(ValueError, match="of the budget"):
-        offload(qwen[1], "60kB", plan=Pools(F=16), delays=DELAYS)
+@pytest.mark.parametrize("broken", ["disk", "executor", "thread"])
+def test_after_an_error_within_a_layer_the_model_goes_on(qwen, eager, broken, monkeypatch):
+    """Of the disk, of an executor, of a thread that dies."""
+    calls = iter(range(10**6))
 
+    def failing(below):
+        def call(*args, **kwargs):
+            if next(calls) == 5:
+                raise OSError(5, "it broke")
+            return below(*args, **kwargs)
 
-def test_an_error_of_the_disk_reaches_the_caller_and_the_model_goes_on(qwen):
-    model, store = qwen
-    offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
-    reader = offloaded.moelab.engine.pipeline.reader
-    read, calls = reader.fill, iter(range(10**6))
+        return call
 
-    def failing(*args, **kwargs):
-        if next(calls) == 5:
-            raise OSError(5, "reading experts-00000.safetensors failed")
-        return read(*args, **kwargs)
-
-    reader.fill = failing
-    with pytest.raises(OSError, match="experts-00000"):
-        generate(offloaded)
-    assert_equal(offloaded, reference)
-    offloaded.moelab.close()
-    assert not threads()
+    with offload(qwen[1], 0.4, delays=DELAYS) as offloaded:
+        engine = offloaded.moelab.engine
+        generate(offloaded, seed=1)
+        owner, name = {
+            "disk": (engine.loader.reader, "fill"),
+            "executor": (engine, "weights"),
+            "thread": (engine.loader.queue, "read_done"),
+        }[broken]
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+        with pytest.raises(OSError, match="it broke"):
+            generate(offloaded)
+        assert_equal(offloaded, eager)
 
 
 def damaged(folder, experts):
@@ -376,21 +308,10 @@ def damaged(folder, experts):
     return store.folder
 
 
-def test_a_damaged_chunk_is_named(tmp_path):
-    offloaded = offload(damaged(tmp_path, range(1, 8)), 0.5, delays=DELAYS)
-    for _ in range(2):
-        with pytest.raises(StoreError, match=r"damaged: chunk 0\.\d\.down_proj"):
+def test_a_damaged_chunk_is_named_and_leaves_no_thread(tmp_path):
+    with pytest.raises(StoreError, match=r"damaged: chunk 0\.\d\.down_proj"):
+        with offload(damaged(tmp_path, range(1, 8)), 0.5, delays=DELAYS) as offloaded:
             generate(offloaded)
-    offloaded.moelab.close()
-
-
-@pytest.mark.parametrize("delays", [None, DELAYS], ids=["delays are measured", "delays are given"])
-def test_a_model_that_cannot_be_opened_leaves_no_thread(tmp_path, delays, monkeypatch):
-    """The first expert is read when a model is opened, to try it; with several threads, whatever is
-    given."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with pytest.raises(StoreError, match=r"damaged: chunk 0\.0\.down_proj"):
-        offload(damaged(tmp_path, [0]), 0.5, delays=delays)
     assert not threads()
 
 
@@ -418,78 +339,6 @@ def test_cancel_ends_a_generation_and_nothing_else(qwen):
     offloaded.moelab.close()
 
 
-@pytest.mark.parametrize(
-    "share, left", [(0.0, 4), (0.1, 4), (0.3, 3), (1.1, 3), (1.3, 2), (9.0, 1)]
-)
-def test_a_decode_step_leaves_reading_and_decoding_the_cores_that_they_use(
-    qwen, share, left, monkeypatch
-):
-    seen, count = {"prefill": set(), "decode": set()}, [4]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: count.__setitem__(0, n))
-
-    def computing(x, ids, weights, experts):
-        seen["decode" if engine.decoding else "prefill"].add(count[0])
-        if interrupted and engine.decoding:
-            raise KeyboardInterrupt
-        return eager_executor(x, ids, weights, experts)
-
-    interrupted, eager_executor = False, make("executor", "sorted")
-    with offload(qwen[1], 0.5, delays=DELAYS, executor=computing) as model:
-        engine = model.moelab.engine
-        engine._share = SimpleNamespace(value=share, add=lambda measured: None)
-        generate(model)
-        assert seen == {"prefill": {4}, "decode": {left}} and count == [4]
-        interrupted = True
-        with pytest.raises(KeyboardInterrupt):
-            generate(model)
-        assert count == [4]
-
-
-def test_the_cores_that_reading_uses_are_counted(qwen):
-    with offload(qwen[1], 0.4, delays=DELAYS) as model:
-        generate(model)
-        engine = model.moelab.engine
-        disk = sum(
-            event.end - event.start for event in model.moelab.timeline if event.resource == "disk"
-        )
-        computed = sum(
-            seconds
-            for thread, seconds in engine.pipeline.computed.items()
-            if thread.startswith("disk")
-        )
-        assert 0 < computed < 1.5 * DEPTH * disk + 0.1 and 0 < engine._share.value < 4
-
-
-def generate_interrupted(model, point):
-    """A generation in which Ctrl-C comes while layer 1 computes its `point`-th expert."""
-    experts, calls = discover(model)[1].experts, iter(range(10**6))
-    contribution = type(experts).contribution
-
-    def interrupted(*args):
-        if next(calls) == point:
-            raise KeyboardInterrupt
-        return contribution(experts, *args)
-
-    experts.contribution = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, seed=point)
-    del experts.contribution
-
-
-def test_an_interrupt_leaves_the_engine_usable(qwen):
-    model, store = qwen
-    offloaded, reference = offload(store, 0.4, delays=DELAYS), open_model(model)
-    for point in range(1, 6):
-        generate_interrupted(offloaded, point)
-        assert_equal(offloaded, reference, seed=point)
-    pipeline = offloaded.moelab.engine.pipeline
-    for kind in ("full", "e", "sm"):
-        held = sum(kind in one for one in pipeline.queue.held.values())
-        assert len(pipeline.queue.free[kind]) + held == pipeline.slots.count[kind]
-    offloaded.moelab.close()
-
-
 def test_close_and_forgetting_a_model_end_the_threads(qwen):
     _, store = qwen
     offloaded = offload(store, 0.4, delays=DELAYS)
@@ -512,7 +361,7 @@ def test_close_gives_memory_back_without_the_garbage_collector(qwen):
     try:
         offloaded = offload(store, 0.4, delays=DELAYS)
         generate(offloaded)
-        slots = weakref.ref(offloaded.moelab.engine.pipeline.slots)
+        slots = weakref.ref(offloaded.moelab.engine.loader.slots)
         offloaded.moelab.close()
         assert slots() is None
     finally:
@@ -528,7 +377,7 @@ def test_metrics_and_steps_of_a_run(qwen):
     assert len(offloading.steps) == len(offloading.forwards) == 5
     assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
     assert sum(offloading.steps[0][0][1].values()) == 18 * 3
-    assert found.read_bytes == offloading.engine.pipeline.reader.counters.bytes > 0
+    assert found.read_bytes == offloading.engine.loader.reader.counters.bytes > 0
     offloading.reset()
     assert (
         not offloading.steps

@@ -33,10 +33,10 @@ from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.offloading.decoders import CpuDecoder
 from moelab.offloading.offload import offload
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.registry import make
+from moelab.simulation.costs import Delays
 from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader

@@ -1,24 +1,34 @@
-"""The simulator against the parts it drives, a clock kept by hand, and what must hold on any
-machine."""
+"""The simulator against the parts it drives, a clock kept by hand, closed forms, and the engine."""
 
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moelab import cards, convert, registry
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
-from moelab.offloading.requests import Delays
-from moelab.simulation.simulator import MachineRates, delays_of, flat, replay, simulate, steps_of
+from moelab.simulation.costs import Delays, Machine, MachineRates, delays_of
+from moelab.simulation.fit import fitted
+from moelab.simulation.simulator import (
+    Prefetching,
+    flat,
+    ordered,
+    replay,
+    simulate,
+    steps_of,
+)
 from moelab.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from moelab.zipmoe.affinity import naive_order
+from moelab.zipmoe.tasks import execute
 from tests.models import tiny
 from tests.timelines import check
 
@@ -34,6 +44,7 @@ DELAYS = Delays(
     e_bytes=300,
     sm_bytes=500,
 )
+MACHINE = Machine(DELAYS)
 
 
 def run(n=30, seed=0):
@@ -51,6 +62,15 @@ def run(n=30, seed=0):
     return steps, [(20, "prefill")] + [(1, "decode")] * (n - 1)
 
 
+def needed(decisions, delays):
+    """Bytes that steps must read."""
+    return sum(
+        (not r.state.has_e) * delays.e_bytes + (not r.state.has_sm) * delays.sm_bytes
+        for step in decisions
+        for r in step.loads
+    )
+
+
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "next-token"])
 @pytest.mark.parametrize("pools", [Pools(F=5), Pools(F=2, C=2, S=1, E=2), Pools()])
@@ -62,61 +82,41 @@ def test_decisions_are_those_of_the_residency(policy, pools, scope):
 
     alone, inside = cache(), cache()
     decisions = [alone.begin(*step) for step in flat(steps)]
-    simulation = simulate(
-        steps, forwards, inside, DELAYS, workers=2, staging=3, other=(1e-4, 1e-6), head=(3e-4, 0.0)
-    )
-    assert simulation.counters == alone.counters
+    machine = Machine(DELAYS, 2, other=(1e-4, 1e-6), head=(3e-4, 0.0))
+    found = simulate(steps, forwards, inside, machine, staging=3)
+    assert found.counters == alone.counters
     assert all(
         inside.state(r.key) is alone.state(r.key) for step in decisions for r in step.requests
     )
-    needed = sum(
-        (not r.state.has_e) * DELAYS.e_bytes + (not r.state.has_sm) * DELAYS.sm_bytes
-        for step in decisions
-        for r in step.requests
-        if r.state is not State.FULL
-    )
-    assert simulation.metrics().read_bytes == needed
-    assert not check(simulation.events) and simulation.kind == "simulated"
-    computed = [
-        (event.layer, event.expert) for event in simulation.events if event.kind == "expert"
-    ]
+    assert found.metrics().read_bytes == needed(decisions, DELAYS)
+    assert not check(found.events) and found.kind == "simulated"
+    computed = [(event.layer, event.expert) for event in found.events if event.kind == "expert"]
     assert sorted(computed) == sorted(
         (layer, expert) for layer, experts in flat(steps) for expert in experts
     )
 
 
-def test_a_resident_model_never_reads():
+def test_of_a_resident_model_times_add_up():
     steps, forwards = run()
     residency = Residency(L, E, Pools(F=L * E))
-    for layer in range(L):
-        residency.begin(layer, dict.fromkeys(range(E), 1))
-    simulation = simulate(
-        steps, forwards, residency, DELAYS, other=(1e-3, 1e-4), head=(2e-3, 1e-5), start=7.0
-    )
-    assert {event.resource for event in simulation.events} == {"compute"}
-    assert not any(event.kind == "wait" for event in simulation.events)
-    clock = 7.0  # nothing to wait for: times add up
-    for forward, step, (tokens, phase) in zip(simulation.forwards, steps, forwards, strict=True):
-        took = (
-            2e-3
-            + 1e-5 * tokens
-            + sum(
-                1e-3 + 1e-4 * tokens + sum(2e-4 + 1e-5 * n for n in experts.values())
-                for _, experts in step
-            )
-        )
+    residency.fill()
+    machine = Machine(DELAYS, other=(1e-3, 1e-4), head=(2e-3, 1e-5))
+    found = simulate(steps, forwards, residency, machine, start=7.0)
+    assert {event.kind for event in found.events} == {"other", "expert"}
+    clock = 7.0
+    for forward, step, (tokens, phase) in zip(found.forwards, steps, forwards, strict=True):
+        took = 2e-3 + 1e-5 * tokens
+        for _, experts in step:
+            took += 1e-3 + 1e-4 * tokens + sum(2e-4 + 1e-5 * n for n in experts.values())
         assert forward == (pytest.approx(clock), pytest.approx(clock + took), tokens, phase)
         clock += took
 
 
-def test_one_worker_and_one_miss_by_hand():
-    """Attention 1 ms, then E and SM in one request, decompression, recovery, the expert."""
-    simulation = simulate(
-        [[(0, {3: 1})]], [(1, "decode")], Residency(L, E, Pools(F=1)), DELAYS, other=(1e-3, 0.0)
-    )
-    read_both_then_decode = 1e-3 + 3e-4 + 5e-4 + 4e-4 + 1e-4 + 2.1e-4
-    assert simulation.forwards[0].end == pytest.approx(read_both_then_decode)
-    assert simulation.metrics().tpot == pytest.approx(read_both_then_decode)
+def test_one_miss_by_hand():
+    """1 ms before the layer, 0.2 to decide; then E and SM in one request, decoding, the expert."""
+    machine = Machine(DELAYS, other=(1e-3, 0.0), decide=((0, 1e-4), (1, 2e-4)))
+    found = simulate([[(0, {3: 1})]], [(1, "decode")], Residency(L, E, Pools(F=1)), machine)
+    assert found.tpot == pytest.approx(1e-3 + 2e-4 + 8e-4 + 5e-4 + 2.1e-4)
 
 
 def test_a_faster_disk_is_never_slower():
@@ -124,42 +124,213 @@ def test_a_faster_disk_is_never_slower():
     times = []
     for slower in (8.0, 4.0, 2.0, 1.0, 0.5, 0.0):
         delays = replace(DELAYS, e_read=3e-4 * slower, sm_read=5e-4 * slower)
-        simulation = simulate(steps, forwards, Residency(L, E, Pools(F=6)), delays, workers=2)
-        times.append(simulation.forwards[-1].end)
-        disk = sum(
-            event.end - event.start for event in simulation.events if event.resource == "disk"
-        )
-        assert simulation.forwards[-1].end >= disk
+        found = simulate(steps, forwards, Residency(L, E, Pools(F=6)), Machine(delays, 2))
+        times.append(found.forwards[-1].end)
+        assert times[-1] >= sum(e.end - e.start for e in found.events if e.resource == "disk")
     assert times == sorted(times, reverse=True) and times[0] > 3 * times[-1]
 
 
 def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
     steps, forwards = run()
     residency = Residency(L, E, Pools(F=L * E))
-    cold, warm = (simulate(steps, forwards, residency, DELAYS) for _ in range(2))
+    cold, warm = (simulate(steps, forwards, residency, MACHINE) for _ in range(2))
     assert cold.counters.misses > 0 == warm.counters.misses
-    naive = simulate(
-        steps,
-        forwards,
-        Residency(L, E, Pools(F=4)),
-        DELAYS,
-        scheduler=registry.find("scheduler", "naive"),
-    )
-    affine = simulate(steps, forwards, Residency(L, E, Pools(F=4)), DELAYS)
-    assert naive.counters == affine.counters
-    assert naive.metrics().read_bytes == affine.metrics().read_bytes
+    for name in registry.names("scheduler"):
+        one, other = (
+            simulate(steps, forwards, Residency(L, E, Pools(F=4)), MACHINE, **how)
+            for how in ({}, {"order": ordered(name, MACHINE)})
+        )
+        assert one.counters == other.counters
+        assert one.metrics().read_bytes == other.metrics().read_bytes
 
 
 def test_a_runs_own_forwards_are_accepted():
     steps, forwards = run(3)
     recorded = [Forward(float(n), n + 0.5, *kind) for n, kind in enumerate(forwards)]
     one, other = (
-        simulate(steps, kinds, Residency(L, E, Pools(F=4)), DELAYS)
+        simulate(steps, kinds, Residency(L, E, Pools(F=4)), MACHINE)
         for kinds in (forwards, recorded)
     )
     assert one == other
-    with pytest.raises(ValueError, match="3 forwards are to be played.*given of 2"):
-        simulate(steps, forwards[:2], Residency(L, E, Pools(F=4)), DELAYS)
+
+
+def test_errors():
+    steps, forwards = [[(0, {0: 1})]], [(1, "decode")]
+
+    def play(steps=steps, forwards=forwards, **more):
+        return simulate(steps, forwards, Residency(1, 2, Pools()), MACHINE, **more)
+
+    with pytest.raises(ValueError, match="1 forwards are to be played.*given of 2"):
+        play(forwards=forwards * 2)
+    with pytest.raises(ValueError, match="there are predictions for 2"):
+        play(prefetching=Prefetching([[], []], 1))
+    with pytest.raises(ValueError, match="the distance is 0"):
+        play(prefetching=Prefetching(steps, 1, distance=0))
+    with pytest.raises(ValueError, match="ahead is -1"):
+        play(prefetching=Prefetching(steps, -1))
+    with pytest.raises(ValueError, match="staging is 0"):
+        play(staging=0)
+
+
+# --------------------------------------------------------------------------------- reading ahead
+
+seconds = st.integers(0, 4).map(float) | st.floats(0.01, 4)
+machines = st.builds(
+    Machine,
+    st.builds(Delays, *[seconds] * 6, e_bytes=st.just(3), sm_bytes=st.just(5)),
+    st.integers(1, 3),
+    other=st.tuples(seconds, st.just(0.0)),
+    head=st.tuples(seconds, st.just(0.0)),
+    predict=seconds,
+)
+
+
+@st.composite
+def runs(draw):
+    """(L, E, steps, predictions, pools); predictions are right, wrong, both, repeated, of no such
+    expert."""
+    L, E, chance = draw(st.integers(1, 4)), draw(st.integers(2, 9)), draw(st.randoms())
+
+    def some(most):
+        return chance.sample(range(E), chance.randint(0, min(E, most)))
+
+    steps = [
+        [(layer, {e: chance.randint(1, 3) for e in some(4)}) for layer in range(L)]
+        for _ in range(draw(st.integers(1, 5)))
+    ]
+    predictions = [
+        [
+            (layer, [chance.randint(0, E)] + some(4) + list(experts)[: chance.randint(0, 4)])
+            for layer, experts in forward
+        ]
+        for forward in steps
+    ]
+    pools = draw(
+        st.sampled_from([Pools(F=5), Pools(F=2, C=2, S=1, E=2), Pools(C=3, S=3, E=3), Pools()])
+    )
+    return L, E, steps, predictions, pools
+
+
+@settings(deadline=None, max_examples=50)
+@given(runs(), machines)
+def test_without_predictions_layers_are_executed_one_by_one(run, machine):
+    L, E, steps, predictions, pools = run
+    asked, events, now = Residency(L, E, pools), [], 0.0
+    order = ordered("default", machine)
+    for forward in steps:
+        for layer, experts in forward:
+            now += machine.other[0]
+            requests = asked.begin(layer, experts).requests
+            found, now = execute(
+                requests, order(requests), machine.delays, machine.workers, now, layer
+            )
+            events += found
+        now += machine.head[0]
+    for prefetching in (None, Prefetching(predictions, 0)):
+        played = simulate(
+            steps,
+            [(1, "decode")] * len(steps),
+            Residency(L, E, pools),
+            machine,
+            order=order,
+            prefetching=prefetching,
+        )
+        assert [event for event in played.events if event.kind != "other"] == events
+        assert played.forwards[-1].end == now and not any(asdict(played.fetched).values())
+
+
+@settings(deadline=None, max_examples=80)
+@given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.none() | st.integers(1, 3))
+def test_predictions_decide_nothing_and_every_byte_is_accounted_for(
+    run, machine, ahead, distance, staging
+):
+    L, E, steps, predictions, pools = run
+    alone, inside = Residency(L, E, pools), Residency(L, E, pools)
+    decisions = [alone.begin(*step) for step in flat(steps)]
+    played = simulate(
+        steps,
+        [(1, "decode")] * len(steps),
+        inside,
+        machine,
+        staging=staging,
+        prefetching=Prefetching(predictions, ahead, distance),
+        start=7.3,
+    )
+    assert played.counters == alone.counters
+    assert all(inside.resident(state) == alone.resident(state) for state in State)
+    assert check(played.events) == []
+    computed = Counter((e.layer, e.expert) for e in played.events if e.kind == "expert")
+    assert computed == Counter(
+        (layer, expert) for layer, experts in flat(steps) for expert in experts
+    )
+    fetched, found = played.fetched, played.metrics()
+    assert found.prefetched == asdict(fetched)
+    assert found.read_bytes == needed(decisions, machine.delays) + fetched.wasted
+    assert 0 <= fetched.wasted <= fetched.nbytes <= found.read_bytes
+    assert 0 <= fetched.early <= fetched.used <= fetched.begun
+    clock = 7.3  # compute never rests: it is at something, or says that it waits
+    for event in sorted(
+        (e for e in played.events if e.resource == "compute"), key=lambda e: e[4:6]
+    ):
+        assert event.start == pytest.approx(clock)
+        clock = event.end
+    assert clock == pytest.approx(played.forwards[-1].end)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(2, 5),
+    st.integers(1, 4),
+    st.floats(0.1, 5),
+    st.floats(0.1, 5),
+    st.floats(0, 9),
+    st.integers(1, 3),
+)
+def test_right_predictions_by_a_closed_form(L, K, read, compute, other, tokens):
+    """Nothing to decode and nothing kept: the first layer's experts come one after another, and
+    every further layer takes the longer of reading and computing (Speculating Experts, eq. 1)."""
+    delays = Delays(read / 3, read * 2 / 3, 0, 0, compute, 0, e_bytes=1, sm_bytes=2)
+    steps = [[(layer, dict.fromkeys(range(K), 1)) for layer in range(L)]] * tokens
+
+    def tpot(prefetching=None):
+        return simulate(
+            steps,
+            [(1, "decode")] * tokens,
+            Residency(L, K, Pools()),
+            Machine(delays, other=(other, 0.0)),
+            prefetching=prefetching,
+        ).tpot
+
+    first = other + max(K * read + compute, read + K * compute)
+    assert tpot() == pytest.approx(L * first)
+    assert tpot(Prefetching(steps, K)) == pytest.approx(
+        first + (L - 1) * max(K * read, other + K * compute)
+    )
+
+
+@pytest.mark.parametrize(
+    "other, reads, end",
+    [
+        (3.0, [(0, 0, 3, 5), (1, 5, 5, 7), (1, 6, 7, 9), (1, 0, 9, 11)], 12),
+        (2.0, [(0, 0, 2, 4), (1, 5, 4, 6), (1, 6, 6, 8), (1, 0, 8, 10)], 11),
+    ],
+)
+def test_wrong_predictions_by_hand(other, reads, end):
+    """A read takes 2 s, an expert 1 s. While layer 0 computes and layer 1 begins, experts 5 and 6
+    are read ahead, and no third: there is no room for it. A read under way is not interrupted."""
+    played = simulate(
+        [[(0, {0: 1}), (1, {0: 1})]],
+        [(1, "decode")],
+        Residency(2, 8, Pools()),
+        Machine(Delays(2, 0, 0, 0, 1, 0, e_bytes=1), other=(other, 0.0)),
+        prefetching=Prefetching([[(1, [5, 6, 7])]], 2),
+    )
+    assert [tuple(e[2:6]) for e in played.events if e.resource == "disk"] == reads
+    assert asdict(played.fetched) == {"begun": 2, "used": 0, "early": 0, "nbytes": 2, "wasted": 2}
+    assert played.forwards[0].end == end
+
+
+# ------------------------------------------------------------------------------ traces and cards
 
 
 def trace(lengths, seed=1):
@@ -329,7 +500,7 @@ def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
             engine.steps,
             engine.forwards,
             Residency(2, 8, pools, "lfu"),
-            engine.engine.delays,
+            fitted(engine.run),
             staging=3,
         )
         read = [Counter(), Counter()]
@@ -406,23 +577,3 @@ def test_a_run_of_an_executor_is_replayed_with_its_calls(qwen):
             and any(expert < 0 for _, expert in calls)
             and any(expert >= 0 for _, expert in calls)
         )
-
-
-def test_what_comes_before_experts_is_shorter_after_a_layer_that_loaded_nothing():
-    """Two layers of an expert each, read in the first token: 3 s before each layer, then 3 and 1,
-    then 1 and 1."""
-    steps = [[(0, {0: 1}), (1, {0: 1})]] * 3
-    played = simulate(
-        steps,
-        [(1, "decode")] * 3,
-        Residency(2, 1, Pools(F=2)),
-        Delays(1, 0, 0, 0, 5.0, 0),
-        other=(3.0, 0.0),
-        awake=1.0,
-        quiet=True,
-    )
-    assert [forward.end - forward.start for forward in played.forwards] == [
-        2 * (3 + 1 + 5),
-        3 + 5 + 1 + 5,
-        2 * (1 + 5),
-    ]

@@ -17,7 +17,7 @@ from moelab.trace import DECODE, PREFILL
 from tests.checkpoint import wild
 from tests.depth import in_turn
 from tests.models import tiny
-from tests.models.test_seam import generate
+from tests.models.sweep import generate
 from tests.speculate.conftest import make
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]

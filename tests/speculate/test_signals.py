@@ -182,7 +182,7 @@ def test_measuring_changes_nothing_whatever_computes_the_experts(tiny_model):
     plug(model, executor=wrong)
     try:
         assert torch.equal(default_vectors(model, PROMPTS).d, expected.d)
-        assert discover(model)[0].experts.executor is wrong
+        assert discover(model)[0].seam.executor is wrong
     finally:
         plug(model, executor=eager)
         moelab.models.unplug(model)

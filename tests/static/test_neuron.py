@@ -14,7 +14,7 @@ from moelab import models
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Sorted
 from moelab.experts.sharding import Sharding
-from moelab.models.seam import eager
+from moelab.models import eager
 from moelab.static.blockwise import Blockwise
 from moelab.static.neuron import (
     AllExperts,

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.store import codecs
 from moelab.store.codecs import (
     CODECS,
     MIN_SHARD,
@@ -18,6 +17,7 @@ from moelab.store.codecs import (
 )
 
 NAMES = list(CODECS)
+BYTES = [name for name in NAMES if name != "bf12"]  # of any length
 
 
 def gaussian(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -37,7 +37,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BYTES)
 @settings(max_examples=40, deadline=None)
 @given(
     data=st.one_of(
@@ -46,7 +46,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 )
 def test_every_codec_round_trips_arbitrary_bytes(name, data):
     blob = find_codec(name).compress(data)
-    assert isinstance(blob, bytes)
     out = bytearray(len(data))
     find_codec(name).decompress(blob, out)
     assert out == data
@@ -54,7 +53,7 @@ def test_every_codec_round_trips_arbitrary_bytes(name, data):
     assert out == data
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BYTES)
 def test_a_buffer_of_another_size_is_refused(name):
     blob = find_codec(name).compress(bytes(range(100)) * 50)
     for size in (0, 1, 4999, 5001, 9000):
@@ -62,7 +61,7 @@ def test_a_buffer_of_another_size_is_refused(name):
             find_codec(name).decompress(blob, bytearray(size))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BYTES)
 def test_damaged_blobs_raise_or_fill_the_buffer(name):
     rng = np.random.default_rng(0)
     data = (rng.integers(0, 9, 3000) ** 2).astype(np.uint8).tobytes()
@@ -113,7 +112,7 @@ def test_tensors_of_every_type_come_back_bit_for_bit(name, dtype):
 def test_all_patterns_of_bf16_as_bits():
     x = np.arange(65536, dtype=np.uint16)
     out = np.empty_like(x)
-    decompress_tensor(compress_tensor(x), out, scratch=bytearray(65536))
+    decompress_tensor(compress_tensor(x, "huffman"), out, scratch=bytearray(65536))
     assert (out == x).all()
 
 
@@ -124,24 +123,24 @@ def test_how_close_a_codec_comes_to_the_bound(name, points):
     weights = gaussian(1 << 19)  # 1 MB
     packed = compress_tensor(weights, name)
     assert bound(weights) < packed.nbytes / weights.nbytes <= bound(weights) + points / 100
-    assert [plane.codec for plane in packed.planes] == [name, "raw"]
+    assert [plane.codec.name for plane in packed.planes] == [name, "raw"]
 
 
 def test_splitting_pays_or_is_left():
     def fraction(weights):
-        packed = compress_tensor(weights)
-        return packed.nbytes / weights.nbytes, [plane.codec for plane in packed.planes]
+        packed = compress_tensor(weights, "huffman")
+        return packed.nbytes / weights.nbytes, [plane.codec.name for plane in packed.planes]
 
     noise = torch.randint(0, 256, (40000,), dtype=torch.uint8)
     assert fraction(noise) == (1.0, ["raw"])
     assert fraction(noise.view(torch.bfloat16)) == (1.0, ["raw", "raw"])
     half, planes = fraction(gaussian(100_000, torch.float16))
-    assert half < 0.87 and planes == [codecs.DEFAULT, "raw"]
+    assert half < 0.87 and planes == ["huffman", "raw"]
     single, planes = fraction(gaussian(100_000, torch.float32))
-    assert single < 0.85 and planes == [codecs.DEFAULT, "raw", "raw", "raw"]
+    assert single < 0.85 and planes == ["huffman", "raw", "raw", "raw"]
     widened, planes = fraction(gaussian(100_000).float())  # two of four bytes are zero
-    assert widened < 0.34 and planes[2:] == [codecs.DEFAULT] * 2
-    assert fraction(gaussian(100_000).to(torch.float8_e4m3fn).bfloat16())[1] == [codecs.DEFAULT] * 2
+    assert widened < 0.34 and planes[2:] == ["huffman"] * 2
+    assert fraction(gaussian(100_000).to(torch.float8_e4m3fn).bfloat16())[1] == ["huffman"] * 2
 
 
 @given(st.integers(0, 10**8), st.integers(1, 64))
@@ -164,7 +163,7 @@ def test_several_shards(name):
     decompress_tensor(packed, out, torch.empty(len(weights), dtype=torch.uint8))
     assert same(out, weights)
     (begin, end), shard = (
-        shard_bounds(packed.n, len(packed.planes[0].shards))[-1],
+        shard_bounds(len(weights), len(packed.planes[0].shards))[-1],
         packed.planes[0].shards[-1],
     )
     last = bytearray(end - begin)  # a shard is decoded without the others
@@ -180,7 +179,7 @@ def test_a_raw_tensor_is_its_own_bytes(dtype):
     packed = compress_tensor(weights, "raw", shards=4)
     (plane,) = packed.planes
     assert (
-        plane.codec == "raw"
+        plane.codec.name == "raw"
         and bytes(plane.shards[0]) == weights.view(torch.uint8).numpy().tobytes()
     )
 
@@ -199,5 +198,5 @@ def test_errors():
         compress_tensor(gaussian(10), "gzip")
     with pytest.raises(ValueError, match="at least one"):
         shard_count(1000, 0)
-    with pytest.raises(ValueError, match="need 20"):
-        decompress_tensor(compress_tensor(gaussian(10)), bytearray(18))
+    with pytest.raises(ValueError, match="9 were expected"):
+        decompress_tensor(compress_tensor(gaussian(10), "zstd"), bytearray(18))

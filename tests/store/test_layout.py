@@ -89,9 +89,9 @@ def test_seals_hold(fields):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda f: f.update(version=99), "version 99; this moelab reads"),
-        (lambda f: f.update(layout="paper"), "byte layout 'paper'"),
-        (lambda f: f.update(checksum="md5"), "checksums 'md5'"),
+        (lambda f: f.update(version=99), "99, .*this moelab reads"),
+        (lambda f: f.update(layout="paper"), "'paper'"),
+        (lambda f: f.update(checksum="md5"), "'md5'"),
         (lambda f: f.pop("spec"), "no index of an expert store"),
         (lambda f: f["layers"][0]["experts"][1].pop("up"), "impossible entry"),
         (
@@ -128,12 +128,6 @@ def test_refusals(folder, tmp_path):
     for key in ((2, 0), (-1, 0), (0, 3), (0, -1)):
         with pytest.raises(LookupError, match="2 layers of 3 experts"):
             store.entries(*key)
-
-
-def test_a_store_of_unknown_checksums_is_refused_by_name(folder, monkeypatch):
-    monkeypatch.setattr(layout, "CHECKSUMS", {"crc32": layout.CHECKSUMS["xxh3"]})
-    with pytest.raises(StoreError, match="checksums 'xxh3'; here there are .* crc32"):
-        ExpertStore(folder)
 
 
 def test_checksums_differ_for_every_flipped_bit():

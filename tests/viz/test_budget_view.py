@@ -14,8 +14,8 @@ pytest.importorskip("anywidget")
 from moelab import open_model
 from moelab.cache.pools import Pools
 from moelab.offloading.metrics import Forward
-from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.simulation.costs import Delays
 from moelab.specs import MoESpec
 from moelab.viz import views
 from moelab.viz.views import budgets as budget

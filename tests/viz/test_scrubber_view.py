@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
+from tests.simulation.test_simulated_prefetch import Always
+
 from moelab import open_model
 from moelab.__main__ import main
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec
 from moelab.viz import views
 from moelab.viz.views import scrub as scrubber
 from moelab.viz.views.recorded import Recorded, recorded
 from tests.models import tiny
-from tests.simulation.test_simulated_prefetch import Always
 
 
 @settings(max_examples=20)

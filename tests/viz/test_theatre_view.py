@@ -8,9 +8,9 @@ pytest.importorskip("anywidget")
 from moelab import open_model, record
 from moelab.cache.pools import Pools
 from moelab.offloading.metrics import Forward
-from moelab.offloading.requests import Delays
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import make
+from moelab.simulation.costs import Delays
 from moelab.specs import MoESpec
 from moelab.speculate.predictors import route
 from moelab.viz import views

@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from moelab.offloading.requests import Delays, Task
+from moelab.simulation.costs import Delays
 from moelab.specs import ExpertKey, State
+from moelab.zipmoe.tasks import Task
 
 LOADING = [State.MISSED, State.E, State.SM, State.COMPRESSED]
 

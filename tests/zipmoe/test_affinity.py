@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import registry
-from moelab.offloading.requests import Delays, Task
-from moelab.simulation.execution import timetable
+from moelab.offloading.load_queue import Order
+from moelab.simulation.costs import Delays
 from moelab.specs import ExpertKey, State
-from moelab.zipmoe.affinity import SCHEDULERS, Order, naive_order, order, schedule
+from moelab.zipmoe.affinity import SCHEDULERS, naive_order, order, schedule
+from moelab.zipmoe.tasks import Task, timetable
 from tests.zipmoe.instances import Request, delays, requests, task_sets
 
 SLOW_DISK = Delays(

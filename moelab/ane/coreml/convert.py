@@ -219,7 +219,7 @@ class _Source:
     ) -> None:
         self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
         self.tensors = CheckpointExperts(checkpoint, config)
-        self.modules = [layer.experts for layer in plug(compat.meta_twin(config))]
+        self.modules = [layer.seam for layer in plug(compat.meta_twin(config))]
         self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
         self.activation = activation_of(self.modules[0]) if plan.graphs else None
         self.shape = None

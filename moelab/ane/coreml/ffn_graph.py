@@ -5,8 +5,7 @@ and §A.4. The graph splits its input into G slices, runs each through its own e
 Two layouts of the same G·C slots:
 
     "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
-    "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times
-                              at fp16
+    "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
 
 Several capacities share one package's weights as functions c16, c32 … Routing weights are applied
 on the CPU (§4.2 step 6)."""
@@ -78,8 +77,7 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
     """
     if experts.has_post_expert_norm:
         raise ValueError(
-            f"{type(experts).__name__} has a norm after each expert; norms run on the CPU "
-            "(NPUMoE §3.2)"
+            f"{type(experts.module).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)"
         )
 
     def matrix(name: str) -> Tensor:
@@ -94,7 +92,7 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
             return None, None
         return (
             tuple(rows.chunk(2))
-            if getattr(experts, "is_concatenated", True)
+            if experts.is_concatenated is not False
             else (rows[::2], rows[1::2])
         )
 
@@ -118,12 +116,12 @@ def activation_of(experts: Any) -> str:
     ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
     if experts.has_gate:
-        up, concatenated = -0.9 * x, getattr(experts, "is_concatenated", True)
-        h = experts._apply_gate(
+        up, concatenated = -0.9 * x, experts.is_concatenated is not False
+        h = experts.activate(
             torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten()
         )
     else:
-        up, h = torch.ones_like(x), experts.act_fn(x)
+        up, h = torch.ones_like(x), experts.activate(x)
     for name, candidate in ACTIVATIONS.items():
         if torch.allclose(h, candidate(x) * up):
             return name
@@ -133,8 +131,8 @@ def activation_of(experts: Any) -> str:
     ):
         return "clamped"
     raise ValueError(
-        f"the activation of {type(experts).__name__} is none of {', '.join(ACTIVATIONS)} and "
-        "the clamped one; its experts must stay on the CPU"
+        f"the activation of {type(experts.module).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
+        f"one; its experts must stay on the CPU"
     )
 
 

@@ -257,7 +257,7 @@ def conversion(
             ane_conversion.on_first_layers(plan, n_layers),
             max(tokens, chunk),
         )
-        good, bad = lint_examples(plug(lm)[0].experts, lm.spec, folder)
+        good, bad = lint_examples(plug(lm)[0].seam, lm.spec, folder)
         context = made.model.manifest["settings"]["context"]
         ids = [
             lm.tokenizer(prompt.text)["input_ids"][:context]
@@ -531,10 +531,8 @@ def held_out(
     reversed."""
     for name, of in comparison.modelled(studies, seed).items():
         run.metric(name, *of)
-    rows, phi = (
-        [row for row in run.answered() if row.readings],
-        studies["Phi-3.5-MoE"][comparison.RUNS[0]],
-    )
+    rows = [row for row in run.answered() if row.readings]
+    phi = studies["Phi-3.5-MoE"][comparison.RUNS[0]]
     judged = [
         row for row in rows if not (row.claim.fitted or row.claim.follows or row.claim.contradicted)
     ]

@@ -293,19 +293,7 @@ def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
     judge = min(
         REMEMBERED, key=lambda task: costs.points(task, "strongest")[0]
     )  # the most sensitive task
-    run.figure(
-        "who",
-        figures.drop_orders(costs),
-        caption="Cost of dropping by drop order, against nothing dropped (measured, paired; "
-        f"bars: 95 %). Tiers at {slack:g} × the calibrated loads, {model}, {n} prompts a "
-        "task, one text a pass. 'No experts at all' is off the scale of the loss: "
-        f"{costs.loss(static.NO_EXPERTS)[0]:+.0f} %.",
-        alt="Panels of points with intervals, a row for each order: language loss, retrieval, "
-        "and what weights must hold. Loss: "
-        + "; ".join(f"{order} {costs.loss(order)[0]:+.1f} %" for order in ORDERS)
-        + ". Multi-key retrieval without experts: "
-        f"{costs.told('needle_multikey', static.NO_EXPERTS)}.",
-    )
+    _orders_figure(run, costs, f"{slack:g} × the calibrated loads, {model}, {n} prompts a task")
     run.table("Orders of dropping", tables.orders(costs))
     run.metrics_of(
         {f"loss_more_order_{slug(way)}": costs.loss(way)[0] for way in costs.tallies},
@@ -349,6 +337,21 @@ def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
         routed=costs.told(judge, "router"),
         strongest=costs.told(judge, "strongest"),
         none=costs.told("needle_multikey", static.NO_EXPERTS),
+    )
+
+
+def _orders_figure(run: Run, costs: static.DropCosts, tiers: str) -> None:
+    run.figure(
+        "who",
+        figures.drop_orders(costs),
+        caption="Cost of dropping by drop order, against nothing dropped (measured, paired; "
+        f"bars: 95 %). Tiers at {tiers}, one text a pass. 'No experts at all' is off the scale of the loss: "
+        f"{costs.loss(static.NO_EXPERTS)[0]:+.0f} %.",
+        alt="Panels of points with intervals, a row for each order: language loss, retrieval, "
+        "and what weights must hold. Loss: "
+        + "; ".join(f"{order} {costs.loss(order)[0]:+.1f} %" for order in ORDERS)
+        + ". Multi-key retrieval without experts: "
+        f"{costs.told('needle_multikey', static.NO_EXPERTS)}.",
     )
 
 
@@ -483,7 +486,7 @@ def formats(run: Run, lm: Any, tokens: int, windows: int, seed: int) -> None:
     layers = plug(lm)
     sources = {name: Quantized(layers, name) for name in FORMATS}
     errors = layer_errors(lm, layers, sources, 4, tokens, seed)
-    own = sum(w.nbytes for w in layers[0].experts.weights(0).values())
+    own = sum(w.nbytes for w in layers[0].seam.weights(0).values())
     unplug(lm)
     run.table("Error of a layer's routed output", tables.formats(errors, sources, own, lm.spec.L))
     error, size = (
@@ -532,12 +535,10 @@ def exchange(run: Run, tokens: int, seed: int, W: int = 2) -> Mapping[str, Any]:
     sections."""
     found = parallel.run(tokens, (W,), seed, rounds=0)
     rows = found[f"volume on {W} ranks, {tokens} tokens (exact)"]
-    sent, as_formula = (
-        {way: row["dispatched"] for way, row in rows.items()},
-        all(row["as predicted"] for row in rows.values()),
-    )
+    sent = {way: row["dispatched"] for way, row in rows.items()}
+    as_formula = all(row["as predicted"] for row in rows.values())
     if not as_formula:
-        raise AssertionError("the bytes that were sent are not those of the formulas")
+        raise AssertionError("the rows that were sent are not those that a loop counts")
     run.figure(
         "volumes",
         figures.volumes(

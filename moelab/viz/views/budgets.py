@@ -9,21 +9,21 @@ curves. Left out: prefetching, and pools of chunks (`moelab advise`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, log
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from moelab.cache.optimum import belady_hits, request_count
+from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import DEFAULT_POLICY, NEEDS, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.offloading.limits import kv_bytes
+from moelab.offloading.budget import kv_bytes
 from moelab.offloading.slots import Sizes, divide
 from moelab.records import Rows
 from moelab.registry import names, require
-from moelab.simulation.simulator import flat, machine_of, simulate
+from moelab.simulation.simulator import flat, machine_of, ordered, simulate
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
 from moelab.table import ms, size
@@ -72,7 +72,8 @@ class Explorer:
             run.settings,
             max(1, len(run.forwards) // 3),
         )
-        self.delays, self.other, self.head = machine_of(run, self.device)
+        self.machine = machine_of(run, self.device)
+        self.delays = self.machine.delays
         own = [pair for layer in self.delays.experts_bytes for pair in layer] or [
             (self.delays.e_bytes, self.delays.sm_bytes)
         ]
@@ -124,11 +125,9 @@ class Explorer:
                 self.steps[self.warm :],
                 self.forwards[self.warm :],
                 cache,
-                self.delays,
-                workers=self.settings.workers,
+                replace(self.machine, workers=self.settings.workers),
                 staging=staging,
-                other=self.other,
-                head=self.head,
+                order=ordered(self.settings.scheduler, self.machine),
                 quiet=True,
             )
             took = [of.end - of.start for of in done.forwards if of.phase == "decode"]
@@ -171,15 +170,15 @@ class Explorer:
         def step(n: int) -> float:
             tokens = self.forwards[n][0]
             experts = sum(
-                min(self.delays.expert(count), self.delays.one_thread or float("inf"))
+                self.delays.expert(count)
                 for _, counts in self.steps[n]
                 for count in counts.values()
             )
             return (
                 experts
-                + len(self.steps[n]) * (self.other[0] + self.other[1] * tokens)
-                + self.head[0]
-                + self.head[1] * tokens
+                + len(self.steps[n]) * (self.machine.other[0] + self.machine.other[1] * tokens)
+                + self.machine.head[0]
+                + self.machine.head[1] * tokens
             )
 
         return fmean(map(step, self.decode))
@@ -352,11 +351,9 @@ def budget(
         names of model cards, see `moelab.viz.views.recorded.recorded`.
     share : the budget at first, per cent of what all experts take.
     policies : names of `moelab.names("cache")`.
-    device : the machine at first: a card's name, or None for what was measured where the run was
-        recorded, if it was.
+    device : the machine at first: a card's name; None: the one that the run was measured on.
     devices : cards of the menu; those that lack a figure are left out.
-    target : tokens/s that are wanted;
-        by default a fifth more than there are at first.
+    target : tokens/s that are wanted; None: a fifth more than there are at first.
     prompt, tokens : what an opened model generates.
     options : further ones of `open_model` for the real run.
 

@@ -184,7 +184,7 @@ def _assumed(name: str) -> Recorded:
 
     spec = load_model(name)
     pools = Pools(F=spec.L * spec.E)
-    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, None, 0)
+    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), 0)
     run = EngineRun(settings, residency := _as_opened(settings))
     run.steps = drawn(np.full((spec.L, spec.E), spec.K / spec.E), ASSUMED)
     run.forwards = [Forward(0.0, 0.0, 1, "decode")] * ASSUMED

@@ -62,7 +62,7 @@ def scrub(found: Recorded) -> Scrub:
     spec, events = run.settings.spec, list(run.timeline)
     states = np.zeros((len(run.forwards), spec.L, spec.E), np.uint8)
     ahead = read_ahead(events, run.forwards)
-    if run.settings.delays is None:  # a model in memory: everything is there
+    if not run.settings.experts_bytes:  # a model in memory: everything is there
         for layer in range(spec.L):
             residency.begin(layer, dict.fromkeys(range(spec.E), 1))
     for forward, steps in enumerate(run.steps):

@@ -20,7 +20,14 @@ from typing import Any
 from moelab.offloading.metrics import Forward
 from moelab.progress import progress
 from moelab.records import Rows
-from moelab.simulation.simulator import Simulation, flat, machine_of, simulate
+from moelab.simulation.simulator import (
+    Prefetching,
+    Simulation,
+    flat,
+    machine_of,
+    ordered,
+    simulate,
+)
 from moelab.specs import Event
 from moelab.table import ms
 from moelab.viz import theme
@@ -58,7 +65,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.settings = self.found.run.settings
-        self.delays, self.other, self.head = machine_of(self.found.run, self.device)
+        self.machine = machine_of(self.found.run, self.device)
+        self.delays = self.machine.delays
         self.forwards = [tuple(forward[2:]) for forward in self.found.run.forwards]
         self.warm = next(n for n, forward in enumerate(self.forwards) if forward[1] == "decode")
         self.played: dict[tuple[Any, ...], Simulation] = {}
@@ -109,21 +117,15 @@ class Stage:
     def _play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
         """The decode steps in simulated time; the prompt only fills the cache. Bandwidth in
         bytes/s."""
-        d = self.delays
-        e, sm, both = (n / bandwidth for n in (d.e_bytes, d.sm_bytes, d.e_bytes + d.sm_bytes))
-        delays = replace(d, e_read=e, sm_read=sm, read_both=None if d.read_both is None else both)
-        more: dict[str, Any] = (
-            {}
-            if way == "none"
-            else {
-                "predictions": [
-                    list(of.items()) for of in self.predictions[predictor, distance][self.warm :]
-                ],
-                "ahead": self.ahead,
-                "distance": distance,
-                "predict": self.seconds[predictor, distance],
-            }
-        )
+        reads = {"e_read": self.delays.e_bytes, "sm_read": self.delays.sm_bytes}
+        delays = replace(self.delays, **{part: n / bandwidth for part, n in reads.items()})
+        machine = replace(self.machine, delays=delays, workers=self.settings.workers)
+        prefetching, ahead = None, 0
+        if way != "none":
+            ahead = self.ahead
+            machine = replace(machine, predict=self.seconds[predictor, distance])
+            guessed = self.predictions[predictor, distance][self.warm :]
+            prefetching = Prefetching([list(of.items()) for of in guessed], ahead, distance)
         steps, residency = self.steps(way, predictor, distance), deepcopy(self.found.before)
         for step in flat(steps[: self.warm]):
             residency.begin(*step)
@@ -131,13 +133,11 @@ class Stage:
             steps[self.warm :],
             self.forwards[self.warm :],
             residency,
-            delays,
-            workers=self.settings.workers,
-            staging=self.settings.staging + more.get("ahead", 0),
-            other=self.other,
-            head=self.head,
+            machine,
+            staging=self.settings.staging + ahead,
+            order=ordered(self.settings.scheduler, machine),
+            prefetching=prefetching,
             quiet=True,
-            **more,
         )
 
     def loss(self, way: str, predictor: str, distance: int) -> float | None:

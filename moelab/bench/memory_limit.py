@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-#: of all control groups; and in which ones this process is
-ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from moelab.offloading.budget import ROOT, own_groups
 
 
 @dataclass(frozen=True)
@@ -65,29 +64,6 @@ def memory_limit(nbytes: int | None, root: Path = ROOT) -> Iterator[Limit]:
                 f"no control group can be made here ({error.strerror or error}): nothing was limited",
             )
         yield limit
-
-
-def own_groups(root: Path = ROOT) -> list[Path]:
-    """The folders of the control groups that limit this process's memory, its own first, then those
-    around it; in a container the outermost is what is mounted as `root`."""
-    try:
-        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
-    except OSError:
-        lines = []  # no Linux
-    v1 = root / "memory"
-    own = [v1 / path.lstrip("/") for _, kinds, path in lines if "memory" in kinds.split(",")] + [
-        mount / path.lstrip("/")
-        for _, kinds, path in lines
-        if not kinds
-        for mount in (root, root / "unified")
-    ]
-    found = [
-        group
-        for folder in [*own, v1, root]
-        for group in (folder, *folder.parents)
-        if group.is_relative_to(root) and ".." not in group.parts and group.is_dir()
-    ]
-    return list(dict.fromkeys(found)) or [root]
 
 
 def _remove(folder: Path) -> None:

@@ -1,18 +1,72 @@
-"""Limits of offloading, which no engine, policy or schedule can beat: a run below one is counted
-wrongly.
+"""Limits of offloading, which no engine, cache or schedule can beat: a run below one is counted wrongly.
 
-The ceilings of caching that need the whole trace are in `moelab.cache.optimum`.
-"""
+Most hits of any cache on a recorded run: keeping an expert from one use to the next is an interval
+over the gaps between steps, so the most hits are the most intervals of which no more than C overlap.
+Giving up the one that ends last whenever C + 1 overlap is optimal: Belady's rule (1966), with bypass,
+since what is given up may be the newcomer. Steps are [(layer, {expert: tokens}), …] in the order of
+the run, capacity is experts in memory. All are exact counts, from an empty cache; for pools of each
+layer, ask layer by layer.
+
+Least seconds of a decode step: what each layer reads, decompresses and computes, overlapped ideally."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from moelab.specs import DeviceSpec, Event, MoESpec
+from moelab.specs import Event, ExpertKey, MoESpec
+
+Steps = Sequence[tuple[int, Mapping[int, int]]]
+
+
+def request_count(steps: Steps) -> int:
+    """Experts that the steps request; hits divided by this is a hit rate."""
+    return sum(len(tokens) for _, tokens in steps)
+
+
+def compulsory_misses(steps: Steps) -> int:
+    """Different experts that the steps request: each must be read once."""
+    return len({(layer, expert) for layer, tokens in steps for expert in tokens})
+
+
+def static_hits(steps: Steps, capacity: int) -> int:
+    """Hits of the best fixed set: the experts used most are kept from their first use on, all
+    others never."""
+    uses = Counter(ExpertKey(layer, expert) for layer, tokens in steps for expert in tokens)
+    return sum(count - 1 for _, count in uses.most_common(_checked(capacity)))
+
+
+def _checked(capacity: int) -> int:
+    if capacity < 0:
+        raise ValueError(f"the capacity is {capacity} experts; it must be 0 or more")
+    return capacity
+
+
+def belady_hits(steps: Steps, capacity: int) -> int:
+    """The most hits that any replacement decisions reach, bypass allowed."""
+    _checked(capacity)
+    following: list[
+        dict[ExpertKey, int]
+    ] = []  # expert → the next step that uses it; last step first
+    upcoming: dict[ExpertKey, int] = {}
+    for number, (layer, tokens) in reversed(list(enumerate(steps))):
+        keys = [ExpertKey(layer, expert) for expert in tokens]
+        following.append({key: upcoming[key] for key in keys if key in upcoming})
+        upcoming.update(dict.fromkeys(keys, number))
+    hits = 0
+    kept: dict[ExpertKey, int] = {}  # kept expert → its next use
+    furthest: list[tuple[int, ExpertKey]] = []  # the same as a heap; past uses lie at its bottom
+    for (layer, tokens), nexts in zip(steps, reversed(following)):
+        hits += sum(kept.pop(ExpertKey(layer, expert), None) is not None for expert in tokens)
+        for key, use in nexts.items():
+            kept[key] = use
+            heapq.heappush(furthest, (-use, key))
+        while len(kept) > capacity:
+            del kept[heapq.heappop(furthest)[1]]
+    return hits
 
 
 def lru_cliff(spec: MoESpec) -> int:
@@ -25,12 +79,6 @@ def uniform_hit_rate(spec: MoESpec, experts: int) -> float:
     """What a cache of `experts` experts hits if all are equally likely, whatever its policy:
     C/(L·E)."""
     return min(experts / (spec.L * spec.E), 1.0)
-
-
-def kv_bytes(spec: MoESpec, tokens: int, itemsize: float = 2.0) -> int:
-    """Bytes of keys and values of `tokens` tokens, all sequences together; for models with ordinary
-    attention."""
-    return round(2 * spec.num_layers * spec.kv_heads * spec.head_dim * itemsize * tokens)
 
 
 class LayerRecord(NamedTuple):
@@ -107,38 +155,3 @@ def overlapped_limit(
         )
         / steps
     )
-
-
-@dataclass(frozen=True)
-class MachineRates:
-    """How fast experts arrive (bytes/s), memory is read (bytes/s) and numbers are multiplied
-    (FLOP/s)."""
-
-    read: float
-    memory: float
-    flops: float
-
-    @classmethod
-    def of(cls, device: DeviceSpec) -> MachineRates:
-        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit
-        arithmetic. ValueError if there is none."""
-        arrival = [
-            device[key]
-            for key in ("link_bandwidth_gbs", "storage_read_gbs")
-            if key in device.figures
-        ]
-        compute = [
-            device[key]
-            for key in ("bf16_tflops", "fp16_tflops", "fp32_tflops")
-            if key in device.figures
-        ]
-        if not arrival or not compute:
-            lacks = (
-                "host link and no disk (link_bandwidth_gbs, storage_read_gbs)"
-                if not arrival
-                else "TFLOPS (fp32_tflops, …)"
-            )
-            raise ValueError(
-                f"{device.name}: the card has no {lacks}; add the figure with its source"
-            )
-        return cls(arrival[0] * 1e9, device["memory_bandwidth_gbs"] * 1e9, compute[0] * 1e12)

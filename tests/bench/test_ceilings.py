@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.cache.optimum import belady_hits, compulsory_misses, request_count, static_hits
+from moelab.bench.limits import belady_hits, compulsory_misses, request_count, static_hits
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.specs import State

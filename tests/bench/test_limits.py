@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.offloading import limits
-from moelab.offloading.limits import LayerRecord
+from moelab.bench import limits
+from moelab.bench.limits import LayerRecord
+from moelab.offloading.budget import kv_bytes
 from moelab.specs import Event, MoESpec
 
 SPEC = MoESpec(
@@ -69,7 +70,7 @@ def test_uniform_routing_hits_the_share_that_fits():
 
 def test_kv_bytes_by_hand():
     assert (
-        limits.kv_bytes(SPEC, 10) == 10 * 4 * 2 * 2 * 16 * 2
+        kv_bytes(SPEC, 10) == 10 * 4 * 2 * 2 * 16 * 2
     )  # tokens, layers, keys and values, heads, size
 
 

@@ -1,0 +1,342 @@
+"""The threads that load experts: they execute what the `LoadQueue` hands out, under one lock.
+
+Source: ZipMoE §3.3 (I/O beside several decompression workers, work-conserving); Speculating Experts
+Algorithm 1 (the next layer's experts are loaded while this one's are computed). Each thread takes
+the first operation that can be done, this layer's before the next one's, so an order can make a
+layer slow, but not wrong and not stuck. A thread reads a whole expert in one request; `DEPTH` of
+them keep the disk busy while one that is done waits for a core.
+
+In the timeline the disk serves one read after another, in the order in which they end: so its
+events do not overlap, and last as long as it is busy."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from moelab.intervals import Mean
+from moelab.offloading.decoders import decoder
+from moelab.offloading.link import PinnedReader
+from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
+from moelab.offloading.run import Timeline
+from moelab.offloading.slots import Slots
+from moelab.offloading.threads import alone, step_back
+from moelab.progress import progress
+from moelab.specs import Event, ExpertKey
+from moelab.store.reader import Chunks, Reader
+
+clock = time.perf_counter
+DEPTH = 3  # reads at the same time
+WAITING = 4  # threads beyond the cores that fill all slots: they wait for the disk
+_PART = {"e": "E", "sm": "SM", "full": "both"}
+
+
+class Bell:
+    """Wakes threads that wait for something to do: a ring is a token in a queue. It has no lock, as
+    the garbage collector may ring it within one of these threads."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._tokens = threads, SimpleQueue()
+        self.wait = self._tokens.get
+
+    def ring(self) -> None:
+        while self._tokens.qsize() < self._threads:
+            self._tokens.put(None)
+
+
+class Loader:
+    """Memory, files and threads around a `LoadQueue`.
+
+    held : slots of the experts that are in memory already.
+    counts : of what is prefetched.
+    ready : where the running layer's experts arrive: keys, or an error.
+    waits : mean seconds for which the layer waited for an expert.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        reader: Reader,
+        workers: int,
+        timeline: Timeline,
+        ahead: int = 0,
+        counts: PrefetchCounts | None = None,
+        held: dict[ExpertKey, dict[str, int]] | None = None,
+    ) -> None:
+        self.slots, self.reader, self.timeline = slots, reader, timeline
+        self.in_place, self.closed = slots.sizes.in_place, False
+        self.ready: SimpleQueue[Any] = SimpleQueue()
+        self.waits = Mean()
+        two_stages, entries = decoder(slots).two_stages, reader.store.entries
+        self.queue = LoadQueue(
+            slots.count,
+            ahead,
+            held=held,
+            counts=counts,
+            tensors=lambda key: reader.store.layers[key.layer].tensors,
+            separable=lambda load, name: two_stages and entries(*load.key)[name].separable,
+            in_place=self.in_place,
+            workers=workers,
+            shards=lambda load, name: entries(*load.key)[name].shards if two_stages else 1,
+        )
+        self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
+        self._checked: set[tuple[ExpertKey, tuple[str, ...]]] = set()  # parts, when first read
+        self._lock, self._disk, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
+        self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
+        self._sends = self._lands and isinstance(reader, PinnedReader)
+        self._served = 0.0  # when the disk has last ended a read
+        self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
+        loops = [(self._read_loop, f"disk {i}") for i in range(0 if self._sends else DEPTH)]
+        loops += [(self._work_loop, f"worker {i}") for i in range(0 if self.in_place else workers)]
+        self.threads = [
+            threading.Thread(target=self._run, args=loop, name=f"moelab {loop[1]}", daemon=True)
+            for loop in loops
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    # what the thread that runs the model calls
+
+    @contextmanager
+    def changing(self) -> Iterator[LoadQueue]:
+        """The queue, under the lock; then threads are woken if loads were admitted."""
+        with self._lock:
+            before = self.queue.admitted
+            yield self.queue
+            admitted = self.queue.admitted != before
+            if admitted and self._sends:
+                self._send()
+        if admitted and not self._sends:
+            self._disk.ring()
+            self._work.ring()
+
+    def wait(self) -> ExpertKey:
+        """The next expert of the running layer that is loaded; raises what ended loading it."""
+        start = clock()
+        found = self.ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        waited = clock() - start
+        self.waits.took(waited)
+        if waited > 2e-6:
+            self.timeline.add(Event("compute", "wait", *found, start, start + waited))
+        return found
+
+    def tensors(self, key: tuple[int, int], reuse: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of an expert (layer, expert) that is loaded; `reuse` as of
+        `Slots.tensors`."""
+        return self.slots.tensors(self.queue.held[key]["full"], *key, reuse)
+
+    @property
+    def used(self) -> float:
+        """Seconds for which the threads have used a core: to copy what they read, to check, to
+        decode."""
+        return sum(self._used.values())
+
+    def settle(self) -> None:
+        """Let the timeline know how long the GPU took for what was sent."""
+        for key, begin, end, nbytes in self.slots.link.landed() if self._sends else ():
+            self.timeline.add(Event("link", "read", *key, begin, end, nbytes))
+
+    # the end
+
+    def halt(self, error: BaseException | None = None) -> None:
+        """Tell the threads to end when they have done what they are at, and a layer that waits for
+        them to raise the error; does not wait."""
+        self.closed = True
+        self._disk.ring()
+        self._work.ring()
+        self.ready.put(error or RuntimeError("this model's engine was closed while a layer ran"))
+
+    def stop(self) -> None:
+        """End the threads; what they are doing is finished first."""
+        self.halt()
+        for thread in self.threads:
+            thread.join()
+        if self._sends:
+            self.slots.link.rest()
+
+    def free(self) -> None:
+        """Let go of files and memory, after `stop`."""
+        self.reader.close()
+        self.queue.held.clear()
+        self._chunks.clear()
+        self.slots = None
+
+    def forked(self) -> None:
+        """In a child process there are no threads, and their lock may be taken."""
+        self._lock, self.threads = threading.Lock(), []
+        self.timeline.forked()
+        self.halt(
+            RuntimeError(
+                "the process was forked while this model was loading experts: run it again"
+            )
+        )
+
+    # what the threads do
+
+    def _run(self, loop: Callable[[str], None], me: str) -> None:
+        """The life of a thread. If it ends too early, the layer that waits for it does, too."""
+        try:
+            loop(me)
+        except BaseException as error:
+            self.halt(error)
+
+    def _next(self, bell: Bell, find: Callable[[], Any]) -> Any:
+        """Wait for something to do; None when the loader is closed."""
+        while not self.closed:
+            with self._lock:
+                found = find()
+            if found is not None:
+                return found
+            bell.wait()
+        return None
+
+    def _read_loop(self, me: str) -> None:
+        while (found := self._next(self._disk, self.queue.next_read)) is not None:
+            self._read(me, *found)
+            self._used[me] = time.thread_time()
+
+    def _read(self, me: str, load: Load, kinds: tuple[str, ...]) -> None:
+        start, chunks, error = clock(), [], None
+        try:
+            into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
+            chunks = self.reader.read_parts(*load.key, into)
+            end = clock()
+            if self.in_place:
+                self._check_first(me, load.key, kinds, chunks)
+            if self._lands:
+                self.slots.land(load.slots["full"], *chunks)
+        except BaseException as caught:  # whatever it is belongs to the caller of the model
+            error, end = caught, clock()
+        nbytes = sum(part.nbytes for part in chunks)
+        with self.changing() as queue:
+            begin, self._served = max(start, self._served), max(end, self._served)
+            if error is None:
+                name = read_name(kinds)
+                self.timeline.add(Event("disk", name, *load.key, begin, self._served, nbytes))
+                for kind, part in zip(kinds, chunks):
+                    self._chunks[kind, load.slots[kind]] = part
+            queue.read_done(load, kinds, nbytes, error)
+        if not self.in_place:
+            self._work.ring()
+
+    def _check_first(
+        self, me: str, key: ExpertKey, kinds: tuple[str, ...], chunks: list[Chunks]
+    ) -> None:
+        """Compare checksums when these parts of an expert are read for the first time: a pass over
+        memory at each read would take as long as computing."""
+        if not self.reader.verify or (key, kinds) in self._checked:
+            return
+        start = clock()
+        for part in chunks:
+            self.reader.check(part)
+        self._checked.add((key, kinds))
+        self.timeline.add(Event(me.replace("disk", "worker"), "check", *key, start, clock()))
+
+    def _send(self) -> None:
+        """All that can be read is sent from pinned memory: it may be computed as soon as the GPU
+        has been told so."""
+        copies = []
+        while (found := self.queue.next_read()) is not None:
+            load, kinds = found
+            copies.append((load.key, load.slots["full"], chunks := self.reader.held(*load.key)))
+            self.queue.read_done(load, kinds, chunks.nbytes)
+        self.slots.send(copies)
+
+    def _chunks_of(self, load: Load, kind: str) -> Chunks:
+        return self._chunks[kind, load.slots[kind]]
+
+    def _next_decode(self) -> tuple[Load, Any, str, dict[str, Chunks]] | None:
+        """The queue's, and the chunks that it uses: of a dropped load they may soon be
+        another's."""
+        if (found := self.queue.next_decode()) is None:
+            return None
+        load, _, operation = found
+        return *found, {kind: self._chunks_of(load, kind) for kind in USES[operation]}
+
+    def _work_loop(self, me: str) -> None:
+        step_back()
+        decode = decoder(self.slots)
+        while (found := self._next(self._work, self._next_decode)) is not None:
+            load, tensor, operation, chunks = found
+            start, error = clock(), None
+            name, shard = tensor if isinstance(tensor, tuple) else (tensor, None)
+            try:
+                # Checked here and not when they were read: decoding finds them cached.
+                for kind in chunks if self.reader.verify else ():
+                    if kind in load.lacks:
+                        self.reader.check(chunks[kind], name, shard)
+                out = self.slots.tensors(load.slots["full"], load.key.layer)[name]
+                decode(operation, chunks, name, out, load.slots["full"], shard)
+                self.timeline.add(Event(me, operation, *load.key, start, clock()))
+            except BaseException as caught:
+                error = caught
+            self._used[me] = time.thread_time()
+            with self.changing() as queue:
+                queue.decode_done(load, tensor, operation, error)
+
+
+@contextmanager
+def filling(
+    slots: Slots, reader: Reader
+) -> Iterator[Callable[[], dict[ExpertKey, dict[str, int]]]]:
+    """Read all experts of a store within the block, by all threads, straight into their slots; what
+    it gives waits for them and says which slots they hold.
+
+    The first touch of memory takes longer than reading into it, and any number of threads can do
+    both at once: so no page is touched before it is read into. No more memory is used than the
+    slots and the store's `scratch`: what threads need besides is that of the loads in flight, of
+    which there are none yet.
+
+    Raises, when waited for, what `Reader.read` raises: StoreError or OSError that name file, expert
+    and offset."""
+    store, sizes, spare = reader.store, slots.sizes, slots.count["e"]
+    layers = enumerate(store.layers)
+    keys = [ExpertKey(layer, e) for layer, of in layers for e in range(len(of.experts))]
+    held = {key: {"full": slot} for slot, key in enumerate(keys)}
+    own = store.scratch + (0 if sizes.in_place else sizes.in_flight)  # bytes that a thread needs
+    most = (spare * sizes.in_flight + store.scratch) // own if own else len(keys)
+    places: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # to read compressed experts into
+    for slot in range(spare):
+        places.put((slot, decoder(slots)))
+
+    def load(key: ExpertKey) -> None:
+        whole = held[key]["full"]
+        if sizes.in_place:
+            chunks = reader.read(*key, "both", slots.bytes("full", whole))
+            if slots.link is not None:
+                slots.land(whole, chunks)
+            return
+        slot, decode = place = places.get()
+        try:
+            into = {"E": slots.bytes("e", slot), "SM": slots.bytes("sm", slot)}
+            parts = reader.read_parts(*key, into)
+            for chunks in parts if reader.verify else ():
+                reader.check(chunks)
+            for name, out in slots.tensors(whole, key.layer).items():
+                decode("decode", dict(zip(("e", "sm"), parts)), name, out, whole)
+        finally:
+            places.put(place)
+
+    threads = max(1, min(most, (os.cpu_count() or 1) + WAITING))
+    pool = ThreadPoolExecutor(threads, "moelab filling", alone)
+    try:
+        loaded = pool.map(load, keys)  # begins at once
+
+        def wait() -> dict[ExpertKey, dict[str, int]]:
+            for _ in progress(loaded, "reading experts", total=len(keys), unit="experts"):
+                pass
+            return held
+
+        yield wait
+    finally:
+        pool.shutdown(cancel_futures=True)  # what is being read is finished first

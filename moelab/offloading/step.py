@@ -1,0 +1,106 @@
+"""A layer's step: what is loaded, evicted and prefetched for it.
+
+The engine calls it with threads around, the simulator with a clock; nothing here knows of either,
+so both decide the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from moelab.cache.residency import Request, Residency, Step
+from moelab.offloading.load_queue import LoadQueue, Order, given_order
+from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.specs import ExpertKey, State
+
+
+class Log(Protocol):
+    """Who is told what happens: a `moelab.offloading.run.EngineRun`."""
+
+    def layer(self, layer: int, tokens: Mapping[int, int]) -> None: ...
+
+    def predicted(self, layer: int, experts: Iterable[int]) -> None: ...
+
+
+class StepController:
+    """Decides the steps of one model, layer by layer.
+
+    residency : which experts are kept.
+    queue : what of them is loaded, and into which slots.
+    gate : whether predictions are followed.
+    order : in which order the experts of a step are read and decoded.
+    log : is told of every step and of every prediction.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        queue: LoadQueue,
+        gate: PrefetchGate,
+        order: Callable[[Sequence[Request]], Order],
+        log: Log | None = None,
+    ) -> None:
+        self.residency, self.queue, self.gate, self.order = residency, queue, gate, order
+        self.log = log
+        self.announced: tuple[int, list[int]] | None = None  # layer to come, experts
+
+    def begin_forward(self, phase: str) -> None:
+        """A forward pass begins, "prefill" or "decode"."""
+        self.drop_prefetched()
+        self.gate.begin(phase)
+
+    def end_forward(self, seconds: float) -> None:
+        """It took so long."""
+        self.drop_prefetched()
+        self.gate.ended(seconds)
+
+    def drop_prefetched(self) -> None:
+        """What was prefetched and not used is given up: the forward pass that wanted it is over."""
+        self.announced = None
+        self.queue.drop_prefetched()
+
+    def announce(self, layer: int, experts: Iterable[int]) -> None:
+        """A layer to come will probably choose these experts, the likeliest first; `load` of the
+        next step prefetches them."""
+        if self.queue.ahead and 0 <= layer < self.residency.L:
+            self.announced = layer, [e for e in dict.fromkeys(experts) if e < self.residency.E]
+
+    def begin(self, layer: int, tokens: Mapping[int, int], ready: Callable[[Any], object]) -> Step:
+        """`decide` and `load`."""
+        step = self.decide(layer, tokens)
+        self.load(step, ready)
+        return step
+
+    def decide(self, layer: int, tokens: Mapping[int, int]) -> Step:
+        """Which experts of {expert: tokens} are in memory, which stay, and who leaves for them."""
+        step = self.residency.begin(layer, tokens)
+        if self.log is not None:
+            self.log.layer(layer, tokens)
+        return step
+
+    def load(self, step: Step, ready: Callable[[Any], object]) -> None:
+        """Let the queue load what the step lacks, and prefetch behind that what was announced.
+
+        ready : called with the key of each expert that is loaded, or with the error that ends the
+        step."""
+        announced, self.announced = self.announced, None
+        if step.loads or step.evicted or self.queue.prefetched:
+            left = self.queue.begin(step.layer, step.loads, [key for key, _ in step.evicted], ready)
+            if left:
+                self.queue.demand(left, self.order(left))
+        if announced is not None:
+            self._prefetch(*announced)
+
+    def _prefetch(self, layer: int, experts: list[int]) -> None:
+        if self.log is not None:
+            self.log.predicted(layer, experts)
+        if not self.gate.opens:
+            return
+        keys = [ExpertKey(layer, expert) for expert in experts]
+        requests = [
+            Request(key, 1, state, State.MISSED)
+            for key in keys
+            if (state := self.residency.state(key)) is not State.FULL
+        ]
+        if requests:
+            self.queue.prefetch(layer, requests, given_order(requests))

@@ -1,0 +1,234 @@
+"""What a machine takes for an expert and for everything else, in seconds: all that a simulation knows of
+it.
+
+`moelab.simulation.fit` finds it in a run's timeline, `delays_of` in the figures of a device card.
+The letters K and N are ZipMoE's (§3.2): a tensor's exponents lie on disk as K compressed shards
+(E-chunks), its signs and mantissas as one SM-chunk; an expert has N tensors. Experts that are read
+as they are computed have one chunk, E. Left out: how much disk, workers and computation slow each
+other down, except as far as they did where the seconds were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moelab.specs import DeviceSpec, ExpertKey, MoESpec
+
+#: seconds as base + per token
+Linear = tuple[float, float]
+#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
+RHO = 2.65 / 8
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Seconds of one expert's parts; ValueError for a negative one.
+
+    e_read, sm_read : reading all its E-chunks, all its SM-chunks.
+    decompress, recover : all its exponents; joining them with signs and mantissas; in one thread.
+    expert_base, expert_token : computing it takes `expert_base + expert_token · tokens`.
+    K, N : shards a tensor, tensors an expert.
+    e_bytes, sm_bytes : what the two reads transfer.
+    experts_bytes : [L][E] of these two numbers for each expert; the seconds are the mean expert's.
+    together : (n, seconds) of one token's n experts in one call, ascending, n above 1; none if each
+        is computed by itself.
+    """
+
+    e_read: float
+    sm_read: float
+    decompress: float
+    recover: float
+    expert_base: float
+    expert_token: float
+    K: int = 1
+    N: int = 3
+    e_bytes: int = 0
+    sm_bytes: int = 0
+    experts_bytes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    together: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} s; a delay is a number of seconds, at least 0"
+                )
+        if self.K < 1 or self.N < 1:
+            raise ValueError(
+                f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1"
+            )
+
+    def read(self, key: ExpertKey, e: bool, sm: bool) -> tuple[float, int]:
+        """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both, in proportion to its
+        own bytes."""
+        mean = self.e_bytes, self.sm_bytes
+        own = self.experts_bytes[key.layer][key.expert] if self.experts_bytes else mean
+        seconds = nbytes = 0
+        for wanted, took, n, usual in zip((e, sm), (self.e_read, self.sm_read), own, mean):
+            if wanted:
+                seconds += took * n / usual if usual else took
+                nbytes += n
+        return seconds, nbytes
+
+    @property
+    def miss_read(self) -> float:
+        """Seconds of reading a missed expert."""
+        return self.e_read + self.sm_read
+
+    @property
+    def decode(self) -> float:
+        """Seconds of decompressing and joining an expert, in one thread."""
+        return self.decompress + self.recover
+
+    def expert(self, tokens: int) -> float:
+        """Seconds that an expert computes for so many tokens."""
+        return self.expert_base + self.expert_token * tokens
+
+    def one_token(self, n: int) -> float:
+        """Seconds of one token's n experts in one call: on straight lines between one expert's and
+        those of `together`, if there are any."""
+        alone = self.expert(1)
+        return float(np.interp(n, *zip((1, alone), *self.together))) if self.together else n * alone
+
+    def at_once(self, requests: Sequence[Any]) -> float:
+        """Seconds of experts that are computed in one call, or, for more tokens than one, one after
+        another."""
+        if all(request.tokens == 1 for request in requests):
+            return self.one_token(len(requests))
+        return sum(self.expert(request.tokens) for request in requests)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that is simulated: seconds of an expert's parts, and of all else.
+
+    workers : threads that decode.
+    other, head : before each layer's experts, and after the last layer's: (base, per token).
+    decide : (experts that must be loaded, seconds) of deciding about a layer's step, ascending.
+    handover : until threads have woken up, between an expert's last read and its computation, if
+        that waits for it.
+    predict : of a prediction of a layer's experts.
+    """
+
+    delays: Delays
+    workers: int = 1
+    other: Linear = (0.0, 0.0)
+    head: Linear = (0.0, 0.0)
+    decide: tuple[tuple[int, float], ...] = ()
+    handover: float = 0.0
+    predict: float = 0.0
+
+    def deciding(self, loads: int) -> float:
+        """Seconds of deciding about a step that must load so many experts."""
+        return float(np.interp(loads, *zip(*self.decide))) if self.decide else 0.0
+
+
+@dataclass(frozen=True)
+class MachineRates:
+    """How fast experts arrive (bytes/s), memory is read (bytes/s) and numbers are multiplied
+    (FLOP/s)."""
+
+    read: float
+    memory: float
+    flops: float
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> MachineRates:
+        """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit
+        arithmetic. ValueError if there is none."""
+
+        def first(names: tuple[str, ...], what: str) -> float:
+            for name in names:
+                if name in device.figures:
+                    return device[name]
+            raise ValueError(
+                f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure with its source"
+            )
+
+        read = first(("link_bandwidth_gbs", "storage_read_gbs"), "host link and no disk")
+        flops = first(("bf16_tflops", "fp16_tflops", "fp32_tflops"), "TFLOPS")
+        return cls(read * 1e9, device["memory_bandwidth_gbs"] * 1e9, flops * 1e12)
+
+
+def delays_of(
+    device: DeviceSpec,
+    spec: MoESpec,
+    rho: float,
+    dense_bytes: float,
+    decompress_gbs: float | None = None,
+) -> tuple[Delays, Linear]:
+    """Delays of an expert and seconds of everything else in a layer, from the figures of a device
+    card.
+
+    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Recovery
+    reads and writes B; computing reads the weights once and then multiplies, without overlap, which
+    is at most twice too slow.
+
+    rho : compressed over raw size of the exponents: 1 if they are not compressed.
+    dense_bytes : of all weights that every token uses, spread evenly over the L layers.
+    decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a
+        card without it.
+
+    Raises ValueError: figures are missing, ρ is not in (0, 1], or the model is not in bf16.
+    """
+    if not 0 < rho <= 1:
+        raise ValueError(
+            f"rho is {rho}; it is compressed over raw size of the exponents, above 0 and at most 1"
+        )
+    if spec.dtype != "bfloat16":
+        raise ValueError(
+            f"{spec.name} is stored in {spec.dtype}; exponents are split off bfloat16 only. "
+            "spec.with_dtype('bfloat16') is the same model in bf16"
+        )
+    rates = MachineRates.of(device)
+    if decompress_gbs is None:
+        if "decompress_gbs" not in device.figures:
+            raise ValueError(
+                f"the card of {device.name} doesn't say how fast a thread decompresses; give "
+                "decompress_gbs, GB/s of exponents that come out, and state it as an assumption"
+            )
+        decompress_gbs = device["decompress_gbs"]
+    from moelab.store.codecs import SHARDS, shard_count  # which needs torch
+
+    half = spec.expert_bytes / 2
+    delays = Delays(
+        e_read=rho * half / rates.read,
+        sm_read=half / rates.read,
+        decompress=half / (decompress_gbs * 1e9),
+        recover=4 * half / rates.memory,
+        expert_base=2 * half / rates.memory,
+        expert_token=2 * spec.expert_params / rates.flops,
+        K=shard_count(spec.H * spec.I, SHARDS),
+        N=3 if spec.gated else 2,
+        e_bytes=round(rho * half),
+        sm_bytes=round(half),
+    )
+    return delays, _other(spec, rates, dense_bytes)
+
+
+def delays_in_place(
+    device: DeviceSpec, spec: MoESpec, stored: float, computed: float, dense_bytes: float
+) -> tuple[Delays, Linear]:
+    """The same for experts of `stored` bytes that are read as they are computed, with nothing to
+    decode; from `computed` bytes, if that reads others."""
+    rates = MachineRates.of(device)
+    delays = Delays(
+        e_read=stored / rates.read,
+        sm_read=0.0,
+        decompress=0.0,
+        recover=0.0,
+        expert_base=computed / rates.memory,
+        expert_token=2 * spec.expert_params / rates.flops,
+        e_bytes=round(stored),
+    )
+    return delays, _other(spec, rates, dense_bytes)
+
+
+def _other(spec: MoESpec, rates: MachineRates, dense_bytes: float) -> Linear:
+    """Before a layer's experts: its share of the weights that every token uses is read, and
+    multiplied."""
+    dense = dense_bytes / spec.L
+    return dense / rates.memory, dense / rates.flops

@@ -1,0 +1,186 @@
+"""A machine in simulated time: disk, decode workers and compute, each at one thing at a time.
+
+What they do next, a `LoadQueue` says, the engine's own; how long that takes, a `Machine`. All that
+happens is an `Event`, as in a real run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from moelab.cache.residency import Request, Step
+from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, read_name
+from moelab.simulation.costs import Machine
+from moelab.specs import Event, ExpertKey, State
+
+DISK = -1
+
+
+class SimulatedMachine:
+    """Disk, workers and compute with a clock.
+
+    Workers take tensors, or shards of the last ones, as the engine's do; here all are of equal
+    size. Compute runs the experts that are FULL in ascending order, or in one go where
+    `Delays.together` says so, then the others as they are loaded. Time passes in `run` and `spend`
+    only, and what is under way goes on from layer to layer. An expert that compute waits for comes
+    `Machine.handover` later.
+
+    slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
+    prefetched. ValueError without workers.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        slots: Mapping[str, int],
+        resident: Iterable[tuple[ExpertKey, State]] = (),
+        ahead: int = 0,
+        start: float = 0.0,
+    ) -> None:
+        if machine.workers < 1:
+            raise ValueError(f"there are {machine.workers} workers; decompression needs at least 1")
+        self.machine, self.delays = machine, machine.delays
+        number = {kind: count() for kind in KINDS}
+        tensors = range(self.delays.N if self.delays.decode else 1)
+        self.queue = LoadQueue(
+            slots,
+            ahead,
+            held={
+                key: {kind: next(number[kind]) for kind in HOLDS[state]}
+                for key, state in resident
+                if state is not State.MISSED
+            },
+            tensors=lambda key: tensors,
+            workers=machine.workers,
+            shards=lambda load, tensor: self.delays.K,
+        )
+        #: seconds of an operation on one tensor
+        self._seconds = {
+            kind: getattr(self.delays, kind) / len(tensors)
+            for kind in ("decompress", "recover", "decode")
+        }
+        self.now = start
+        self._events: list[Event] = []
+        self._running: list[tuple[float, int, Callable[[], None]]] = []  # heap of end, who, then
+        self._disk_free = self._compute_free = True
+        self._idle = list(range(machine.workers))
+        self._computed_until = start
+        self._layer, self._left = -1, 0  # _left: for compute to do
+        self._requests: dict[ExpertKey, Request] = {}
+        self._ready: deque[list[ExpertKey]] = deque()  # computed in one go
+
+    def timeline(self) -> list[Event]:
+        """All events so far, also those under way, in order of their start."""
+        return sorted(self._events, key=lambda event: event.start)
+
+    def spend(self, layer: int, seconds: float) -> None:
+        """Compute does something else than experts; disk and workers go on with what is
+        prefetched."""
+        if seconds > 0:
+            self._left = 1
+            self._compute("other", layer, -1, self.now, seconds)
+            self.run()
+
+    def begin(self, step: Step) -> None:
+        """A layer's step comes: its experts that are FULL can be computed."""
+        self._layer, self._left = step.layer, len(step.requests)
+        self._requests = {request.key: request for request in step.requests}
+        there = [request.key for request in step.requests if request.state is State.FULL]
+        self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
+
+    def ready(self, key: ExpertKey) -> None:
+        """An expert of the step is loaded."""
+        self._ready.append([key])
+
+    def run(self) -> None:
+        """Go on until compute has nothing left to do."""
+        while self._left:
+            self._start()
+            self.now = self._running[0][0]
+            while self._running and self._running[0][0] == self.now:
+                heappop(self._running)[2]()  # all that end together, before anything starts
+
+    def finish(self) -> None:
+        """End what disk and workers are at, and begin nothing more."""
+        while self._running:
+            heappop(self._running)[2]()
+
+    def _start(self) -> None:
+        """Let everybody who is free take what can be done."""
+        if self._disk_free and (found := self.queue.next_read()) is not None:
+            self._read(*found)
+        while self._idle and (found := self.queue.next_decode()) is not None:
+            self._decode(*found)
+        if self._compute_free and self._ready:
+            self._compute_experts(self._ready.popleft())
+
+    def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
+        seconds, nbytes = self.delays.read(load.key, "e" in kinds, "sm" in kinds)
+        self._disk_free = False
+
+        def then() -> None:
+            self._disk_free = True
+            self.queue.read_done(load, kinds, nbytes)
+
+        self._begin("disk", DISK, read_name(kinds), *load.key, self.now, seconds, then, nbytes)
+
+    def _decode(self, load: Load, tensor: Any, operation: str) -> None:
+        worker, parts = heappop(self._idle), self.delays.K if isinstance(tensor, tuple) else 1
+
+        def then() -> None:
+            heappush(self._idle, worker)
+            self.queue.decode_done(load, tensor, operation)
+
+        seconds = self._seconds[operation] / parts
+        self._begin(f"worker {worker}", worker, operation, *load.key, self.now, seconds, then)
+
+    def _compute_experts(self, keys: list[ExpertKey]) -> None:
+        start = self.now
+        if start > self._computed_until:
+            start += self.machine.handover
+            waited = Event("compute", "wait", self._layer, -1, self._computed_until, start)
+            self._events.append(waited)
+        only = keys[0].expert if len(keys) == 1 else -1
+        seconds = self.delays.at_once([self._requests[key] for key in keys])
+        self._compute("expert", keys[0].layer, only, start, seconds, keys)
+
+    def _compute(
+        self,
+        kind: str,
+        layer: int,
+        expert: int,
+        start: float,
+        seconds: float,
+        keys: Sequence[ExpertKey] = (),
+    ) -> None:
+        self._compute_free = False
+
+        def then() -> None:
+            self._computed_until, self._compute_free = self.now, True
+            self._left -= max(len(keys), 1)
+            requests = [self._requests[key] for key in keys]
+            if leaving := [request for request in requests if request.keep is not State.FULL]:
+                self.queue.computed(leaving)
+
+        self._begin("compute", self.machine.workers, kind, layer, expert, start, seconds, then)
+
+    def _begin(
+        self,
+        resource: str,
+        who: int,
+        kind: str,
+        layer: int,
+        expert: int,
+        start: float,
+        seconds: float,
+        then: Callable[[], None],
+        nbytes: int = 0,
+    ) -> None:
+        """`who` begins something, and `then` has done it; the disk first, compute last of those that
+        end together."""
+        end = start + seconds
+        heappush(self._running, (end, who, then))
+        self._events.append(Event(resource, kind, layer, expert, start, end, nbytes))

@@ -1,0 +1,232 @@
+"""One layer's step in simulated time: the rules that every step keeps, and clocks by hand."""
+
+from collections import Counter
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab.cache.residency import Step
+from moelab.offloading.load_queue import HOLDS, KINDS, given_order
+from moelab.simulation.costs import Delays, Machine
+from moelab.simulation.machine import SimulatedMachine
+from moelab.specs import ExpertKey, State
+from moelab.zipmoe.affinity import naive_order, order
+from moelab.zipmoe.tasks import execute
+from tests.timelines import at_most
+from tests.zipmoe.instances import Request, delays, requests
+
+UNIT = Delays(
+    e_read=2.0, sm_read=3.0, decompress=4.0, recover=1.0, expert_base=5.0, expert_token=1.0, N=1
+)
+#: whose experts are one tensor each, of one shard
+machines = delays.map(lambda machine: replace(machine, N=1, K=1))
+TINY = 1e-9
+
+
+def request(expert, state, keep="M", tokens=1):
+    return Request(ExpertKey(0, expert), tokens, State(state), State(keep))
+
+
+def limited(asked, plan, machine, workers, in_flight, start=0.0):
+    """The step with so many slots beside those of a cache that has room for what is there before
+    and after it."""
+    slots = {
+        kind: max(
+            sum(kind in HOLDS[state] for state in states)
+            for states in ([r.state for r in asked], [r.keep for r in asked])
+        )
+        + in_flight
+        for kind in KINDS
+    }
+    resident = ((r.key, r.state) for r in asked)
+    played, step = (
+        SimulatedMachine(Machine(machine, workers), slots, resident, 0, start),
+        Step(2, asked, []),
+    )
+    played.begin(step)
+    played.queue.begin(2, step.loads, [], played.ready)
+    played.queue.demand(step.loads, plan)
+    played.run()
+    return played.timeline(), played.now
+
+
+def check_expert(was, of):
+    """The events of one expert, by kind: each part once, and in order."""
+    run = of.pop("expert")
+    if was is State.FULL:
+        return not of
+    read = {"E": -inf if was.has_e else None, "SM": -inf if was.has_sm else None}
+    for kind, parts in (("read", ("E", "SM")), ("read E", ("E",)), ("read SM", ("SM",))):
+        for part in parts if kind in of else ():
+            assert read[part] is None, "read though it was in memory"
+            read[part] = of[kind].end
+    if "decode" in of:
+        assert not of.keys() & {"decompress", "recover"}
+        return max(read.values()) <= of["decode"].start and of["decode"].end <= run.start
+    assert read["E"] <= of["decompress"].start
+    assert max(of["decompress"].end, read["SM"]) <= of["recover"].start
+    return of["recover"].end <= run.start
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests(),
+    machines,
+    st.integers(1, 5),
+    st.none() | st.integers(1, 5),
+    st.sampled_from([0.0, 12.5]),
+    st.booleans(),
+)
+def test_a_step_keeps_the_graph_and_one_thing_at_a_time(
+    asked, machine, workers, in_flight, start, naive
+):
+    plan = naive_order(asked) if naive else order(asked, machine, workers)
+    if in_flight is None:
+        events, end = execute(asked, plan, machine, workers, start, layer=2)
+    else:
+        events, end = limited(asked, plan, machine, workers, in_flight, start)
+    assert [event.start for event in events] == sorted(event.start for event in events)
+    by_resource = {}
+    for event in events:
+        assert start <= event.start and event.end <= end + TINY and event.layer == 2
+        by_resource.setdefault(event.resource, []).append((event.start, event.end))
+    assert by_resource.keys() <= {"disk", "compute", *(f"worker {i}" for i in range(workers))}
+    assert all(at_most(spans, 1) for spans in by_resource.values())
+    for r in asked:
+        mine = [event for event in events if event.expert == r.key.expert]
+        assert len({event.kind for event in mine}) == len(mine), "done twice"
+        assert check_expert(r.state, {event.kind: event for event in mine})
+    missing = [r for r in asked if r.state is not State.FULL]
+    needed = sum(3 * (not r.state.has_e) + 5 * (not r.state.has_sm) for r in missing)
+    assert sum(event.bytes for event in events) == needed
+    now = start
+    for begin, stop in sorted(by_resource.get("compute", [])):  # busy, or says that it waits
+        assert begin == pytest.approx(now)
+        now = stop
+    assert now == pytest.approx(end)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), machines, st.integers(1, 4), st.integers(1, 4))
+def test_slots_limit_what_is_in_flight(asked, machine, workers, in_flight):
+    """Where nothing is kept and nothing is there, an expert has its slots from its first operation
+    to its last."""
+    asked = [r._replace(state=State.MISSED, keep=State.MISSED) for r in asked]
+    events, _ = limited(asked, order(asked, machine, workers), machine, workers, in_flight)
+    spans = []
+    for r in asked:
+        mine = [event for event in events if event.expert == r.key.expert]
+        spans.append((min(event.start for event in mine), max(event.end for event in mine)))
+    assert at_most(spans, in_flight)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), delays, st.integers(1, 4))
+def test_workers_decode_every_tensor_once(asked, machine, workers):
+    loads = sum(r.state is not State.FULL for r in asked)
+    events, _ = execute(asked, order(asked, machine, workers), machine, workers)
+    work = [e for e in events if e.resource.startswith("worker")]
+    assert sum(e.end - e.start for e in work) == pytest.approx(loads * machine.decode)
+    kinds, tensors = Counter(e.kind for e in work), loads * (machine.N if machine.decode else 1)
+    assert kinds["decompress"] == kinds["recover"]
+    assert tensors <= kinds["decode"] + kinds["recover"] <= tensors * machine.K
+
+
+@pytest.mark.parametrize(
+    "states, expected",
+    [
+        (
+            "M",
+            [("disk", "read", 0, 0, 5), ("compute", "wait", -1, 0, 10)]
+            + [("worker 0", "decode", 0, 5, 10), ("compute", "expert", 0, 10, 16)],
+        ),
+        (
+            "E",
+            [("disk", "read SM", 0, 0, 3), ("worker 0", "decompress", 0, 0, 4)]
+            + [("compute", "wait", -1, 0, 5), ("worker 0", "recover", 0, 4, 5)]
+            + [("compute", "expert", 0, 5, 11)],
+        ),
+        (
+            "MF",
+            [("compute", "expert", 1, 0, 6), ("disk", "read", 0, 0, 5)]
+            + [("worker 0", "decode", 0, 5, 10), ("compute", "wait", -1, 6, 10)]
+            + [("compute", "expert", 0, 10, 16)],
+        ),
+    ],
+)
+def test_steps_by_hand(states, expected):
+    """A missed expert; one whose exponents are there; one beside a hit, which is computed first."""
+    asked = [request(i, state) for i, state in enumerate(states)]
+    events, end = execute(asked, order(asked, UNIT, 1), UNIT, 1)
+    found = [(e.resource, e.kind, e.expert, e.start, e.end) for e in events]
+    assert sorted(found) == sorted(expected) and end == expected[-1][-1]
+
+
+@pytest.mark.parametrize(
+    "states, N, K, workers, decoding",
+    [
+        ("M", 3, 1, 4, 5 / 3),
+        ("M", 3, 1, 2, 10 / 3),
+        ("M", 3, 1, 1, 5),
+        ("M", 1, 4, 4, 5 / 4),
+        ("M", 1, 4, 3, 5 / 2),
+        ("C", 1, 4, 2, 5 / 2),
+    ],
+)
+def test_tensors_and_the_shards_of_a_lone_miss_are_decoded_side_by_side(
+    states, N, K, workers, decoding
+):
+    asked, machine = [request(0, states)], replace(UNIT, N=N, K=K)
+    end = execute(asked, order(asked, machine, workers), machine, workers)[1]
+    assert end == pytest.approx(5 * (states == "M") + decoding + 6)
+
+
+def test_more_experts_in_a_block_than_slots_is_no_deadlock():
+    asked, machine = [request(e, "M") for e in range(4)], replace(UNIT, decompress=0.5, recover=0.1)
+    plan = order(asked, machine, 1)
+    assert plan.io[:4] == [(0, "E"), (1, "E"), (2, "E"), (3, "E")]
+    events, _ = limited(asked, plan, machine, 1, 1)
+    assert [(e.kind, e.expert) for e in events if e.resource == "disk"] == [
+        (kind, e) for e in range(4) for kind in ("read E", "read SM")
+    ]
+
+
+def test_an_expert_that_is_kept_takes_a_slot_of_the_cache():
+    """One slot beside the cache's: of two experts that are kept whole, the second waits only for
+    chunks' slots; of two that are not, also until the first is computed."""
+    for keep, second in (("F", 10), ("M", 16)):
+        asked = [request(0, "M", keep), request(1, "M", keep)]
+        events, _ = limited(asked, naive_order(asked), UNIT, 1, 1)
+        assert [e.start for e in events if e.resource == "disk"] == [0, second]
+
+
+def test_an_expert_that_is_waited_for_is_handed_over_and_hits_are_one_call():
+    """Of hits computed at once; by hand."""
+    machine = Machine(replace(UNIT, together=((2, 7.0),)), handover=0.5)
+    asked = [request(0, "F", "F"), request(1, "F", "F"), request(2, "M")]
+    played = SimulatedMachine(machine, dict.fromkeys(KINDS, 5), ((r.key, r.state) for r in asked))
+    step = Step(0, asked, [])
+    played.begin(step)
+    played.queue.begin(0, step.loads, [], played.ready)
+    played.queue.demand(step.loads, given_order(step.loads))
+    played.run()
+    compute = [tuple(e[1:6]) for e in played.timeline() if e.resource == "compute"]
+    assert compute == [
+        ("expert", 0, -1, 0, 7),
+        ("wait", 0, -1, 7, 10.5),
+        ("expert", 0, 2, 10.5, 16.5),
+    ]
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="0 workers"):
+        SimulatedMachine(Machine(UNIT, 0), dict.fromkeys(KINDS, 1))
+    with pytest.raises(ValueError, match="e_read is -1"):
+        replace(UNIT, e_read=-1.0)
+    with pytest.raises(ValueError, match="K=0 shards"):
+        replace(UNIT, K=0)
+    with pytest.raises(ValueError, match="the order has experts"):
+        execute([request(0, "M")], given_order([request(1, "M")]), UNIT, 1)
