@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
 from inspect import Parameter, isfunction, signature
-from typing import Any, NamedTuple, Union
+from operator import or_
+from typing import Any, NamedTuple
 
 from moelab.schema import typed
 from moelab.table import text_table
@@ -145,6 +147,6 @@ def _check(option: str, value: Any, annotation: str) -> None:
     plain = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
     wanted = annotation.split(" | ")
     if {*wanted} <= plain.keys():
-        typed(value, Union[tuple(plain[one] for one in wanted)], option)  # noqa: UP007
+        typed(value, reduce(or_, (plain[one] for one in wanted)), option)
     elif isinstance(value, str) and annotation not in ("Any", str(Parameter.empty)):
         raise ValueError(f"{option} is {value!r}; it must be {annotation}")

@@ -447,13 +447,13 @@ def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]]
     }
     small = max((row.get("least GB") or 0 for row in memory.values()), default=0) < 0.1
     unit, scale, found = *(("MB", 1e3) if small else ("GB", 1)), {}
-    for axis, x, scale, rows in (  # noqa: B020
+    for axis, x, times, every in (
         (f"memory needed ({unit})", "least GB", scale, memory),
         ("KL (nats a token)", "KL", 1, next(iter(there.values()))),
     ):
-        rows = {name: row for name, row in rows.items() if name != RESIDENT}
+        rows = {name: row for name, row in every.items() if name != RESIDENT}
         points = {
-            name: (scale * row[x], row["TPOT s"])
+            name: (times * row[x], row["TPOT s"])
             for name, row in rows.items()
             if row.get(x) is not None and "TPOT s" in row
         }

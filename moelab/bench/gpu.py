@@ -67,7 +67,8 @@ def recovery(device: torch.device, rounds: int) -> Record:
     from moelab.store import bf12_triton
 
     weights = (0.02 * torch.randn(WEIGHTS // 16, device=device)).bfloat16().repeat(16)
-    copy = timed(lambda to=torch.empty_like(weights): to.copy_(weights), rounds)  # noqa: B008
+    copied = torch.empty_like(weights)
+    copy = timed(lambda: copied.copy_(weights), rounds)
     rate = 4 * WEIGHTS / copy
     low, high = torch.empty(2, WEIGHTS, dtype=torch.uint8, device=device)
     words, out = weights.view(torch.int16), torch.empty_like(weights)

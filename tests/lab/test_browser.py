@@ -426,7 +426,7 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
     page.wait_for_function(PICTURED, timeout=120_000)  # before anything is scrolled to
     page.evaluate(ALL)
     frames, took, keep = page.locator(".moelab-view"), {}, kept()
-    for i, name in enumerate(VIEWS):  # noqa: B007
+    for i, _ in enumerate(VIEWS):
         frames.nth(i).locator(".main-svg, canvas.moelab-player").first.wait_for(timeout=120_000)
     for i, name in enumerate(VIEWS):
         if keep:

@@ -51,7 +51,9 @@ def test_a_tolerance_of_its_own():
 
 
 def test_missing_new_and_changed():
-    verdicts = lambda a, b: [row.verdict for row in compare(a, b)]  # noqa: E731
+    def verdicts(a, b):
+        return [row.verdict for row in compare(a, b)]
+
     one, other = content(m=(1, "exact")), content(n=(1, "exact"))
     assert verdicts(one, other) == ["FAILED", "new"]
     assert verdicts(one, content(m=(1, "measured"))) == ["FAILED"]

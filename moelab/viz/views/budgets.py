@@ -359,6 +359,7 @@ def budget(
 
     Raises ValueError: no source, an unknown policy, no machine to simulate; what `recorded` raises.
     """
+    known = [name for name in names("cache") if name not in NEEDS]
     found = {one.name: one for one in (recorded(source, prompt, tokens) for source in sources)}
     if not found:
         raise ValueError("there is nothing to explore: give an opened model, as views.budget(lm)")
@@ -368,12 +369,9 @@ def budget(
         at = explorers[first, device or machines[0]]
         target = float(f"{1.2 / min(at.play(p, at.share(share)).tpot for p in policies):.2g}")
 
-    def compute(
-        share: float, policies: Sequence[str], model: str, machine: str, target: float
-    ) -> Budgets:
+    def compute(share: float, policies: Any, model: str, machine: str, target: float) -> Budgets:
         return budgets(explorers[model, machine], share, policies, target)
 
-    known = [name for name in names("cache") if name not in NEEDS]
     controls = {
         "share": slider("memory for experts (% of all)", share, 1.0, 100.0, log=True),
         "policies": several("cache policies", policies, known),

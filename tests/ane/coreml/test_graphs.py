@@ -392,7 +392,7 @@ def test_attention_of_the_shipped_model_in_fp16(tmp_path):
         model(
             torch.tensor([model.tokenizer(prompts("needle", 1, tokens=250)[0].text)["input_ids"]])
         )
-    for number, given in seen.items():  # noqa: F402
+    for number, inputs in seen.items():
         attention = model.model.layers[number].self_attn
         shape = attention_shape(model.config, 64, 256)
         package = read_package(
@@ -401,8 +401,8 @@ def test_attention_of_the_shipped_model_in_fp16(tmp_path):
             )
         )
         tokens = (
-            given["hidden_states"][0].half().double(),
-            *(t[0].double() for t in given["position_embeddings"]),
+            inputs["hidden_states"][0].half().double(),
+            *(t[0].double() for t in inputs["position_embeddings"]),
         )
         expected = in_chunks(Evaluator(package), shape, *tokens)
         assert (
