@@ -178,15 +178,6 @@ def test_router(name, router):
     assert spec_from_config(transformers.AutoConfig.for_model(name)).router == router
 
 
-def test_router_of_deepseek_v2_follows_its_method():
-    make = transformers.DeepseekV2Config
-    assert spec_from_config(make(num_experts_per_tok=6)).router == "softmax"
-    grouped = make(
-        num_experts_per_tok=6, topk_method="group_limited_greedy", n_group=8, topk_group=3
-    )
-    assert spec_from_config(grouped).router == "softmax-group"
-
-
 @pytest.mark.parametrize(
     "settings, dtype",
     [
@@ -199,12 +190,6 @@ def test_router_of_deepseek_v2_follows_its_method():
 )
 def test_dtype(settings, dtype):
     assert spec_from_config(transformers.GptOssConfig(**settings)).dtype == dtype
-
-
-def test_an_unknown_quantisation_is_refused():
-    config = transformers.MixtralConfig(quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ValueError, match="with gptq, in a form.*unquantised checkpoint"):
-        spec_from_config(config)
 
 
 @pytest.mark.parametrize(
