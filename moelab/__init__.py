@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 #: public name → the module that defines it, and its name there if that is another
 _HOMES = {
-    "advise": "moelab.advice.advise",
+    "advise": "moelab.viz.advice",
     "open_model": "moelab.api",
     "using": "moelab.api",
     "prompts": "moelab.datasets",
@@ -22,7 +22,7 @@ _HOMES = {
     "kept_store": "moelab.checkpoint.convert",
     "restore": "moelab.checkpoint.restore",
     "simulate": "moelab.simulation.simulator:replay",
-    "profile": "moelab.simulation.profile",
+    "profile": "moelab.bench.profile",
     "names": "moelab.registry",
     "describe": "moelab.registry",
     "MoESpec": "moelab.specs",

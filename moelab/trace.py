@@ -2,14 +2,15 @@
 pickle.
 
 On disk: one safetensors file, spec and identity in its metadata. The hidden states of a trace,
-which can be a thousand times larger, are streamed to two further safetensors files beside it."""
+which can be a thousand times larger, lie in two further safetensors files beside it: they are
+written as they come and read by mapping them into memory."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -53,10 +54,6 @@ class RoutingTrace:
     model_id: str
     router_inputs: torch.Tensor | None = None
     residuals: torch.Tensor | None = None
-    #: the trace file beside which the hidden states already lie, and a temporary folder that lives
-    #: as long as this
-    _hidden_home: Path | None = field(default=None, repr=False, compare=False)
-    _keep: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         T, L, K = self.ids.shape
@@ -86,35 +83,23 @@ class RoutingTrace:
         }
         return RoutingTrace(**picked, **hidden, spec=self.spec, model_id=self.model_id)
 
-    @property
-    def prefill(self) -> RoutingTrace:
-        return self.select(self.phase == PREFILL)
-
-    @property
-    def decode(self) -> RoutingTrace:
-        return self.select(self.phase == DECODE)
-
     def counts(self) -> torch.Tensor:
         """Tokens that each expert executed: int64 [L, E]."""
         L, E = self.spec.L, self.spec.E
         flat = self.ids.long() + torch.arange(L)[:, None] * (E + 1)  # [T, L, K], E is "none"
         return torch.bincount(flat.reshape(-1), minlength=L * (E + 1)).view(L, E + 1)[:, :E]
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, hidden: bool = True) -> Path:
         """Write the trace atomically to `path` (a .safetensors file); returns the path.
 
         Hidden states go to `<stem>.router_inputs.safetensors` and `<stem>.residuals.safetensors`
-        beside it."""
+        beside it; with `hidden=False` they are there already (`moelab.record`)."""
         path = absolute(path)
-        hidden = [name for name in HIDDEN if getattr(self, name) is not None]
-        for name in hidden:
-            destination = hidden_path(path, name)
-            if self._hidden_home is not None:  # streamed to disk while recording: no second copy
-                _place(hidden_path(self._hidden_home, name), destination)
-                continue
-            with GrowingTensor(destination, name) as file:
+        names = [name for name in HIDDEN if getattr(self, name) is not None]
+        for name in names if hidden else ():
+            with growing_tensor(hidden_path(path, name), name) as append:
                 for rows in getattr(self, name).split(4096):
-                    file.append(rows)
+                    append(rows)
         return save_tensors(
             path,
             {name: getattr(self, name) for name in FIELDS},
@@ -122,7 +107,7 @@ class RoutingTrace:
                 "format": FORMAT,
                 "spec": json.dumps(self.spec.to_dict()),
                 "model_id": self.model_id,
-                "hidden": json.dumps(hidden),
+                "hidden": json.dumps(names),
             },
         )
 
@@ -148,7 +133,7 @@ class RoutingTrace:
         model_id: str,
         hidden: list[str],
     ) -> RoutingTrace:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         ids = checked(tensors, "ids", ("int16",), (None, spec.L, spec.K), 0, spec.E)
         T = len(ids)
@@ -163,16 +148,14 @@ class RoutingTrace:
         }
         for name in hidden:
             try:
-                with safe_open(hidden_path(path, name), "pt") as file:
-                    columns[name] = checked(
-                        {name: file.get_tensor(name)}, name, FLOATS, (T, spec.L, None), None
-                    )
+                found = {name: map_hidden(path, name)}
+                columns[name] = checked(found, name, FLOATS, (T, spec.L, None), None)
             except (SafetensorError, FileNotFoundError, ValueError) as error:
                 raise ValueError(
                     f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
                     f"keep the files of a trace together ({error})"
                 ) from error
-        return cls(**columns, spec=spec, model_id=model_id, _hidden_home=path if hidden else None)
+        return cls(**columns, spec=spec, model_id=model_id)
 
     def summary(self) -> dict[str, str]:
         n_prefill = int((self.phase == PREFILL).sum())
@@ -204,59 +187,40 @@ def hidden_path(trace_path: Path, name: str) -> Path:
     )
 
 
-def _place(source: Path, destination: Path) -> None:
-    """Give a finished file a second name, or a copy where the file system cannot."""
-    if source == destination:
-        return
-    with atomic(destination) as part:
-        part.unlink(missing_ok=True)
-        try:
-            os.link(source, part)
-        except OSError:
-            shutil.copyfile(source, part)
+def map_hidden(trace_path: Path, name: str) -> torch.Tensor:
+    """The hidden states [T, L, H] beside a trace; their file may be removed meanwhile."""
+    from safetensors import safe_open
+
+    with safe_open(hidden_path(trace_path, name), "pt") as file:
+        return file.get_tensor(name)
 
 
-class GrowingTensor:
-    """A safetensors file of one tensor whose first dimension is not known until the end.
+ROOM = 512  # bytes of a growing tensor's header; safetensors allows trailing blanks in it
 
-    Room for the header is reserved and filled in on closing (safetensors allows trailing blanks in
-    it); until then the file is that of `atomic`. An exception inside the `with` removes it."""
 
-    ROOM = 512
+@contextmanager
+def growing_tensor(path: Path, name: str) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Write a safetensors file of one tensor whose first dimension is not known until the end.
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.name, self.rows = name, 0
-        self.shape: tuple[int, ...] | None = None
-        self._place = atomic(path)
-        self._file = open(self._place.__enter__(), "wb")
-        self._file.write(b" " * self.ROOM)
+    Yields `append(rows [n, …])`, to be called with the same trailing shape and dtype. The file
+    appears when the block ends, and not if it ends with an error."""
+    with atomic(path) as part, open(part, "wb") as file:
+        file.write(b" " * ROOM)
+        total, last = 0, torch.empty(0)
 
-    def append(self, rows: torch.Tensor) -> None:
-        """Add rows [n, ...]; every call has the same trailing shape and dtype."""
-        rows = rows.detach().contiguous().cpu()
-        self.shape, self.dtype = tuple(rows.shape[1:]), rows.dtype
-        self.rows += len(rows)
-        self._file.write(rows.view(torch.uint8).numpy().data if rows.numel() else b"")
+        def append(rows: torch.Tensor) -> None:
+            nonlocal total, last
+            last = rows.detach().contiguous().cpu()
+            total += len(last)
+            if last.numel():
+                file.write(last.view(torch.uint8).numpy().data)
 
-    def __enter__(self) -> GrowingTensor:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None or self.shape is None:
-            self._file.close()
-            self._place.__exit__(EOFError, EOFError(), None)
-            return
-        size = self._file.tell() - self.ROOM
-        header = json.dumps(
-            {
-                self.name: {
-                    "dtype": NAMES[self.dtype],
-                    "shape": [self.rows, *self.shape],
-                    "data_offsets": [0, size],
-                }
-            }
-        ).encode()
-        self._file.seek(0)
-        self._file.write((self.ROOM - 8).to_bytes(8, "little") + header.ljust(self.ROOM - 8))
-        self._file.close()
-        self._place.__exit__(None, None, None)
+        yield append
+        about = {
+            "dtype": NAMES[last.dtype],
+            "shape": [total, *last.shape[1:]],
+            "data_offsets": [0, file.tell() - ROOM],
+        }
+        file.seek(0)
+        file.write((ROOM - 8).to_bytes(8, "little"))
+        file.write(json.dumps({name: about}).encode().ljust(ROOM - 8))

@@ -3,7 +3,7 @@ them, and kept.
 
 A model that is here is in one form only, and one that is not here in none. So a sample is
 synthesized: a layer or two of Qwen3-MoE with experts, attention and routing of the model's sizes,
-in the form that is asked for, on the disk where moelab keeps its files. `moelab.simulation.profile`
+in the form that is asked for, on the disk where moelab keeps its files. `moelab.bench.profile`
 measures it, the same way as a model; the profile is kept, so the next advice asks nothing of the
 disk. What a model has besides, a longer head, shared experts, dense layers, is added as bytes over
 the rate of memory."""
@@ -18,32 +18,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
-
-from moelab.simulation.observed import Observed
 
 from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.bench.measure import load_average
+from moelab.bench.profile import FORMAT, Profile, profile
 from moelab.cache.residency import Pools, Residency
-from moelab.checkpoint import opening
 from moelab.checkpoint.synthesize import VOCABULARY, synthesize
 from moelab.files import cache_folder
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.simulation.profile import FORMAT, Profile, profile
+from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import ExpertStore, aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/7"
+VERSION = "moelab.sample/8"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it, each of two times
 SIZE, SECONDS = 160 << 20, 0.8
 #: forms without which there is no advice; seconds that a form's tokens in memory take beside
@@ -146,17 +143,17 @@ def measured(
                 break
             how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
             stores[form] = ExpertStore(synthesize(Path(folder) / form, sample, **how))
-            new[form] = of_store(stores[form], executor)
-        others = {form: between(model, profile.nbytes["full"]) for form, profile in new.items()}
+            new[form] = of_store(stores[form].folder, executor)
+        others = {form: between(model, profile.full) for form, profile in new.items()}
         for form, store in progress(stores.items(), "and once more", unit="forms") if new else ():
             if (
                 len(new) <= LEAST
                 or time.monotonic() + (time.monotonic() - start) / (2 * len(new)) < end
             ):
-                new[form] += of_store(store, executor)  # what disturbed the machine may be over
-            new[form] = new[form].calm()
+                again = of_store(store.folder, executor)  # what disturbed the machine may be over
+                new[form] = min(new[form], again, key=lambda one: (disturbed(one), one.tpot))
         for form, seconds in resident_tokens(stores, executor, others).items():
-            new[form].seconds["resident"] = seconds
+            new[form] = replace(new[form], resident=median(seconds))
             if form not in found or new[form].others <= found[form].others:
                 found[form] = new[form]
                 found[form].save(files[form])
@@ -168,12 +165,10 @@ def disturbed(found: Profile) -> bool:
     return (found.others or 0.0) > DISTURBED
 
 
-def of_store(store: ExpertStore, executor: str) -> Profile:
-    """The profile of a store as `open_model` runs it with an executor."""
-    fast, load = executor == "fast", load_average()
-    model = opening.open_checkpoint(store.folder, experts="external")
-    start, before = time.perf_counter(), others_seconds()
-    found = profile(store, model, seconds=SECONDS, executor="fast" if fast else None, compact=fast)
+def of_store(source: str | Path, executor: str) -> Profile:
+    """The profile of a model as `open_model` runs it with an executor."""
+    load, start, before = load_average(), time.perf_counter(), others_seconds()
+    found = profile(source, SECONDS, executor=executor)
     others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
 
@@ -221,41 +216,33 @@ def resident_tokens(
         }
 
 
-def before_experts(found: Profile, sample: MoESpec, delays: Delays) -> float:
+def before_experts(found: Profile, sample: MoESpec) -> float:
     """Seconds before a layer's experts in a sample whose experts are all in memory: what its tokens
     took, without their experts and the head as they are simulated."""
     residency = Residency(sample.L, sample.E, Pools(F=sample.L * sample.E))
     token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
     residency.fill()
-    rest = simulate([token], [(1, "decode")], residency, delays, head=found.head, quiet=True).tpot
-    return max(found.median("resident") - rest, 0.0) / sample.L
+    alone = Machine(found.machine.delays, head=found.machine.head)
+    rest = simulate([token], [(1, "decode")], residency, alone, quiet=True).tpot
+    return max(found.resident - rest, 0.0) / sample.L
 
 
 def costs(found: Profile, model: Model, whole: bool) -> Costs:
     """What a profile says; `whole` if it is of the model itself, not of a sample."""
-    (base, token), (head, head_token) = found.other, found.head
-    full, e, sm = (found.nbytes[part] for part in ("full", "e", "sm"))
-    delays, resident, rest = replace(found.delays(), experts_bytes=()), None, None
+    machine = replace(found.machine, delays=replace(found.machine.delays, experts_bytes=()))
+    e, sm, rest = machine.delays.e_bytes, machine.delays.sm_bytes, None
     if not whole:
-        rate = found.to_device()["memory_bandwidth_gbs"] * 1e9
         spec, here = model.spec, sample_spec(model.spec)
+        (base, token), (head, head_token) = machine.other, machine.head
+        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / found.copy
         attention = spec.num_layers * attention_bytes(here)
-        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / rate
-        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
-        base = (
-            base * spec.num_layers / spec.L + more
-        )  # a dense layer's attention is its successor's
-        resident = before_experts(found, here, delays) * spec.num_layers / spec.L + more
-        rest = resident * spec.L + head + head_token
-    return Costs(
-        delays,
-        (base, token),
-        (head, head_token),
-        Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(full, 0, 0, True),
-        e + sm,
-        resident,
-        rest,
-    )
+        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / found.copy
+        # a dense layer's attention is its successor's
+        layers = spec.num_layers / spec.L
+        rest = (before_experts(found, here) * layers + more) * spec.L + head + head_token
+        machine = replace(machine, other=(base * layers + more, token), head=(head, head_token))
+    sizes = Sizes(found.full, aligned(e), aligned(sm)) if sm else Sizes(found.full, 0, 0, True)
+    return Costs(machine, sizes, e + sm, rest)
 
 
 def sample_costs(
@@ -290,33 +277,15 @@ def sample_costs(
         found = sampled(form, executor)
         if look is None or found is None and form != AS_IS:
             return found
-        own, seen, L = (
-            costs(look.itself, model, True),
-            Observed(*look.ran["observed"]),
-            model.spec.L,
-        )
-        if executor != "fast":  # of which no run has told more than that
-            return found and replace(
-                found,
-                predict=seen.predict,
-                around=partial(replace, decide=seen.decide, handover=seen.handover),
-            )
-        awake = None  # the run knows its head, and more layers than a sample
-        if found:
-            awake = max(
-                found.resident
-                + (sum(found.head) - sum(seen.head) + seen.first) / L
-                - seen.first / sample_spec(model.spec).L,
-                0.0,
-            )
-        return replace(
-            own if form == AS_IS else found,
-            other=seen.other,
-            head=seen.head,
-            predict=seen.predict,
-            resident=awake,
-            rest=found and found.rest,
-            around=partial(seen.around, own.delays),
-        )
+        own = costs(look.itself, model, True)
+        if found is None:
+            return own if executor == "fast" else None
+        if form == AS_IS and executor == "fast":
+            return replace(own, rest=found.rest)
+        seen = own.machine  # its head, and more layers than a sample has
+        machine = replace(found.machine, predict=seen.predict)
+        if executor == "fast":
+            machine = replace(machine, other=seen.other, head=seen.head)
+        return replace(found, machine=machine)
 
     return costs_of

@@ -14,11 +14,10 @@ forwards."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,25 +25,24 @@ import numpy as np
 
 from moelab import registry
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
+from moelab.advice.question import Question
 from moelab.advice.ways import Way, fitted
+from moelab.bench.profile import Profile
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.intervals import typical
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
-from moelab.simulation.costs import MachineRates
-from moelab.simulation.profile import Profile
+from moelab.simulation.costs import RHO, Machine, delays_in_place, delays_of
 from moelab.simulation.simulator import (
-    RHO,
-    Linear,
     Predictions,
+    Prefetching,
     Simulation,
     Steps,
-    delays_of,
     flat,
+    ordered,
     simulate,
 )
 from moelab.specs import DeviceSpec, MoESpec
@@ -66,20 +64,19 @@ PREFETCH, RECALL = "router", 0.75
 
 @dataclass(frozen=True)
 class Costs:
-    """What a form costs on a machine: an expert's delays, seconds before a layer's experts and
-    after the last layer, bytes of a slot, bytes of an expert on disk; with everything in memory,
-    where nothing is decided, seconds before a layer's experts, and of a token without any experts
-    (None: as `other` and `head`); seconds of a prediction; what an engine adds to the delays."""
+    """What a form costs on a machine; bytes of a slot, bytes of an expert on disk; seconds of a
+    token without any experts where all are in memory and nothing is decided (None: as the machine
+    says)."""
 
-    delays: Delays
-    other: Linear
-    head: Linear
+    machine: Machine
     sizes: Sizes
     disk: int
-    resident: float | None = None
     rest: float | None = None
-    predict: float = 0.0
-    around: Callable[[Delays], Delays] | None = None
+
+    def reading(self, e_read: float, sm_read: float) -> Costs:
+        """The same with reads of so many seconds."""
+        delays = replace(self.machine.delays, e_read=e_read, sm_read=sm_read)
+        return replace(self, machine=replace(self.machine, delays=delays))
 
 
 @dataclass(frozen=True)
@@ -95,6 +92,18 @@ class Scene:
     predictions: Predictions
     shares: np.ndarray
     batch: int
+
+    def part(self, first: int, end: int | None = None) -> Part:
+        at = slice(first, end)
+        return Part(self.steps[at], self.forwards[at], self.predictions[at])
+
+
+class Part(NamedTuple):
+    """Some forwards of a scene."""
+
+    steps: Steps
+    forwards: list[tuple[int, str]]
+    predictions: Predictions
 
 
 class Look(NamedTuple):
@@ -136,87 +145,49 @@ def scene(shares: np.ndarray, batch: int = 1, seed: int = 0) -> Scene:
 def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way | None:
     """A way with what the simulator finds; None where its memory holds no expert beside those that
     are loaded."""
-    spec, sizes = model.spec, costs.sizes
-    delays = costs.delays if way.resident or costs.around is None else costs.around(costs.delays)
-    pools, ahead, staging, batch = Pools(F=spec.L * spec.E), 0, 1, seen.batch
+    spec, sizes, batch = model.spec, costs.sizes, seen.batch
     # of one token and of a whole prompt: no line goes through both exactly
-    other, head = ((base + token * batch, 0.0) for base, token in (costs.other, costs.head))
+    other, head = (
+        (base + token * batch, 0.0) for base, token in (costs.machine.other, costs.machine.head)
+    )
     if way.resident and costs.rest is not None:
-        other, head = (costs.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
+        other, head = (costs.machine.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
+    machine = replace(costs.machine, workers=way.workers, other=other, head=head)
+    pools, ahead, staging = Pools(F=spec.L * spec.E), 0, 1
     if not way.resident:
-        room = way.budget
-        if room < sizes.in_flight + sizes.full:
+        if way.budget < sizes.in_flight + sizes.full:
             return None
-        pools, staging = divide(room, sizes, spec.L, spec.E, None, "model", way.workers, None)
+        pools, staging = divide(way.budget, sizes, spec.L, spec.E, None, "model", way.workers, None)
         ahead = min(spec.K, staging - 1) if way.prefetch else 0
         if sizes.sm:
-            pools = (
-                way.pools
-                or best_pools(
-                    seen.shares,
-                    seen.steps[: 1 + WARM + FEW],
-                    room - staging * sizes.in_flight,
-                    sizes,
-                    delays,
-                    most=FEW,
-                    workers=way.workers,
-                    staging=staging,
-                    policy=way.cache,
-                    warm=1 + WARM,
-                    other=other,
-                )[0].pools
-            )
+            pools = way.pools or _best_pools(way, costs, seen, machine, staging)
     gate = PrefetchGate()
 
-    def run(
-        residency: Residency,
-        steps: Steps,
-        forwards: list[tuple[int, str]],
-        predictions: Predictions,
-        other: Linear = other,
-        head: Linear = head,
-    ) -> Simulation:
+    def run(residency: Residency, tokens: Part, machine: Machine = machine) -> Simulation:
+        prefetching = Prefetching(tokens.predictions, ahead, gate=gate) if ahead else None
         return simulate(
-            steps,
-            forwards,
+            tokens.steps,
+            tokens.forwards,
             residency,
-            delays,
-            workers=way.workers,
+            machine,
             staging=staging,
-            other=other,
-            head=head,
+            order=ordered("default", machine),
+            prefetching=prefetching,
             quiet=True,
-            **(
-                {}
-                if not ahead
-                else {
-                    "predictions": predictions,
-                    "ahead": ahead,
-                    "gate": gate,
-                    "predict": costs.predict,
-                }
-            ),
-            awake=None if costs.around is None else costs.resident,
         )
 
-    tokens = batch * context
-    whole = [
-        [
-            (layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))})
-            for layer, f in enumerate(seen.shares)
-        ]
-    ]
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
     long, residency = (Residency(spec.L, spec.E, pools, way.cache) for _ in range(2))
     if way.resident:  # all is read when the model is opened
         residency.fill()
         long.fill()
-    prompt = run(long, whole, [(tokens, "prefill")], [[]], costs.other, costs.head)
+    linear = replace(machine, other=costs.machine.other, head=costs.machine.head)
+    prompt = run(long, _prompt(seen.shares, batch * context), linear)
     first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
-    run(residency, seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
-    timed = run(residency, seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
+    run(residency, seen.part(gone, first))
+    timed = run(residency, seen.part(first))
     found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
     return replace(
         way,
@@ -231,6 +202,30 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
     )
 
 
+def _prompt(shares: np.ndarray, tokens: int) -> Part:
+    """One forward of so many tokens, of which each expert gets its share; [L, E]."""
+    step = [
+        (layer, {e: n for e, share in enumerate(row) if (n := round(tokens * share))})
+        for layer, row in enumerate(shares)
+    ]
+    return Part([step], [(tokens, "prefill")], [[]])
+
+
+def _best_pools(way: Way, costs: Costs, seen: Scene, machine: Machine, staging: int) -> Pools:
+    """How a compressed cache is divided, by a few tokens."""
+    return best_pools(
+        seen.shares,
+        seen.steps[: 1 + WARM + FEW],
+        way.budget - staging * costs.sizes.in_flight,
+        costs.sizes,
+        machine,
+        most=FEW,
+        staging=staging,
+        policy=way.cache,
+        warm=1 + WARM,
+    )[0].pools
+
+
 class Search:
     """Plays ways in the space: one of every form, then others until `SECONDS` are over.
 
@@ -238,23 +233,18 @@ class Search:
     played : of each way what it gives, which another search of the same memory may share.
     left : names of what was not tried, as time was over or nobody knows what it costs.
 
-    costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
-    memory : bytes for everything.
+    costs_of : (form, executor) → its costs, or None where they are not known.
+    loss : form → relative increase of language loss; None: unknown.
     """
 
     def __init__(
         self,
-        model: Model,
+        asked: Question,
         costs_of: Callable[[str, str], Costs | None],
         seen: Scene,
-        memory: int,
-        context: int,
-        batch: int,
         loss: Callable[[str], float | None],
-        allowed: float,
     ) -> None:
-        self.model, self.costs_of, self.seen, self.memory = model, costs_of, seen, memory
-        self.context, self.batch, self.loss, self.allowed = context, batch, loss, allowed
+        self.asked, self.costs_of, self.seen, self.loss = asked, costs_of, seen, loss
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
         self.played: dict[Way, Way | None] = {}
@@ -272,13 +262,13 @@ class Search:
         if (costs := self.costs_of(form, executor)) is None:
             self.left.append(form)
         return costs and fitted(
-            self.model,
+            self.asked.model,
             form,
             self.loss(form),
             costs.sizes.full,
-            memory or self.memory,
-            self.context,
-            self.batch,
+            memory or self.asked.memory,
+            self.asked.context,
+            self.asked.batch,
         )
 
     def play(self, way: Way, kept: list[Way]) -> Way | None:
@@ -286,7 +276,7 @@ class Search:
             if (costs := self.costs_of(way.form, way.executor)) is None:
                 self.left.append(way.name)
                 return None
-            self.played[way] = play(self.model, way, costs, self.seen, self.context)
+            self.played[way] = play(self.asked.model, way, costs, self.seen, self.asked.context)
         if played := self.played[way]:
             kept.append(played)
         return played
@@ -299,9 +289,9 @@ class Search:
         for way in progress(self.leaders(), "changing the fastest", unit="ways"):
             self.change(way)
         for way in progress(self.leaders(), "in other memory", unit="ways"):
-            if self.allowed == 0 and not way.lossless:
+            if self.asked.loss == 0 and not way.lossless:
                 continue
-            for memory in (round(share * self.memory) for share in (0.5, 0.75, 1.5)):
+            for memory in (round(share * self.asked.memory) for share in (0.5, 0.75, 1.5)):
                 if not self.late(f"{way.name} in {size(memory)}"):
                     self.other(way, memory)
 
@@ -311,7 +301,7 @@ class Search:
         best: dict[str, Way] = {}
         for way in sorted(self.found, key=lambda way: way.tpot):
             best.setdefault(way.form, way)
-        allowed = [way for way in best.values() if way.within(self.allowed)][:2]
+        allowed = [way for way in best.values() if way.within(self.asked.loss)][:2]
         return list(dict.fromkeys(allowed + list(best.values())[:1]))
 
     def change(self, way: Way) -> None:
@@ -357,7 +347,7 @@ def card_costs(
 ) -> Callable[..., Costs | None]:
     """What forms cost by the figures of a card: kernels multiply each as it lies, at the rate of
     memory, but a Huffman code, which is left out if nobody says how fast a thread decodes it."""
-    spec, rates = model.spec.with_dtype("bfloat16"), MachineRates.of(device)
+    spec = model.spec.with_dtype("bfloat16")
     decodes = decompress_gbs or "decompress_gbs" in device.figures
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
@@ -366,24 +356,13 @@ def card_costs(
         if form == DECODED:
             delays, other = delays_of(device, spec, RHO, model.dense, decompress_gbs)
             return Costs(
-                delays,
-                other,
-                (0.0, 0.0),
+                Machine(delays, other=other),
                 Sizes(spec.expert_bytes, aligned(delays.e_bytes), aligned(delays.sm_bytes)),
                 delays.e_bytes + delays.sm_bytes,
             )
         full = stored_bytes(model.spec, form)
-        delays, other = delays_of(device, spec, 1.0, model.dense, math.inf)
-        delays = replace(
-            delays,
-            e_read=full / rates.read,
-            sm_read=0.0,
-            recover=0.0,
-            e_bytes=full,
-            sm_bytes=0,
-            expert_base=full / rates.memory,
-        )
-        return Costs(delays, other, (0.0, 0.0), Sizes(full, 0, 0, True), full)
+        delays, other = delays_in_place(device, spec, full, full, model.dense)
+        return Costs(Machine(delays, other=other), Sizes(full, 0, 0, True), full)
 
     return costs_of
 
@@ -415,16 +394,8 @@ def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs 
         costs = costs_of(form, executor)
         if costs is None:
             return None
-        d = costs.delays
-        return replace(
-            costs,
-            delays=replace(
-                d,
-                e_read=d.e_read / 2,
-                sm_read=d.sm_read / 2,
-                read_both=None if d.read_both is None else d.read_both / 2,
-            ),
-        )
+        d = costs.machine.delays
+        return costs.reading(d.e_read / 2, d.sm_read / 2)
 
     return halved
 
@@ -433,34 +404,14 @@ def at_rate(
     costs_of: Callable[..., Costs | None], rate: float, late: float = 0.0
 ) -> Callable[..., Costs | None]:
     """The same machine with reads throttled to so many bytes a second, which then wake up `late` by
-    so many seconds. While they wait, the disk disturbs nobody."""
+    so many seconds."""
 
     def throttled(form: str, executor: str = "fast") -> Costs | None:
         costs = costs_of(form, executor)
         if costs is None:
             return None
-        d = costs.delays
-        both, e, sm = d.miss_read, d.e_bytes / rate + late, d.sm_bytes and d.sm_bytes / rate + late
-        least = (d.e_bytes + d.sm_bytes) / rate + late
-        busy = min(both / least, 1.0) if least else 1.0
-        return replace(
-            costs,
-            delays=replace(
-                d,
-                e_read=max(d.e_read, e),
-                sm_read=max(d.sm_read, sm),
-                read_both=None if d.read_both is None else max(d.read_both, least),
-                beside={name: part_of_the_time(name, d.beside, busy) for name in d.beside},
-            ),
-        )
+        d = costs.machine.delays
+        e, sm = (n and n / rate + late for n in (d.e_bytes, d.sm_bytes))
+        return costs.reading(max(d.e_read, e), max(d.sm_read, sm))
 
     return throttled
-
-
-def part_of_the_time(name: str, beside: Mapping[str, float], busy: float) -> float:
-    """A factor of `Delays.beside` where the disk is at work for a share of the time that it is
-    asked to be."""
-    what, _, others = name.partition(" beside ")
-    rest = " and ".join(other for other in others.split(" and ") if other != "read")
-    without = 1.0 if what == "read" else beside.get(f"{what} beside {rest}", 1.0)
-    return without + (beside[name] - without) * busy

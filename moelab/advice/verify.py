@@ -29,15 +29,18 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypedDict
 
+from moelab.advice.machine import clock_mhz, others_seconds
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
 from moelab.bench.measure import load_average
 from moelab.bench.memory_limit import drop_cached, memory_limit
+from moelab.bench.profile import measured
 from moelab.files import cache_folder
 from moelab.journal import Journal
 from moelab.progress import progress
 from moelab.schema import Amount, Positive, Size, typed
+from moelab.simulation.fit import fitted
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
 TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
@@ -115,10 +118,8 @@ def run(
         then all tokens are given again for `LOOKED` seconds, and the calmest round counts.
 
     Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak"
-    (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile what took
-    how long in this run: all that is "observed", and how "late" a throttled read came."""
-    from moelab.simulation.observed import observed
-
+    (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile how "late"
+    a throttled read came."""
     from moelab.advice import sample
     from moelab.evaluation import scores
 
@@ -148,35 +149,41 @@ def run(
             report["loss"] = [
                 float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")
             ]
-        store = this.store
         if profile is not None:
-            rounds = [(report["tpot"], observed(this.run))]
-            while this.forwards[-1].end - this.forwards[0].start < LOOKED:
-                first = len(this.forwards)
-                for _ in forwards(lm, ids, prompt):
-                    pass
-                rounds.append(
-                    (
-                        [end - start for start, end, *_ in this.forwards[first + 1 :]],
-                        observed(this.run.since(first)),
-                    )
-                )
-            report["tpot"], calm = min(rounds, key=lambda one: sum(one[0]))
-            report["observed"] = calm._replace(
-                predict=observed(this.run).predict
-            )  # asked for in few tokens
-            late = [
-                event.end - event.start - event.bytes / options.get("bandwidth", math.inf)
-                for event in this.run.timeline
-                if event.bytes
-            ]
-            report["late"] = max(median(late), 0.0) if late else 0.0
-    if profile is not None:
-        (
-            sample.of_store(store, options["executor"])
-            + sample.of_store(store, options["executor"])
-        ).calm().save(profile)
+            bandwidth = options.get("bandwidth", math.inf)
+            report |= _look_longer(lm, ids, prompt, bandwidth, profile)
+        whole = this.residency.holds_all
+    if profile is not None and whole:  # nothing was read
+        sample.of_store(source, options["executor"]).save(profile)
     return report
+
+
+def _look_longer(lm: Any, ids: Any, prompt: int, bandwidth: float, profile: str) -> dict[str, Any]:
+    """All tokens again for `LOOKED` seconds: seconds of each token of the calmest round, and how
+    late a throttled read comes; a profile of that round is saved."""
+    this, rounds = lm.moelab, [lm.moelab.run.since(0)]
+    load, start, before = load_average(), time.perf_counter(), others_seconds()
+    while this.forwards[-1].end - this.forwards[0].start < LOOKED:
+        first = len(this.forwards)
+        for _ in forwards(lm, ids, prompt):
+            pass
+        rounds.append(this.run.since(first))
+    others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
+    calm = min(rounds, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
+    if not this.residency.holds_all:
+        found = measured(lm, calm)
+        often = fitted(this.run).predict  # asked for in few tokens
+        found = replace(found, machine=replace(found.machine, predict=often))
+        replace(found, load_average=load, others=others, clock_mhz=clock_mhz()).save(profile)
+    late = [
+        event.end - event.start - event.bytes / bandwidth
+        for event in this.run.timeline
+        if event.bytes
+    ]
+    return {
+        "tpot": [end - begin for begin, end, *_ in calm.forwards[1:]],
+        "late": max(median(late), 0.0) if late else 0.0,
+    }
 
 
 def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> dict[str, Any]:
@@ -388,33 +395,24 @@ def verify(
     """Run ways for real, in turn, and keep what is measured; Ctrl-C or the end of `SECONDS` stops,
     and what there is stays, half a conversion, too.
 
-    ways : simulated, not corrected.    loss : measure the language loss of few bits, and of the model as it is.
+    ways : simulated, not corrected.
+    loss : measure the language loss of few bits, and of the model as it is.
 
     Returns what could not be run, with the reason.
     """
-    from moelab.advice.space import PROMPT, TIMED, WARM, typical
-
+    if loss and any(way.loss is None for way in ways) and not any(way.lossless for way in ways):
+        raise ValueError("a loss is measured beside a lossless way; give one")
     failed: dict[str, str] = {}
     windows: dict[str, list[float]] = {}
-    everything = [way for _ in range(rounds) for way in ways]
+    queue = sorted(ways, key=lambda way: not way.lossless) + [*ways] * (rounds - 1)
     end, longest = time.monotonic() + SECONDS, 0.0
     try:
-        with progress(
-            total=len(everything), desc="running the best (Ctrl-C stops)", unit="runs"
-        ) as bar:
-            if (
-                loss
-                and any(way.loss is None for way in ways)
-                and not any(way.lossless for way in ways)
-            ):
-                raise ValueError("a loss is measured beside a lossless way; give one")
-            for way in (
-                sorted(everything[: len(ways)], key=lambda way: not way.lossless)
-                + everything[len(ways) :]
-            ):
+        with progress(total=len(queue), desc="running the best (Ctrl-C stops)", unit="runs") as bar:
+            for way in queue:
                 if way.name in failed:
                     continue
-                if time.monotonic() + longest > end:
+                left = end - longest - time.monotonic()
+                if left < 0:
                     failed["the rest"] = (
                         f"not run, as {SECONDS:.0f} s were over; the next --verify goes on"
                     )
@@ -422,39 +420,52 @@ def verify(
                 bar.note(way.name)
                 asked = loss and way.form not in windows
                 try:
-                    source, start = (
-                        stored(model, way.form, end - longest - time.monotonic()),
-                        time.monotonic(),
-                    )
-                    found = fresh(
-                        source,
-                        options_of(way, model),
-                        memory,
-                        prompt=PROMPT,
-                        tokens=WARM + TIMED,
-                        batch=batch,
-                        loss=asked,
-                    )
+                    source, start = stored(model, way.form, left), time.monotonic()
+                    found = _ran(model, source, way, memory, batch, asked)
                     longest = max(longest, time.monotonic() - start)
                 except (RuntimeError, OSError, ValueError) as error:
                     failed[way.name] = str(error)
                     continue
                 if asked and found["loss"]:
                     windows[way.form] = found["loss"]
-                kept.add(
-                    settings=way.settings,
-                    batch=batch,
-                    predicted=way.tpot,
-                    ttft=found["ttft"],
-                    tpot=typical(found["tpot"][-TIMED:]),
-                    peak=found["peak"],
-                    limit=found["limit"],
-                    loss=relative(windows, way, ways) if asked else None,
-                )
+                lost = relative(windows, way, ways) if asked else None
+                keep(kept, way, batch, found, lost)
                 bar.update()
     except KeyboardInterrupt:
         failed["the rest"] = "stopped"
     return [f"{name}: {why}" for name, why in failed.items()]
+
+
+def _ran(
+    model: Model, source: str, way: Way, memory: int, batch: int, loss: bool
+) -> dict[str, Any]:
+    from moelab.advice.space import PROMPT, TIMED, WARM
+
+    return fresh(
+        source,
+        options_of(way, model),
+        memory,
+        prompt=PROMPT,
+        tokens=WARM + TIMED,
+        batch=batch,
+        loss=loss,
+    )
+
+
+def keep(kept: Kept, way: Way, batch: int, found: dict[str, Any], loss: Any) -> None:
+    """Keep what a way measured."""
+    from moelab.advice.space import TIMED, typical
+
+    kept.add(
+        settings=way.settings,
+        batch=batch,
+        predicted=way.tpot,
+        tpot=typical(found["tpot"][-TIMED:]),
+        ttft=found["ttft"],
+        peak=found["peak"],
+        limit=found["limit"],
+        loss=loss,
+    )
 
 
 def relative(

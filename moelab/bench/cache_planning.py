@@ -10,7 +10,7 @@ same machine. Every run begins with an empty cache."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from moelab import open_model
 from moelab.bench import limits, measure
 from moelab.bench.limits import belady_hits, compulsory_misses, request_count, static_hits
+from moelab.bench.profile import profile
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -31,10 +32,8 @@ from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.records import Numbers, Record
-from moelab.registry import make
-from moelab.simulation.observed import Observed
-from moelab.simulation.profile import profile
-from moelab.simulation.simulator import Simulation, flat, simulate, steps_of
+from moelab.simulation.costs import Machine
+from moelab.simulation.simulator import Simulation, flat, ordered, simulate, steps_of
 from moelab.specs import State
 from moelab.zipmoe.planner import Tried, best_pools
 from moelab.zipmoe.planning import CachePlan, plan
@@ -73,7 +72,7 @@ class Bench:
         seed: int,
     ) -> None:
         self.store, self.disk, self.workers, self.rounds = (
-            kept_store(model or None),
+            kept_store(model or None, codec="huffman"),
             disk,
             workers,
             rounds,
@@ -86,9 +85,9 @@ class Bench:
         )
         self.limited = bool(memory)  # then no two engines are open at once
         self.length = {"max_new_tokens": length, "min_new_tokens": length}
-        self.profile = profile(
-            self.store, workers=workers, seconds=seconds, seed=seed, bandwidth=disk
-        )
+        # Algorithm 1 reads and decodes an expert in parts, so that each is known.
+        how = {"workers": workers, "bandwidth": disk, "scheduler": "affinity"}
+        self.profile = profile(self.store, seconds, seed=seed, **how)
         with open_model(model or None, memory=memory or None) as lm:
 
             def cut(split: str) -> list[list[int]]:
@@ -107,11 +106,8 @@ class Bench:
                 lm, [ids[0].tolist() for ids in self.singly], batch_size=1, **self.length
             )
             self.eager = self._generate(lm, self.singly[0])
-        self.delays, self.other, self.head = (
-            self.profile.delays(),
-            self.profile.other,
-            self.profile.head,
-        )
+        self.machine = replace(self.profile.machine, workers=workers)
+        self.delays = self.machine.delays
         self.steps, self.forwards = steps_of(self.test)  # what an engine will be asked for
         room = int(smallest * self.everything / self.sizes.in_flight / 2)
         self.staging, self.measured = max(1, min(workers + 2, room)), {}
@@ -126,8 +122,7 @@ class Bench:
             **self.length | how,
         )
 
-    # ------------------------------------------------------------------------------------------------
-    # states and ranks
+    # ---- states and ranks
 
     @cached_property
     def states(self) -> list[Record]:
@@ -141,7 +136,7 @@ class Bench:
                 "state": state,
                 "bytes": held[state],
                 "read": reads[state],
-                "decode": (delays.decompress + delays.recover) * (state != "F"),
+                "decode": delays.decode * (state != "F"),
                 "saved": (reads["M"] - reads[state]) / held[state] if held[state] else None,
             }
             for state in held
@@ -154,7 +149,7 @@ class Bench:
             "read_e": of.e_read,
             "read_sm": of.sm_read,
             "decompress": of.decompress,
-            "read_both": of.read_both,
+            "read_both": of.miss_read,
             "recover": of.recover,
             "expert": of.expert(1),
         }
@@ -176,8 +171,7 @@ class Bench:
         q = selection_probabilities(self.f, self.K)
         return q, float(np.abs(inclusion(q, self.K)[0] - self.f).max())
 
-    # ------------------------------------------------------------------------------------------------
-    # plans, simulated
+    # ---- plans, simulated
 
     def room(self, share: float) -> int:
         """Bytes that the pools may take, of a share of the memory."""
@@ -204,7 +198,7 @@ class Bench:
 
     def expected(self, found: CachePlan) -> float:
         """TPOT that a plan expects, seconds."""
-        return self.L * (found.seconds + sum(self.other)) + sum(self.head)
+        return self.L * (found.seconds + sum(self.machine.other)) + sum(self.machine.head)
 
     def tried(self, share: float) -> list[Tried]:
         """The ten best plans and the single states on the training prompts, simulated, fastest
@@ -215,13 +209,10 @@ class Bench:
             decoded,
             self.room(share),
             self.sizes,
-            self.delays,
-            workers=self.workers,
+            self.machine,
             staging=self.staging,
             policy=POLICY,
             warm=len(decoded) // 2,
-            other=self.other,
-            most=10,
         )
 
     def play(self, pools: Pools, policy: Any = "zipmoe") -> Simulation:
@@ -235,26 +226,21 @@ class Bench:
         forwards: Any,
         residency: Residency,
         order: str = "default",
-        engine: Observed | None = None,
+        machine: Machine | None = None,
     ) -> Simulation:
-        """Other steps, with this machine's delays and what is in the cache; with what an engine
-        took besides."""
-        delays, around = (engine.around(self.delays), engine) if engine else (self.delays, self)
+        """Other steps, on this machine or as another run found it, with what is in the cache."""
+        machine = machine or self.machine
         return simulate(
             steps,
             forwards,
             residency,
-            delays,
-            workers=self.workers,
+            machine,
             staging=self.staging,
-            other=around.other,
-            head=around.head,
-            scheduler=make("scheduler", order),
+            order=ordered(order, machine),
             quiet=True,
         )
 
-    # ---------------------------------------------------------------------------------------------------------
-    # run
+    # ---- run
 
     def open(self, pools: Pools, policy: str = POLICY, scheduler: str = "default") -> Any:
         """The model within the pools' memory, an empty cache."""
@@ -263,7 +249,7 @@ class Bench:
         return offload(
             self.store,
             memory,
-            policy=policy,
+            cache=policy,
             plan=pools,
             scheduler=scheduler,
             delays=self.delays,
@@ -371,8 +357,7 @@ def tpot(found: Simulation) -> float:
     )
 
 
-# -------------------------------------------------------------------------------------------------------
-# whole sections
+# ---- whole sections
 
 
 class Planned(NamedTuple):

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -156,8 +157,8 @@ def peers(bench: EngineBenchmark) -> Record:
         budget = int(memory - bench.dense_bytes - PROCESS)
         if budget <= 0:
             raise ValueError(
-                f"{share:.0%} of the checkpoint are {memory / 1e6:,.0f} MB, not enough for a process "
-                "alone; compare peers on a larger model"
+                f"{share:.0%} of the checkpoint are {memory / 1e6:,.0f} MB, not enough for a "
+                "process alone; compare peers on a larger model"
             )
         arms: dict[str, Arm] = {
             "moelab": bench.moelab("raw", budget, memory),
@@ -273,15 +274,13 @@ def memory(bench: EngineBenchmark, tokens: int = 64) -> Record:
 
 
 def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, int]]:
-    """The simulator's metrics for an engine's own steps and what it took besides experts' parts,
-    which it left in a file, and what it had (`FOUND`)."""
+    """The simulator's metrics for an engine's own steps, which it left in a file, on the machine that
+    was profiled; and what the engine had (`FOUND`)."""
     from moelab.cache.pools import Pools
     from moelab.cache.residency import Residency
-    from moelab.simulation.observed import Observed
     from moelab.simulation.simulator import simulate
 
     ran = json.loads(trace.read_text())
-    engine = Observed(*ran["observed"])
     steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in ran["steps"]]
     residency = Residency(spec.L, spec.E, Pools(*ran["pools"]))
     residency.fill()  # as the engine does where everything fits
@@ -289,11 +288,8 @@ def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, 
         steps,
         ran["forwards"],
         residency,
-        engine.around(profiled.delays()),
-        workers=ran["workers"],
+        replace(profiled.machine, workers=ran["workers"]),
         staging=ran["staging"],
-        other=engine.other,
-        head=engine.head,
         quiet=True,
     )
     return said.metrics(), dict(zip(FOUND, ran["found"]))
@@ -301,11 +297,10 @@ def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, 
 
 def simulated(bench: EngineBenchmark) -> Record:
     """The simulator on the engine's own steps: equal decisions, and its time beside the measured.
-    Experts' parts are profiled, what the engine itself takes is that of the run. Packed experts
-    also by the executor that multiplies them as they lie. The machine is profiled before an arm's
-    runs and after them, since its rates drift; samples of both count. All read past the page cache:
-    a small store would lie in it when it runs, and not when it is profiled."""
-    from moelab.simulation.profile import profile
+    Packed experts also by the executor that multiplies them as they lie. The machine is profiled
+    before an arm's runs and after them, since its rates drift; the faster profile counts. All read
+    past the page cache: a small store would lie in it when it runs, and not when it is profiled."""
+    from moelab.bench.profile import profile
     from moelab.store.layout import ExpertStore
     from moelab.store.reader import modes
 
@@ -317,8 +312,7 @@ def simulated(bench: EngineBenchmark) -> Record:
         profiled = partial(
             profile,
             store,
-            executor=None if executor == "exact" else executor,
-            compact=executor == "fast",
+            executor=executor,
             **reading,
         )
         with tempfile.TemporaryDirectory() as temporary:
@@ -328,13 +322,14 @@ def simulated(bench: EngineBenchmark) -> Record:
                 reports[trace] = bench.report(
                     bench.moelab(codec, share, trace=trace, executor=executor, **reading)
                 )
-            both = before + profiled()
+            profiles = before, profiled()
+            calm = min(profiles, key=lambda one: one.tpot)
             for (trace, report), share in zip(reports.items(), BUDGETS):
                 name = f"{arm}, {share:.0%}"
                 if "result" in report:
                     rows[name] = report
                     continue
-                said, ran = replayed(trace, store.spec, both)
+                said, ran = replayed(trace, store.spec, calm)
                 equal = [key for key, value in ran.items() if getattr(said, key) == value]
                 measured = median(report["tpot_s"])
                 rows[name] = {

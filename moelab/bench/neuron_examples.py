@@ -12,7 +12,7 @@ import torch
 
 from moelab.cards import load_device, load_model
 from moelab.parallel.advice import Advice, advise
-from moelab.parallel.volumes import gather_volume
+from moelab.parallel.volumes import gather_ratio
 from moelab.static import blocks
 from moelab.static.blockwise import BlockMap, block_map
 from moelab.static.neuron import expected_unique, provisioned_savings
@@ -27,7 +27,7 @@ def gather_ratios() -> dict[str, float]:
     """How many times less is gathered after selection than before, 128 experts and top-8, by the
     type of the ids."""
     return {
-        str(ids).removeprefix("torch."): gather_volume(1, 128, 8, 2, ids=ids).ratio
+        str(ids).removeprefix("torch."): gather_ratio(128, 8, torch.bfloat16, ids)
         for ids in (torch.int64, torch.int32, torch.uint8)
     }
 

@@ -23,13 +23,15 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cards import load_card, load_device, load_model
 from moelab.records import Rows
-from moelab.simulation.execution import execute, makespan
-from moelab.simulation.simulator import RHO, Simulation, delays_of, flat, simulate
+from moelab.simulation.costs import RHO, Machine, delays_of
+from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import naive_order, order, schedule
 from moelab.zipmoe.optimal_schedule import bounds, optimum
 from moelab.zipmoe.planning import CachePlan, plan
 from moelab.zipmoe.selection import sample, selection_probabilities
+from moelab.zipmoe.tasks import execute, makespan
+from moelab.zipmoe.tasks import whole as task_of
 
 BOARD, MODEL = "jetson-agx-orin-32gb", "Qwen3-30B-A3B"
 
@@ -76,8 +78,7 @@ class Board:
             self.device, self.model, RHO, self.dense, decompress_gbs=decode_gbs
         )
 
-    # ------------------------------------------------------------------------------------------------------
-    # orders
+    # ---- orders
 
     def orders(self, states: str) -> tuple[Any, Any]:
         """Events of one layer's step in Algorithm 1's order, and by ascending expert."""
@@ -96,7 +97,8 @@ class Board:
         """Lower bounds (Lemma B.3), exact optimum and Algorithm 1 by the number of threads, ms.
 
         As in the paper recovery is the GPU's, and free."""
-        tasks = [replace(self.delays, recover=0.0).whole(request) for request in layer_step(states)]
+        delays = replace(self.delays, recover=0.0)
+        tasks = [task_of(request, delays) for request in layer_step(states)]
         rows = []
         for n in (1, 2, self.workers):
             (reading, decoding, computing, longest), best = bounds(tasks, n), optimum(tasks, n)
@@ -129,20 +131,19 @@ class Board:
             order(step, self.delays, self.workers)
         return found, (time.perf_counter() - began) / len(steps)
 
-    # ------------------------------------------------------------------------------------------------------
-    # models
+    # ---- models
 
     def _run(
         self, steps: Any, forwards: Any, cache: Residency, delays: Any, other: Any
     ) -> Simulation:
+        machine = Machine(delays, self.workers, other)
         return simulate(
             steps,
             forwards,
             cache,
-            delays,
-            workers=self.workers,
+            machine,
             staging=self.workers + 2,
-            other=other,
+            order=ordered("default", machine),
         )
 
     def same_model(self, bench: Bench, ways: Mapping[str, How]) -> dict[str, float]:
@@ -168,21 +169,7 @@ class Board:
         """Four ways of caching `MODEL` within so many GB, by a popularity curve f [ranks]; five
         times as many tokens as are timed warm the cache."""
         model, n = self.model, 6 * tokens
-        stretched = np.interp(
-            (np.arange(model.E) + 0.5) / model.E, (np.arange(len(f)) + 0.5) / len(f), f
-        )
-        stretched *= model.K / stretched.sum()
-        drawn = sample(selection_probabilities(stretched, model.K), model.K, n * model.L, seed)
-        dealt = [
-            np.random.default_rng(seed + layer).permutation(model.E) for layer in range(model.L)
-        ]
-        steps = [
-            [
-                (layer, {int(e): 1 for e in sorted(dealt[layer][drawn[t * model.L + layer]])})
-                for layer in range(model.L)
-            ]
-            for t in range(n)
-        ]
+        stretched, steps = self._drawn(f, n, seed)
         full, sm, e = model.expert_bytes, self.delays.sm_bytes, self.delays.e_bytes
         began = time.perf_counter()
         plans = {
@@ -230,6 +217,26 @@ class Board:
             planning,
             model.L * (sum(self.other) + model.K * self.delays.expert(1)),
         )
+
+    def _drawn(self, f: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, Any]:
+        """(f stretched over the experts of `MODEL` [E], n tokens drawn by it)."""
+        model = self.model
+        stretched = np.interp(
+            (np.arange(model.E) + 0.5) / model.E, (np.arange(len(f)) + 0.5) / len(f), f
+        )
+        stretched *= model.K / stretched.sum()
+        drawn = sample(selection_probabilities(stretched, model.K), model.K, n * model.L, seed)
+        dealt = [
+            np.random.default_rng(seed + layer).permutation(model.E) for layer in range(model.L)
+        ]
+        steps = [
+            [
+                (layer, {int(e): 1 for e in sorted(dealt[layer][drawn[t * model.L + layer]])})
+                for layer in range(model.L)
+            ]
+            for t in range(n)
+        ]
+        return stretched, steps
 
     def compressed_bytes(self) -> int:
         """Of all experts of `MODEL`."""

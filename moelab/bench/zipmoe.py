@@ -28,16 +28,17 @@ from moelab.arguments import number, whole
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cards import load_card, load_device, load_model
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
 from moelab.records import Numbers, Records
-from moelab.simulation.execution import execute
-from moelab.simulation.simulator import RHO, Linear, Steps, delays_of, flat, simulate
+from moelab.simulation import costs
+from moelab.simulation.costs import RHO, Delays, Linear, delays_in_place, delays_of
+from moelab.simulation.simulator import Steps, flat, ordered, simulate
 from moelab.specs import DeviceSpec, ExpertKey, MoESpec, State
 from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planner import drawn
 from moelab.zipmoe.planning import plan
+from moelab.zipmoe.tasks import execute
 
 KIND = "simulated"
 MODELS = ("DeepSeek-V2-Lite", "Qwen1.5-MoE-A2.7B", "Switch-Large-128")
@@ -80,18 +81,9 @@ class Machine:
         encoder = every.L // 2 if model.startswith("Switch") else 0
         spec = replace(every, moe_layers=every.moe_layers[encoder:])
         part = dense * spec.L / every.L
-        raw, other = delays_of(device, spec, 1.0, part, math.inf)
-        raw = replace(
-            raw,
-            e_read=raw.e_read + raw.sm_read,
-            sm_read=0.0,
-            recover=0.0,
-            sm_bytes=0,
-            e_bytes=spec.expert_bytes,
-        )
-        return cls(
-            spec, encoder, dense, delays_of(device, spec, RHO, part, decompress_gbs), (raw, other)
-        )
+        nbytes = spec.expert_bytes
+        raw = delays_in_place(device, spec, nbytes, nbytes, part)
+        return cls(spec, encoder, dense, delays_of(device, spec, RHO, part, decompress_gbs), raw)
 
     def shares(self, popularity: str) -> np.ndarray:
         """Share of tokens that need each expert: [L, E]."""
@@ -164,16 +156,16 @@ class Machine:
     ) -> float:
         """Mean of the timed steps of a batch."""
         (delays, other), residency = clock, Residency(self.spec.L, self.spec.E, pools, policy)
+        machine = costs.Machine(delays, workers, other)
         for step in flat(steps[:-TIMED]):
             residency.begin(*step)
         run = simulate(
             steps[-TIMED:],
             [(batch, "decode")] * TIMED,
             residency,
-            delays,
-            workers=workers,
+            machine,
             staging=staging,
-            other=other,
+            order=ordered("default", machine),
             quiet=True,
         )
         return fmean(forward.end - forward.start for forward in run.forwards)
@@ -218,14 +210,14 @@ class Machine:
             ("ours", pools, self.compressed),
             ("LRU", Pools(F=1), self.raw),
         ):
+            machine = costs.Machine(delays, workers, (other, token))
             run = simulate(
                 [step],
                 [(prompt, "prefill")],
                 Residency(len(step), spec.E, kept, "lru"),
-                delays,
-                workers=workers,
+                machine,
                 staging=workers + 2,
-                other=(other, token),
+                order=ordered("default", machine),
                 quiet=True,
             )
             found[name] = run.forwards[0].end - run.forwards[0].start

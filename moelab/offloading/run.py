@@ -7,7 +7,7 @@ layers take 30 MB and not half a gigabyte of Python objects."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
@@ -22,6 +22,7 @@ from moelab.offloading import perfetto
 from moelab.offloading.load_queue import PrefetchCounts
 from moelab.offloading.metrics import Forward
 from moelab.specs import Event, MoESpec
+from moelab.store.layout import ExpertStore
 
 _ROW = np.dtype(
     [
@@ -35,6 +36,8 @@ _ROW = np.dtype(
     ]
 )
 _BATCH = 1 << 14
+#: [L][E] of bytes that are read of an expert: of its E-chunks, of its SM-chunks
+ExpertsBytes = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,7 @@ class EngineSettings:
 
     pools, policy, scope, margin : of its `Residency`.
     staging, ahead : loads in flight beyond what is kept, and of those prefetched.
-    experts_bytes : [L][E] of what is read of each expert, (E-chunks, SM-chunks); () for a resident
-        model.
+    experts_bytes : of its store; () for a resident model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
     device : where experts are computed.
@@ -58,10 +60,21 @@ class EngineSettings:
     workers: int
     staging: int
     ahead: int
-    experts_bytes: Sequence[Sequence[tuple[int, int]]]
+    experts_bytes: ExpertsBytes
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"
+
+
+def experts_bytes(store: ExpertStore) -> ExpertsBytes:
+    """What is read of each expert of a store, exact: experts compress differently."""
+    return tuple(
+        tuple(
+            (store.stored_bytes(i, expert, "E"), store.stored_bytes(i, expert, "SM"))
+            for expert in range(len(layer.experts))
+        )
+        for i, layer in enumerate(store.layers)
+    )
 
 
 class Timeline:

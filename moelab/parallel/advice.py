@@ -29,13 +29,9 @@ class Advice:
 
     @property
     def kind(self) -> str:
-        kinds = {
-            (False, False): "one device",
-            (True, False): "TP",
-            (False, True): "EP",
-            (True, True): "hybrid",
-        }
-        return kinds[self.tp > 1, self.ep > 1]
+        if self.tp == 1:
+            return "one device" if self.ep == 1 else "EP"
+        return "TP" if self.ep == 1 else "hybrid"
 
     def __str__(self) -> str:
         return f"{self.kind}: tp = {self.tp}, ep = {self.ep}. " + " ".join(self.reasons)
@@ -52,96 +48,92 @@ def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> 
         )
     if devices == 1:
         return Advice(1, 1, ("One device holds everything.",))
-    splits = [
-        tp
-        for tp in range(1, devices + 1)
-        if devices % tp == 0 and devices // tp <= spec.E and tp <= spec.I
-    ]
-    if not splits:
+    divisors = [tp for tp in range(1, devices + 1) if devices % tp == 0]
+    fitting = [tp for tp in divisors if devices // tp <= spec.E and tp <= spec.I]
+    if not fitting:
         raise ValueError(
             f"{devices} devices are too many for {spec.E} experts of I = {spec.I}: no tp that divides "
             f"them gives every device a part"
         )
-    wide = [tp for tp in splits if spec.I / tp >= LEAST_I] or splits[:1]
-    reasons: list[str] = []
-    if spec.E <= FEW:
-        tp = wide[-1]
+    wide = [tp for tp in fitting if spec.I / tp >= LEAST_I] or fitting[:1]
+    rule = _few if spec.E <= FEW else _between if spec.E < MANY else _many
+    tp, *reasons = rule(spec, devices, wide)
+    if tp > 1:
+        part = spec.I / tp
         reasons.append(
-            f"{spec.E} experts are few (≤ {FEW}): they are cut"
-            + (
-                "."
-                if tp < devices
-                else ", every device works on every token, and none is a straggler."
-            )
-        )
-        if tp < devices:
-            reasons.append(
-                f"Cut into {devices}, an expert would keep I = {spec.I / devices:.4g}, less than {LEAST_I}: "
-                f"so tp is {tp}, and the experts are spread over {devices // tp}."
-            )
-    elif spec.E < MANY:
-        moderate = [tp for tp in wide if HYBRID[0] <= tp <= HYBRID[1] and tp < devices]
-        tp = moderate[0] if moderate else wide[-1] if wide[-1] <= HYBRID[1] else wide[0]
-        reasons.append(
-            f"{spec.E} experts are neither few (≤ {FEW}) nor many (≥ {MANY}): "
-            + (
-                "a moderate tp beside ep."
-                if moderate
-                else f"both would be combined, but {devices} devices have no tp of {HYBRID[0]} to {HYBRID[1]} that leaves parts "
-                f"of I ≥ {LEAST_I} and an ep. "
-                + (
-                    "So the experts are spread."
-                    if tp == 1
-                    else "So they are cut: every device works on every token, and none is a straggler."
-                    if tp == devices
-                    else f"So tp is {tp}, the least with which every device holds a part."
-                )
-            )
-        )
-    else:
-        tp = wide[0]
-        reasons.append(
-            f"{spec.E} experts are many (≥ {MANY}): they "
-            + (
-                "are spread, each device computes whole ones."
-                if tp == 1
-                else f"would be spread, but {devices} devices are more than the experts, so tp is {tp}."
-            )
-        )
-    if spec.I / tp >= LEAST_I and tp > 1:
-        reasons.append(f"A part keeps I = {spec.I / tp:.4g}, at least {LEAST_I}.")
-    elif tp > 1:
-        reasons.append(
-            f"A part keeps only I = {spec.I / tp:.4g}, less than {LEAST_I}; fewer devices would do better."
+            f"A part keeps I = {part:.4g}, at least {LEAST_I}."
+            if part >= LEAST_I
+            else f"A part keeps only I = {part:.4g}, less than {LEAST_I}; fewer devices would do better."
         )
     if load is not None and tp < devices:
-        tp = _skew(spec, devices, tp, load, wide, reasons)
+        tp, *more = _skew(spec, devices, tp, load, wide)
+        reasons += more
     return Advice(tp, devices // tp, tuple(reasons))
 
 
+# Each rule gives tp and the reasons. wide : the possible tp with which a part keeps I ≥ 128.
+
+
+def _few(spec: MoESpec, devices: int, wide: list[int]) -> tuple[int, *tuple[str, ...]]:
+    tp, cut = wide[-1], f"{spec.E} experts are few (≤ {FEW}): they are cut"
+    if tp == devices:
+        return tp, f"{cut}, every device works on every token, and none is a straggler."
+    return (
+        tp,
+        f"{cut}.",
+        f"Cut into {devices}, an expert would keep I = {spec.I / devices:.4g}, less than {LEAST_I}: "
+        f"so tp is {tp}, and the experts are spread over {devices // tp}.",
+    )
+
+
+def _between(spec: MoESpec, devices: int, wide: list[int]) -> tuple[int, str]:
+    neither = f"{spec.E} experts are neither few (≤ {FEW}) nor many (≥ {MANY}): "
+    least, most = HYBRID
+    if moderate := [tp for tp in wide if least <= tp <= most and tp < devices]:
+        return moderate[0], f"{neither}a moderate tp beside ep."
+    tp = wide[-1] if wide[-1] <= most else wide[0]
+    if tp == 1:
+        then = "So the experts are spread."
+    elif tp == devices:
+        then = "So they are cut: every device works on every token, and none is a straggler."
+    else:
+        then = f"So tp is {tp}, the least with which every device holds a part."
+    return tp, (
+        f"{neither}both would be combined, but {devices} devices have no tp of {least} to {most} that "
+        f"leaves parts of I ≥ {LEAST_I} and an ep. {then}"
+    )
+
+
+def _many(spec: MoESpec, devices: int, wide: list[int]) -> tuple[int, str]:
+    tp, many = wide[0], f"{spec.E} experts are many (≥ {MANY}): they"
+    if tp == 1:
+        return tp, f"{many} are spread, each device computes whole ones."
+    return tp, (
+        f"{many} would be spread, but {devices} devices are more than the experts, so tp is {tp}."
+    )
+
+
 def _skew(
-    spec: MoESpec, devices: int, tp: int, load: Sequence[float], wide: list[int], reasons: list[str]
-) -> int:
-    """A larger tp where the load is skewed, with its reason."""
+    spec: MoESpec, devices: int, tp: int, load: Sequence[float], wide: list[int]
+) -> tuple[int, *tuple[str, ...]]:
+    """A larger tp where the load is skewed."""
 
     def ratio(tp: int) -> float:
         return measure(load, Placement.consecutive(spec.E, devices // tp)).ratio
 
     first = ratio(tp)
-    told = f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean"
+    seen = f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean"
     if first <= SKEWED:
-        reasons.append(f"{told}: even enough (≤ {SKEWED}).")
-        return tp
-    reasons.append(told + ".")
+        return tp, f"{seen}: even enough (≤ {SKEWED})."
+    reasons = [f"{seen}."]
     larger = [t for t in wide if tp < t <= HYBRID[1]]
     best = next((t for t in larger if ratio(t) <= SKEWED), min(larger, key=ratio, default=tp))
     if ratio(best) < first:
+        tp = best
         reasons.append(
-            f"With tp = {best} there are {devices // best} groups, and it gets {ratio(best):.2f} times the "
+            f"With tp = {tp} there are {devices // tp} groups, and it gets {ratio(tp):.2f} times the "
             f"mean."
         )
-    else:
-        best = tp
-    if ratio(best) > SKEWED:
+    if ratio(tp) > SKEWED:
         reasons.append("Redundant experts (moelab.parallel.eplb) would even out the rest.")
-    return best
+    return tp, *reasons

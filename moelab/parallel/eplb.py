@@ -3,15 +3,14 @@ others.
 
 Source: DeepSeek's Expert Parallelism Load Balancer, as published with DeepSeek-V3 and announced in
 AWS Neuron's MoE guide, "Future Optimizations". Spare places go to replicas (`replicate`), then
-replicas are packed onto devices (`pack`); with expert groups on several nodes (group-limited
-routing), first groups onto nodes. Left out: moving replicas while a model runs.
+replicas are packed onto devices (`pack`). Left out: the hierarchical form, which first packs groups
+of experts onto nodes, and moving replicas while a model runs.
 
     load [E], tokens or shares of them     devices · places = E + spare
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -35,20 +34,15 @@ class Balance:
 def measure(load: Sequence[float], placement: Placement) -> Balance:
     """How even any placement is under a load [E]."""
     replicas = placement.replicas.tolist()
-    share = [value / n for value, n in zip(load, replicas, strict=True)]
-    return Balance(
-        placement, tuple(replicas), tuple(sum(share[e] for e in held) for held in placement.devices)
-    )
+    each = [value / n for value, n in zip(load, replicas, strict=True)]
+    device_load = tuple(sum(each[e] for e in held) for held in placement.devices)
+    return Balance(placement, tuple(replicas), device_load)
 
 
-def balance(
-    load: Sequence[float], devices: int, spare: int = 0, nodes: int = 1, groups: int = 1
-) -> Balance:
+def balance(load: Sequence[float], devices: int, spare: int = 0) -> Balance:
     """Place E experts and `spare` replicas on devices, as many on each.
 
     load : tokens of each expert [E], as a calibration counted them; devices must divide E + spare.
-    nodes, groups : with more than one node, experts come in `groups` of consecutive ones that stay
-        on a node; where the nodes do not divide the groups, all devices are balanced as one.
     """
     E = len(load)
     if not E or not all(0 <= value < inf for value in load):
@@ -60,37 +54,19 @@ def balance(
             f"{E} experts and {spare} spare places do not fill {devices} devices equally: "
             f"{-E % max(devices, 1)} spare places do"
         )
-    if nodes < 1 or devices % nodes or groups < 1 or E % groups:
-        raise ValueError(
-            f"nodes must divide the {devices} devices and groups the {E} experts; they are {nodes} and "
-            f"{groups}"
-        )
-    if groups % nodes:
-        nodes = groups = 1
-    size = E // groups
-    group_load = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
-    held: list[tuple[int, ...]] = []
-    for on_node in pack(group_load, nodes):
-        experts = [e for g in on_node for e in range(g * size, (g + 1) * size)]
-        replicas = replicate([load[e] for e in experts], (E + spare) // nodes)
-        copies = [e for e, n in zip(experts, replicas) for _ in range(n)]
-        weight = [load[e] / n for e, n in zip(experts, replicas) for _ in range(n)]
-        held += [
-            tuple(sorted(copies[i] for i in items)) for items in pack(weight, devices // nodes)
-        ]
-    return measure(load, Placement(tuple(held), E))
+    copies = [(e, load[e] / n) for e, n in enumerate(replicate(load, E + spare)) for _ in range(n)]
+    bins = pack([weight for _, weight in copies], devices)
+    held = tuple(tuple(sorted(copies[i][0] for i in items)) for items in bins)
+    return measure(load, Placement(held, E))
 
 
 def replicate(load: Sequence[float], places: int) -> list[int]:
     """Replicas of each expert: one, and every further place to the expert with the most load per
     replica."""
     replicas = [1] * len(load)
-    heap = [(-value, e) for e, value in enumerate(load)]
-    heapq.heapify(heap)
     for _ in range(places - len(load)):
-        _, e = heap[0]
-        replicas[e] += 1
-        heapq.heapreplace(heap, (-load[e] / replicas[e], e))
+        busiest = max(range(len(load)), key=lambda e: load[e] / replicas[e])
+        replicas[busiest] += 1
     return replicas
 
 
@@ -99,10 +75,9 @@ def pack(weights: Sequence[float], bins: int) -> list[list[int]]:
     place left."""
     size = len(weights) // bins
     packed: list[list[int]] = [[] for _ in range(bins)]
-    heap = [(0.0, b) for b in range(bins)]
+    total = [0.0] * bins
     for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        total, b = heapq.heappop(heap)
-        packed[b].append(item)
-        if len(packed[b]) < size:
-            heapq.heappush(heap, (total + weights[item], b))
+        lightest = min((b for b in range(bins) if len(packed[b]) < size), key=total.__getitem__)
+        packed[lightest].append(item)
+        total[lightest] += weights[item]
     return packed

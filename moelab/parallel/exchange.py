@@ -12,17 +12,16 @@ the ring algorithms.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelab.experts.sharding import share
 from moelab.parallel.launch import PeerLost
 
-#: tokens up to which a step waits for exchanges and not for their bytes or a rank's work
+#: up to so many tokens a step waits for the exchanges themselves, not for bytes or computation
 FEW = 8
 
 
@@ -33,19 +32,23 @@ class Traffic:
     rows: int = 0
     bytes: int = 0
 
-    def add(self, rows: int, bytes: int) -> None:
-        self.rows, self.bytes = self.rows + rows, self.bytes + bytes
-
 
 class Exchange:
-    """The collectives of one process group; `alone`, of this rank only, it exchanges nothing."""
+    """The collectives of one process group; `alone`, of this rank only, it exchanges nothing.
 
-    def __init__(self, group: dist.ProcessGroup | None = None, alone: bool = False) -> None:
+    traffic : label → what this rank has sent; exchanges of one grid share it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        traffic: defaultdict[str, Traffic] | None = None,
+        alone: bool = False,
+    ) -> None:
         self.group = group
-        self.rank, self.size = (
-            (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-        )
-        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)  # by label
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
+        self.traffic = defaultdict(Traffic) if traffic is None else traffic
 
     def all_to_all(
         self, rows: Tensor, send: Sequence[int], receive: Sequence[int], label: str
@@ -59,17 +62,16 @@ class Exchange:
             return rows
         if sum(send) != len(rows):
             raise ValueError(f"{sum(send)} rows are to be sent, but there are {len(rows)}")
-        away = sum(send) - send[self.rank]
-        self.traffic[label].add(away, away * rows.shape[1:].numel() * rows.element_size())
+        away = len(rows) - send[self.rank]
+        self.traffic[label].rows += away
+        self.traffic[label].bytes += away * rows.shape[1:].numel() * rows.element_size()
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         try:
             dist.all_to_all_single(
                 arrived, rows.contiguous(), list(receive), list(send), group=self.group
             )
-            if arrived.is_cuda:
-                torch.cuda.synchronize(
-                    arrived.device
-                )  # an error shows here and not somewhere later
+            if arrived.is_cuda:  # let an error show here and not somewhere later
+                torch.cuda.synchronize(arrived.device)
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0][:200]
             raise PeerLost(
@@ -79,28 +81,27 @@ class Exchange:
         return arrived
 
     def counts(self, send: Tensor) -> Tensor:
-        """`send[r]` (a number or a few, int64) goes to rank r; returns one of each rank."""
+        """`send[r]` (int64) goes to rank r; returns one number of each rank."""
         return self.all_to_all(send, [1] * self.size, [1] * self.size, "counts")
 
     def sizes(self, n: int, device: torch.device) -> list[int]:
+        """The n of every rank."""
         return self.counts(torch.full((self.size,), n, dtype=torch.int64, device=device)).tolist()
 
     def all_gather(self, rows: Tensor, sizes: Sequence[int], label: str) -> Tensor:
         """The rows of all ranks, in rank order."""
         if self.size == 1:
             return rows
-        return self.all_to_all(
-            rows.repeat(self.size, *[1] * (rows.dim() - 1)), [len(rows)] * self.size, sizes, label
-        )
+        copies = rows.repeat(self.size, *[1] * (rows.dim() - 1))
+        return self.all_to_all(copies, [len(rows)] * self.size, sizes, label)
 
     def broadcast(self, rows: Tensor, label: str) -> Tensor:
         """Rank 0's rows on every rank; the others give rows of the same shape, which are not
         used."""
         here = len(rows) if self.rank == 0 else 0
-        repeated = rows.repeat(self.size if here else 0, *[1] * (rows.dim() - 1))
-        return self.all_to_all(
-            repeated, [here] * self.size, [len(rows)] + [0] * (self.size - 1), label
-        )
+        copies = rows[:here].repeat(self.size, *[1] * (rows.dim() - 1))
+        receive = [len(rows)] + [0] * (self.size - 1)
+        return self.all_to_all(copies, [here] * self.size, receive, label)
 
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], label: str) -> Tensor:
         """The sum over ranks of this rank's part of the rows, added in rank order in at least
@@ -108,38 +109,36 @@ class Exchange:
         if self.size == 1:
             return rows
         parts = self.all_to_all(rows, sizes, [sizes[self.rank]] * self.size, label)
-        total = parts.view(self.size, -1, *rows.shape[1:]).to(
-            torch.promote_types(rows.dtype, torch.float32)
-        )
-        return total.sum(0).to(rows.dtype)
+        return added(parts.view(self.size, -1, *rows.shape[1:]))
 
 
 class Grid:
     """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a
-    part of its experts."""
+    part of its experts.
+
+    traffic : label → what this rank has sent.
+    """
 
     def __init__(self, tp: int = 1) -> None:
         self.world = Exchange()
-        W = self.world.size
+        self.traffic, W = self.world.traffic, self.world.size
         if tp < 1 or W % tp:
             raise ValueError(f"tp is {tp}, which does not divide the {W} ranks of this run")
         if tp in (1, W):  # no groups to make
             alone = Exchange(alone=True)
             self.ep, self.tp = (self.world, alone) if tp == 1 else (alone, self.world)
-        else:
-            from torch.distributed.device_mesh import init_device_mesh
+            return
+        from torch.distributed.device_mesh import init_device_mesh
 
-            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            mesh = init_device_mesh(device, (W // tp, tp), mesh_dim_names=("ep", "tp"))
-            self.ep, self.tp = Exchange(mesh.get_group("ep")), Exchange(mesh.get_group("tp"))
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mesh = init_device_mesh(device, (W // tp, tp), mesh_dim_names=("ep", "tp"))
+        self.ep = Exchange(mesh.get_group("ep"), self.traffic)
+        self.tp = Exchange(mesh.get_group("tp"), self.traffic)
 
-    def traffic(self) -> dict[str, Traffic]:
-        """What this rank has sent, by label."""
-        total: defaultdict[str, Traffic] = defaultdict(Traffic)
-        for exchange in {self.world, self.ep, self.tp}:
-            for label, sent in exchange.traffic.items():
-                total[label].add(sent.rows, sent.bytes)
-        return dict(total)
+
+def added(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, in at least fp32, in the dtype of the parts."""
+    return parts.to(torch.promote_types(parts.dtype, torch.float32)).sum(0).to(parts.dtype)
 
 
 def pack(*parts: Tensor) -> Tensor:
@@ -151,17 +150,8 @@ def pack(*parts: Tensor) -> Tensor:
 def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of packed rows, with the widths and dtypes of `like`."""
     widths = [part.shape[1] * part.element_size() for part in like]
-    pieces = [
-        piece.clone(memory_format=torch.contiguous_format) for piece in rows.split(widths, dim=1)
+    pieces = rows.split(widths, dim=1)
+    return [
+        piece.clone(memory_format=torch.contiguous_format).view(part.dtype)
+        for piece, part in zip(pieces, like)
     ]
-    return [piece.view(part.dtype) for piece, part in zip(pieces, like)]
-
-
-def gather_rows(
-    function: Callable[[Tensor], Sequence[Tensor]], x: Tensor, world: Exchange
-) -> list[Tensor]:
-    """What `function` gives for the rows of x [T, …], which every rank has: each asks it about its
-    share of them."""
-    sizes = share(len(x), world.size)
-    parts = function(x.split(sizes)[world.rank])
-    return unpack(world.all_gather(pack(*parts), sizes, "routing"), parts)

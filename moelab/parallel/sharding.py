@@ -27,37 +27,33 @@ class Placement:
 
     def __post_init__(self) -> None:
         placed = {e for experts in self.devices for e in experts}
-        if missing := set(range(self.E)) - placed:
-            raise ValueError(f"experts {sorted(missing)[:5]} of {self.E} are on no device")
-        if extra := placed - set(range(self.E)):
-            raise ValueError(f"experts {sorted(extra)[:5]} are placed, but there are only {self.E}")
+        if wrong := placed ^ set(range(self.E)):
+            raise ValueError(
+                f"every one of the experts 0 to {self.E - 1}, and no other, must be on a device; these "
+                f"are not: {sorted(wrong)[:5]}"
+            )
 
     @classmethod
     def consecutive(cls, E: int, W: int) -> Placement:
         """Experts 0 … E−1 in order over W ranks, as equally as can be, none twice."""
-        ends = torch.tensor(share(E, W)).cumsum(0).tolist()
-        return cls(tuple(tuple(range(a, b)) for a, b in zip([0, *ends], ends)), E)
+        parts = torch.arange(E).split(share(E, W))
+        return cls(tuple(tuple(part.tolist()) for part in parts), E)
 
     @cached_property
     def replicas(self) -> Tensor:
         """int64 [E]: on how many places each expert is."""
-        return torch.bincount(
-            torch.tensor([e for experts in self.devices for e in experts]), minlength=self.E
-        )
+        return torch.bincount(torch.tensor([e for experts in self.devices for e in experts]))
 
     @cached_property
     def table(self) -> Tensor:
-        """int64 [E + 1, R]: the ranks of each expert's replicas, repeated up to R; W ("nowhere")
-        for the id E."""
-        where: list[list[int]] = [[] for _ in range(self.E)]
+        """int64 [E + 1, R]: the ranks of each expert's replicas, at most R; W ("nowhere") behind
+        them and for the id E."""
+        where: list[list[int]] = [[] for _ in range(self.E + 1)]
         for rank, experts in enumerate(self.devices):
             for e in experts:
                 where[e].append(rank)
-        R = max(map(len, where))
-        return torch.tensor(
-            [[ranks[i % len(ranks)] for i in range(R)] for ranks in where]
-            + [[len(self.devices)] * R]
-        )
+        rows = [torch.tensor(ranks, dtype=torch.long) for ranks in where]
+        return torch.nn.utils.rnn.pad_sequence(rows, True, len(self.devices))
 
     def assign(self, ids: Tensor, start: int = 0) -> Tensor:
         """The rank of each choice [T, K], W for the id E; an expert's replicas take turns,
@@ -75,10 +71,9 @@ def turns(ids: Tensor, E: int) -> Tensor:
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=E + 1)
+    first = (counts.cumsum(0) - counts)[flat[order]]  # where each expert's choices begin
     turn = torch.empty_like(flat)
-    turn[order] = (
-        torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[flat[order]]
-    )
+    turn[order] = torch.arange(len(flat), device=ids.device) - first
     return turn.view_as(ids)
 
 
@@ -88,25 +83,24 @@ class ShardedExperts:
 
     layers : the experts module of each layer, for the layout. source : (layer, expert) → that
         expert's whole tensors.
-    placements : one for all layers, or one a layer; of it, `device`'s experts are held.
+    placements : one a layer; of it, `device`'s experts are held, cut along I into `parts`.
     """
 
     def __init__(
         self,
         layers: Sequence[Any],
         source: Callable[[int, int], Weights],
-        placements: Placement | Sequence[Placement],
+        placements: Sequence[Placement],
         device: int = 0,
         part: int = 0,
         parts: int = 1,
-        cut: Callable[..., Weights] = on_intermediate,
     ) -> None:
         self._held: dict[tuple[int, int], Weights] = {}
         for layer, experts in progress(list(enumerate(layers)), "loading experts", unit="layer"):
-            placement = placements if isinstance(placements, Placement) else placements[layer]
-            for e in sorted(set(placement.devices[device])):
+            for e in sorted(set(placements[layer].devices[device])):
                 weights = source(layer, e)
-                weights = weights if parts == 1 else cut(weights, part, parts, experts)
+                if parts > 1:
+                    weights = on_intermediate(weights, part, parts, experts)
                 self._held[layer, e] = {
                     name: tensor.detach().clone() for name, tensor in weights.items()
                 }

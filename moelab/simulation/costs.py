@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from moelab.specs import DeviceSpec, ExpertKey, MoESpec
-from moelab.store.codecs import SHARDS, shard_count
 
 #: seconds as base + per token
 Linear = tuple[float, float]
@@ -48,8 +47,8 @@ class Delays:
     N: int = 3
     e_bytes: int = 0
     sm_bytes: int = 0
-    experts_bytes: Sequence[Sequence[tuple[int, int]]] = ()
-    together: Sequence[tuple[int, float]] = ()
+    experts_bytes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    together: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -118,7 +117,7 @@ class Machine:
     workers: int = 1
     other: Linear = (0.0, 0.0)
     head: Linear = (0.0, 0.0)
-    decide: Sequence[tuple[int, float]] = ()
+    decide: tuple[tuple[int, float], ...] = ()
     handover: float = 0.0
     predict: float = 0.0
 
@@ -192,6 +191,8 @@ def delays_of(
                 "decompress_gbs, GB/s of exponents that come out, and state it as an assumption"
             )
         decompress_gbs = device["decompress_gbs"]
+    from moelab.store.codecs import SHARDS, shard_count  # which needs torch
+
     half = spec.expert_bytes / 2
     delays = Delays(
         e_read=rho * half / rates.read,

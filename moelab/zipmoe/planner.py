@@ -25,10 +25,12 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
+from moelab.models.identity import identity
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.simulation.costs import Machine
+from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
+from moelab.specs import MoESpec
 from moelab.trace import DECODE
 from moelab.zipmoe import selection
 from moelab.zipmoe.affinity import default_order
@@ -73,6 +75,40 @@ def shares_of(calibration: Calibration) -> np.ndarray:
             "--new-tokens 2 or more"
         )
     return calibration.counts(DECODE).double().numpy() / calibration.tokens[DECODE]
+
+
+def auto_pools(
+    calibration: Calibration | None,
+    model: Any,
+    spec: MoESpec,
+    room: int,
+    sizes: Sizes,
+    delays: Delays,
+    workers: int,
+    staging: int,
+    policy: Any,
+    scope: str,
+    margin: float | None,
+) -> Pools:
+    """What plan="auto" keeps, once a model is open: the fastest of `best_pools`. ValueError without
+    a calibration, or for another model's."""
+    if calibration is None:
+        raise ValueError(
+            "plan='auto' divides the memory by how popular experts are: give calibration=, which "
+            "`moelab calibrate MODEL FILE` makes"
+        )
+    shares = shares_of(calibration.require(identity(model), spec))
+    return best_pools(
+        shares,
+        drawn(shares, WARM + TIMED),
+        room,
+        sizes,
+        Machine(delays, workers),
+        staging=staging,
+        policy=policy,
+        scope=scope,
+        margin=margin,
+    )[0].pools
 
 
 def best_pools(

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from moelab.advice import sample, verify
-from moelab.simulation import profile
+from moelab.bench import profile
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading import perfetto
 from moelab.offloading.metrics import Forward
-from moelab.offloading.requests import Delays
+from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import simulate
 from moelab.specs import Event
 
@@ -41,8 +41,7 @@ def simulation():
         STEPS,
         [(1, "decode")] * 5,
         Residency(3, 8, Pools(F=4)),
-        DELAYS,
-        other=(1e-4, 0.0),
+        Machine(DELAYS, other=(1e-4, 0.0)),
         start=100.0,
     )
 

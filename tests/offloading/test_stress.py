@@ -33,10 +33,10 @@ from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.offloading.decoders import CpuDecoder
 from moelab.offloading.offload import offload
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.registry import make
+from moelab.simulation.costs import Delays
 from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
@@ -98,7 +98,7 @@ def draw(rng: random.Random, store: ExpertStore) -> dict[str, Any]:
     options = {
         "workers": workers,
         "staging": staging,
-        "policy": rng.choice([p for p in POLICIES if p not in NEEDS]),
+        "cache": rng.choice([p for p in POLICIES if p not in NEEDS]),
         "scope": rng.choice(("model", "layer")),
         "margin": rng.choice((None, 0, 1, 4)),
         "mode": rng.choice(("auto", "buffered")),
@@ -234,7 +234,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
                 [
                     model_type,
                     store.codec,
-                    options["policy"],
+                    options["cache"],
                     options["scope"] + " scope",
                     f"{options['workers']} workers",
                     "pools" if "plan" in options else "whole experts only",

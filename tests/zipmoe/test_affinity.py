@@ -3,13 +3,13 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moelab.simulation.execution import timetable
 
 from moelab import registry
 from moelab.offloading.load_queue import Order
-from moelab.offloading.requests import Delays, Task
+from moelab.simulation.costs import Delays
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import SCHEDULERS, naive_order, order, schedule
+from moelab.zipmoe.tasks import Task, timetable
 from tests.zipmoe.instances import Request, delays, requests, task_sets
 
 SLOW_DISK = Delays(

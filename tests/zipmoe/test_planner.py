@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from moelab import calibrate, convert, open_model, record
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.offloading.offload import offload
-from moelab.offloading.requests import Delays
 from moelab.offloading.slots import Sizes
-from moelab.simulation.simulator import flat, simulate
+from moelab.simulation.costs import Delays, Machine
+from moelab.simulation.simulator import flat, ordered, simulate
 from moelab.zipmoe.planner import best_pools, drawn, shares_of
 from tests.models import tiny
 
@@ -24,7 +23,7 @@ SHARES = np.array(
     [[0.9, 0.5, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05], [0.1, 0.1, 0.05, 0.05, 0.1, 0.2, 0.5, 0.9]]
 )
 STEPS = drawn(SHARES, 14)
-DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 0.0, read_both=7e-4)
+DELAYS = Delays(3e-4, 6e-4, 2e-4, 2e-4, 1e-4, 0.0)
 
 
 def test_tokens_are_drawn_as_often_as_the_shares_say():
@@ -45,9 +44,9 @@ def played(pools, delays, scope, policy, warm):
     residency = Residency(L, E, pools, policy, scope)
     for step in flat(STEPS[:warm]):
         residency.begin(*step)
-    run = simulate(
-        STEPS[warm:], [(1, "decode")] * len(STEPS[warm:]), residency, delays, workers=1, staging=2
-    )
+    machine, timed = Machine(delays), STEPS[warm:]
+    forwards, order = [(1, "decode")] * len(timed), ordered("default", machine)
+    run = simulate(timed, forwards, residency, machine, staging=2, order=order)
     return fmean(forward.end - forward.start for forward in run.forwards)
 
 
@@ -56,7 +55,7 @@ def played(pools, delays, scope, policy, warm):
     st.integers(0, 200),
     st.sampled_from(["model", "layer"]),
     st.sampled_from(["lru", "zipmoe"]),
-    st.builds(Delays, *[st.floats(1e-5, 1e-3)] * 6, read_both=st.floats(1e-5, 1e-3)),
+    st.builds(Delays, *[st.floats(1e-5, 1e-3)] * 6),
 )
 def test_never_slower_than_the_best_single_state(room, scope, policy, delays):
     found = best_pools(
@@ -64,8 +63,7 @@ def test_never_slower_than_the_best_single_state(room, scope, policy, delays):
         STEPS,
         room,
         Sizes(12, 2, 6),
-        delays,
-        workers=1,
+        Machine(delays),
         staging=2,
         policy=policy,
         scope=scope,
@@ -84,7 +82,7 @@ def test_never_slower_than_the_best_single_state(room, scope, policy, delays):
 
 def test_what_lies_as_it_is_computed_is_simply_kept_whole():
     for sizes in (Sizes(12, 0, 0, True), Sizes(12, 8, 0)):
-        (only,) = best_pools(SHARES, STEPS, 40, sizes, DELAYS, workers=1, staging=1, warm=8)
+        (only,) = best_pools(SHARES, STEPS, 40, sizes, Machine(DELAYS), staging=1, warm=8)
         assert only.pools == Pools(F=3)
 
 
@@ -102,11 +100,11 @@ def test_an_automatic_plan_is_the_fastest_in_simulation_and_changes_no_bit(tmp_p
     reference = open_model(checkpoint)
     ids = torch.randint(3, 96, (4, 6), generator=torch.Generator().manual_seed(0))
     calibration = calibrate(record(reference, ids.tolist(), max_new_tokens=8, min_new_tokens=8))
-    delays = Delays(3e-4, 9e-4, 1e-5, 1e-5, 1e-5, 0.0, read_both=1e-3)
+    delays = Delays(3e-4, 7e-4, 1e-5, 1e-5, 1e-5, 0.0)
     with pytest.raises(ValueError, match="moelab calibrate"):
-        offload(store, 0.5, plan="auto", delays=delays)
+        open_model(store, memory=0.5, plan="auto", delays=delays)
     with pytest.raises(ValueError, match="the plan is 'best'"):
-        offload(store, 0.5, plan="best", delays=delays)
+        open_model(store, memory=0.5, plan="best", delays=delays)
     with open_model(store, memory=0.5, plan="auto", calibration=calibration, delays=delays) as lm:
         pools = lm.moelab.run.settings.pools
         assert pools.C + pools.S + pools.E > 0  # a slow disk: compressed experts pay

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moelab.simulation.execution import execute
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request
-from moelab.offloading.requests import Delays
+from moelab.simulation.costs import Delays
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import (
@@ -26,12 +25,13 @@ from moelab.zipmoe.planning import (
     reading,
 )
 from moelab.zipmoe.selection import selection_probabilities
+from moelab.zipmoe.tasks import execute
 
 SIZES = (12, 6, 2)  # bytes of full tensors, SM-chunks, E-chunks
 
 
-def Seconds(e_read=1.0, sm_read=3.0, decompress=2.0, recover=0.5, compute=1.5, read_both=None):
-    return Delays(e_read, sm_read, decompress, recover, 0.0, compute, read_both=read_both)
+def Seconds(e_read=1.0, sm_read=3.0, decompress=2.0, recover=0.5, compute=1.5):
+    return Delays(e_read, sm_read, decompress, recover, 0.0, compute)
 
 
 @st.composite
@@ -46,7 +46,7 @@ def layers(draw, most=7):
 # nothing, or a millisecond and more: beside the tolerances less is nothing, and then a tie is a
 # matter of opinion
 seconds = st.just(0.0) | st.floats(1e-3, 10)
-delays = st.builds(Seconds, seconds, seconds, seconds, seconds, seconds, st.none() | seconds)
+delays = st.builds(Seconds, seconds, seconds, seconds, seconds, seconds)
 
 
 # ------------------------------------------------------------------------------------ the paper's
@@ -201,23 +201,13 @@ def simulated(states, d, workers):
     return sum(event.end - event.start for event in events if event.resource == "disk"), end
 
 
-def test_a_plan_charges_what_the_simulator_charges_by_hand():
-    """Two misses, each one read of 3.5 s, and one read of 1 s beside exponents; then 0.75 s of
-    decoding and an expert. Two reads a miss would be 9 s of reading."""
-    d = Seconds(decompress=0.5, recover=0.25, compute=1.0, read_both=3.5)
-    hits = np.array([[0, 0, 1, 0]])
-    assert reading(hits, 3, d)[0] == 8.0 and makespan(hits, 3, d, 1)[0] == 9.75
-    assert simulated("MMS", d, 1) == (8.0, 9.75)
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.text("FCSEM", max_size=6), delays, st.integers(1, 3))
 def test_reading_equals_the_simulators_and_no_schedule_of_it_is_shorter(states, d, workers):
     hits, k = np.array([[states.count(s) for s in "FCSE"]]), len(states)
     read, end = simulated(states, d, workers)
-    if d.by_expert or d.read_both is None:  # else a lone miss of a block is one read all the same
-        assert reading(hits, k, d)[0] == pytest.approx(read)
-        assert k == 0 or makespan(hits, k, d, workers)[0] <= end + 1e-9
+    assert reading(hits, k, d)[0] == pytest.approx(read)
+    assert k == 0 or makespan(hits, k, d, workers)[0] <= end + 1e-9
 
 
 # ----------------------------------------------------------------------------------------------
@@ -249,19 +239,6 @@ def test_pools_fit_into_the_budget_and_hold_no_more_than_there_is(layer, budget,
     budget = max(budget, 2 * n_layers)
     for c in plan(f, budget, SIZES, k, Seconds(), 2, step=0.25, layers=n_layers).table:
         assert c.pools.nbytes(*SIZES) <= budget and c.pools.capacity <= len(f) * n_layers
-
-
-def test_layers_that_share_the_budget_are_planned_alike():
-    one, four = plan(F, 30, SIZES, K, Seconds(), 2), plan(F, 120, SIZES, K, Seconds(), 2, layers=4)
-    assert four.ratios == one.ratios and four.seconds == one.seconds
-    assert all(getattr(four.pools, p) >= 4 * getattr(one.pools, p) for p in "FCSE")
-
-
-def test_the_best_are_different_and_in_order():
-    planned = plan(F, 40, SIZES, K, Seconds(), 2)
-    best = planned.best(5)
-    assert best[0][1:] == (planned.pools, planned.seconds) and len({c.pools for c in best}) == 5
-    assert [c.seconds for c in best] == sorted(c.seconds for c in best)
 
 
 @pytest.mark.parametrize(

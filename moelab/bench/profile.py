@@ -1,0 +1,243 @@
+"""What reading, decoding and computing an expert costs on this machine, as the engine does it.
+
+A model is opened within half of the memory that its experts take, and given random tokens; what its
+run says of the machine is a `Machine` (`moelab.simulation.fit`). Its experts' reads find the
+system's cache dropped, so they are the disk's. Beside that two rates of the machine itself are
+measured, for a device card: a copy in memory, and a product of matrices. Left out: attention to a
+long past; devices but the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from moelab.api import open_model
+from moelab.arguments import number, output, whole
+from moelab.files import load_json, write_json
+from moelab.offloading.metrics import metrics
+from moelab.offloading.run import EngineRun
+from moelab.progress import progress
+from moelab.schema import Amount, Count, Positive, Size
+from moelab.simulation.costs import Machine
+from moelab.simulation.fit import fitted
+from moelab.specs import DeviceSpec, Figure
+
+FORMAT = "moelab.profile/3"
+#: of what experts take
+MEMORY = "50%"
+#: tokens of a prompt, and decoded after it; rounds of both, however long they take
+PROMPTS, DECODED, MINIMUM = (16, 64), 16, 2
+COPY, MATMUL, TIMES = 64 << 20, 512, 8  # bytes; rows and columns; how often
+
+
+@dataclass(frozen=True, repr=False)
+class Profile:
+    """What was measured; `profile` makes one.
+
+    machine : costs, of a run with half of the experts in memory.
+    tpot : median seconds of a token in that run.    full : bytes of an expert in memory.
+    copy, flops : bytes a second of a copy, read and written; FLOP/s by dtype.
+    dtype, mode, threads : computed in, how it was read, threads of torch.
+    load_average, others, clock_mhz : that before it, the cores that other processes kept busy
+        meanwhile, the cores' mean clock rate after it; None where that is not known.
+    resident : seconds of a token with all experts in memory, where that was measured.
+    """
+
+    machine: Machine
+    tpot: Positive
+    full: Count
+    copy: Positive
+    flops: dict[str, Positive]
+    model: str
+    codec: str
+    dtype: str
+    mode: str
+    threads: Size
+    when: str
+    where: str
+    load_average: Amount | None = None
+    others: Amount | None = None
+    clock_mhz: Amount | None = None
+    resident: Positive | None = None
+
+    def to_device(self) -> DeviceSpec:
+        """A device card of this machine, its figures "measured", with when and how in their
+        source."""
+        delays = self.machine.delays
+
+        def figure(value: float, unit: str, how: str) -> Figure:
+            source = f"{how}; `moelab profile` of {self.model}, {self.when}"
+            return Figure(value, unit, "measured", source)
+
+        nbytes = delays.e_bytes + delays.sm_bytes
+        figures = {
+            "storage_read_gbs": figure(
+                nbytes / delays.miss_read / 1e9,
+                "GB/s",
+                f"experts of {nbytes / 1e6:.2f} MB, {self.mode}, mean of a run",
+            ),
+            "memory_bandwidth_gbs": figure(
+                self.copy / 1e9,
+                "GB/s",
+                f"a copy of {COPY >> 20} MiB, read and written, {self.threads} threads",
+            ),
+        }
+        if delays.sm_bytes and delays.decompress:
+            figures["decompress_gbs"] = figure(
+                self.full / 2 / delays.decompress / 1e9,
+                "GB/s",
+                f"exponents out of one thread, {self.codec}",
+            )
+        for dtype, name in (("bfloat16", "bf16_tflops"), ("float32", "fp32_tflops")):
+            if dtype in self.flops:
+                how = f"a product of {MATMUL} × {MATMUL} matrices, {self.threads} threads"
+                figures[name] = figure(self.flops[dtype] / 1e12, "TFLOPS", how)
+        if hasattr(os, "sysconf"):
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            figures["memory_gb"] = figure(memory / 1e9, "GB", "what the system reports")
+        return DeviceSpec(self.where, figures)
+
+    def table(self) -> list[tuple[str, str]]:
+        """What was measured, in words."""
+        costs, delays = self.machine, self.machine.delays
+        rows = [
+            ("reading an expert", delays.miss_read),
+            ("decompressing it", delays.decompress),
+            ("recovering it", delays.recover),
+            ("computing it, one token", delays.expert(1)),
+            ("further tokens of it, each", delays.expert_token),
+            ("before a layer's experts", costs.other[0] + costs.other[1]),
+            ("further tokens, each", costs.other[1]),
+            ("deciding, with a load", costs.deciding(1)),
+            ("waking up for a loaded one", costs.handover),
+            ("after the last layer", costs.head[0] + costs.head[1]),
+            ("a token, half in memory", self.tpot),
+        ]
+        return [(what, f"{1e3 * seconds:.3f} ms") for what, seconds in rows]
+
+    def __repr__(self) -> str:
+        delays = self.machine.delays
+        rate = (delays.e_bytes + delays.sm_bytes) / delays.miss_read
+        return (
+            f"Profile({self.model}, {self.codec}, {self.when}: reading {rate / 1e6:,.0f} MB/s ({self.mode}), "
+            f"one expert on one token {1e3 * delays.expert(1):.2f} ms, "
+            f"a token with half of the experts in memory {1e3 * self.tpot:.1f} ms)"
+        )
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, {"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile; FileNotFoundError if there is none, ValueError if the file is something
+        else."""
+        return load_json(path, FORMAT, "profile", f"`moelab profile STORE --output {path}`", cls)
+
+
+def profile(
+    source: Any, seconds: float = 10.0, memory: str | int = MEMORY, seed: int = 0, **options: Any
+) -> Profile:
+    """Measure this machine with a model's experts and its other weights, for about so many seconds
+    after a first round that does not count; at least `MINIMUM` rounds are made.
+
+    source, memory, options : of `moelab.open_model`; ValueError where all experts fit into the
+        memory, as then none is read.
+    """
+    with open_model(source, memory=memory, **options) as lm:
+        session, draw = lm.moelab, torch.Generator().manual_seed(seed)
+        reader = session.engine.loader.reader
+
+        def forward(tokens: int) -> None:
+            for layer in range(lm.spec.L):
+                reader.drop_cache(layer)
+            ids = torch.randint(lm.config.vocab_size, (1, tokens), generator=draw)
+            lm(input_ids=ids, past_key_values=cache, use_cache=True)
+
+        with torch.inference_mode(), progress(desc="profiling", unit="rounds") as bar:
+            from transformers import DynamicCache
+
+            done, start = -1, time.perf_counter()
+            while done < MINIMUM or time.perf_counter() - start < seconds:
+                for prompt in PROMPTS:
+                    cache = DynamicCache(config=lm.config)
+                    for tokens in (prompt, *[1] * DECODED):
+                        forward(tokens)
+                done += 1
+                if not done:  # it has compiled, and touched memory
+                    session.reset()
+                    start = time.perf_counter()
+                bar.update()
+            return measured(lm, session.run)
+
+
+def measured(lm: Any, run: EngineRun) -> Profile:
+    """What a run of an open model says of this machine."""
+    engine = lm.moelab.engine
+    matrices = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, lm.dtype}]
+    return Profile(
+        fitted(run),
+        tpot=metrics(list(run.timeline), run.forwards).tpot,
+        full=engine.loader.slots.sizes.full,
+        copy=2 * COPY / _fastest(torch.zeros(COPY // 4).copy_, torch.zeros(COPY // 4)),
+        flops={
+            str(matrix.dtype).removeprefix("torch."): 2
+            * MATMUL**3
+            / _fastest(linear, matrix, matrix)
+            for matrix in matrices
+        },
+        model=lm.moelab.store.spec.name,
+        codec=lm.moelab.store.codec,
+        dtype=str(lm.dtype).removeprefix("torch."),
+        mode=engine.loader.reader.mode,
+        threads=torch.get_num_threads(),
+        when=time.strftime("%Y-%m-%d %H:%M"),
+        where=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    )
+
+
+def _fastest(function: Callable[..., Any], *args: Any) -> float:
+    """Seconds of the fastest of some calls."""
+    took = []
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        function(*args)
+        took.append(time.perf_counter() - start)
+    return min(took)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="an expert store")
+    parser.add_argument(
+        "--workers", type=whole(1), default=1, metavar="L", help="threads that decode (default: 1)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=number(above=0),
+        default=10.0,
+        help="about how long to measure (default: 10)",
+    )
+    parser.add_argument(
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="keep what was measured in a JSON file, for Profile.load",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    found = profile(args.store, args.seconds, workers=args.workers)
+    for what, seconds in found.table():
+        print(f"{what:<30}{seconds:>14}")
+    print(found)
+    if args.output:
+        print(f"saved as {found.save(args.output)}")
+    return 0

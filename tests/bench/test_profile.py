@@ -1,0 +1,85 @@
+"""Profiles: a real model is measured by its own run and left closed; what follows is kept."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moelab.bench import profile as profiling
+from moelab.bench.profile import COPY, Profile, profile
+from moelab.checkpoint.convert import convert
+from moelab.simulation.costs import MachineRates
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    source = tiny.save("qwen3_moe", folder / "m", torch.bfloat16)
+    return {codec: convert(source, folder / codec, codec=codec) for codec in ("raw", "huffman")}
+
+
+@pytest.fixture(autouse=True)
+def one_round(monkeypatch):
+    monkeypatch.setattr(profiling, "MINIMUM", 1)
+
+
+@pytest.fixture(scope="module")
+def measured(stores):
+    return profile(stores["raw"], 0, mode="buffered")
+
+
+def test_all_parts_are_measured(measured, stores):
+    machine, delays = measured.machine, measured.machine.delays
+    assert min(delays.e_read, delays.expert(1), sum(machine.other), sum(machine.head)) > 0
+    assert delays.sm_read == delays.sm_bytes == delays.recover == 0
+    assert delays.e_bytes == stores["raw"].stored_bytes(0, 0, "both")
+    assert measured.flops.keys() == {"float32", "bfloat16"} and measured.tpot > 0
+    assert (measured.mode, measured.dtype, measured.codec) == ("buffered", "bfloat16", "raw")
+    apart = profile(stores["huffman"], 0, scheduler="affinity", workers=2).machine
+    assert min(apart.delays.e_read, apart.delays.sm_read, apart.delays.decompress) > 0
+    assert apart.workers == 2
+
+
+def test_reads_are_those_of_the_given_disk(stores):
+    """At 1 MB a second a read of n bytes cannot take less than n / 1 MB."""
+    slow = profile(stores["raw"], 0, bandwidth=1e6, executor="fast").machine.delays
+    assert slow.e_read >= 0.99 * slow.e_bytes / 1e6
+
+
+def test_the_device_card_has_the_same_rates(measured):
+    device, delays = measured.to_device(), measured.machine.delays
+    assert {figure.kind for figure in device.figures.values()} == {"measured"}
+    assert all(measured.when in figure.source for figure in device.figures.values())
+    rates = MachineRates.of(device)
+    assert rates.read == pytest.approx(delays.e_bytes / delays.e_read)
+    assert rates.memory == pytest.approx(measured.copy) and rates.flops > 0 and COPY
+
+
+def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
+    one = replace(measured, resident=0.5)
+    assert Profile.load(one.save(tmp_path / "new" / "profile.json")) == one
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"format": "other"}', '{"format": "moelab.profile/3"}']
+)
+def test_what_is_no_profile_is_refused(content, tmp_path):
+    with pytest.raises(FileNotFoundError, match="moelab profile"):
+        Profile.load(tmp_path / "none.json")
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ValueError, match="x.json is no readable profile"):
+        Profile.load(tmp_path / "x.json")
+
+
+def test_the_command_prints_and_keeps(stores, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    profiling.add_arguments(parser)
+    path = tmp_path / "p"
+    arguments = [str(stores["raw"].folder), "--seconds", "0.001", "--output", str(path)]
+    assert profiling.main(parser.parse_args(arguments)) == 0
+    assert "reading an expert" in capsys.readouterr().out
+    assert Profile.load(path).model == stores["raw"].spec.name
+    assert json.loads(path.read_text())["format"] == profiling.FORMAT
