@@ -27,13 +27,13 @@ def opened(form, folder, memory, **options):
             if form != "qwen3_moe"
             else tiny.save(form, folder / "m")
         )
-        return offload(made, memory, delays=DELAYS, **options), open_model(made), None
+        return offload(made, memory, **options), open_model(made), None
     model = tiny.save("qwen3_moe", folder / "m", torch.bfloat16)
     name, compact = form.partition(" ")[::2]
     store = convert(
         model, folder / "s", **({"quantize": name} if name == "int4" else {"codec": name})
     )
-    lm = offload(store, memory, delays=DELAYS, compact=bool(compact), **options)
+    lm = offload(store, memory, compact=bool(compact), **options)
     return lm, open_model(store.folder), StoreExperts(store)
 
 
@@ -68,7 +68,7 @@ def test_where_one_does_not_fit_nothing_is_read(tmp_path):
 @pytest.mark.parametrize("memory", [1.0, "1GB"])
 def test_what_cannot_be_read_is_named_when_the_model_is_opened(memory, tmp_path):
     with pytest.raises(StoreError, match=r"damaged: chunk 0\.5\.down_proj"):
-        offload(damaged(tmp_path, [5]), memory, delays=DELAYS)
+        offload(damaged(tmp_path, [5]), memory)
     assert not threads()
 
 
@@ -81,5 +81,5 @@ def test_ctrl_c_while_the_other_weights_load_ends_the_reading(tmp_path, monkeypa
 
     monkeypatch.setattr(opening, "build", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        offload(store, 1.0, delays=DELAYS, bandwidth=1e5)  # of all experts' bytes, minutes
+        offload(store, 1.0, bandwidth=1e5)  # of all experts' bytes, minutes
     assert not threads()
