@@ -84,8 +84,6 @@ class Loader:
             tensors=lambda key: reader.store.layers[key.layer].tensors,
             separable=lambda load, name: two_stages and entries(*load.key)[name].separable,
             in_place=self.in_place,
-            workers=workers,
-            shards=lambda load, name: entries(*load.key)[name].shards if two_stages else 1,
         )
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._checked: set[tuple[ExpertKey, tuple[str, ...]]] = set()  # parts, when first read
@@ -255,7 +253,7 @@ class Loader:
     def _chunks_of(self, load: Load, kind: str) -> Chunks:
         return self._chunks[kind, load.slots[kind]]
 
-    def _next_decode(self) -> tuple[Load, Any, str, dict[str, Chunks]] | None:
+    def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be
         another's."""
         if (found := self.queue.next_decode()) is None:
@@ -269,14 +267,13 @@ class Loader:
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, tensor, operation, chunks = found
             start, error = clock(), None
-            name, shard = tensor if isinstance(tensor, tuple) else (tensor, None)
             try:
                 # Checked here and not when they were read: decoding finds them cached.
                 for kind in chunks if self.reader.verify else ():
                     if kind in load.lacks:
-                        self.reader.check(chunks[kind], name, shard)
-                out = self.slots.tensors(load.slots["full"], load.key.layer)[name]
-                decode(operation, chunks, name, out, load.slots["full"], shard)
+                        self.reader.check(chunks[kind], tensor)
+                out = self.slots.tensors(load.slots["full"], load.key.layer)[tensor]
+                decode(operation, chunks, tensor, out, load.slots["full"])
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
             except BaseException as caught:
                 error = caught
