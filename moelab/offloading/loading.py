@@ -217,12 +217,12 @@ class Loader:
             error, end = caught, clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
-            begin, self._served = max(start, self._served), max(end, self._served)
             if error is None:
+                self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
+            if nbytes:
+                begin, self._served = max(start, self._served), max(end, self._served)
                 name = read_name(kinds)
                 self.timeline.add(Event("disk", name, *load.key, begin, self._served, nbytes))
-                for kind, part in zip(kinds, chunks):
-                    self._chunks[kind, load.slots[kind]] = part
             queue.read_done(load, kinds, nbytes, error)
         if not self.in_place:
             self._work.ring()

@@ -151,6 +151,7 @@ def test_no_scheduler_changes_a_bit_and_the_simulator_takes_the_runs(qwen, eager
         staging=3,
         workers=2,
         scheduler=scheduler,
+        delays=DELAYS,
     )
     with offloaded.moelab as offloading:
         assert_equal(offloaded, eager)
