@@ -159,15 +159,19 @@ class Loader:
         self.halt()
         for thread in self.threads:
             thread.join()
-        if self._sends:
+        if self._sends and self.slots is not None:
             self.slots.link.rest()
 
-    def free(self) -> None:
-        """Let go of files and memory, after `stop`."""
-        self.reader.close()
-        self.queue.held.clear()
-        self._chunks.clear()
-        self.slots = None
+    def end(self) -> None:
+        """Stop, and let go of files and memory. The garbage collector, which runs in any thread, may
+        ask one of these to: it tells the others, which end by themselves."""
+        self.halt()
+        if threading.current_thread() not in self.threads:
+            self.stop()
+            self.reader.close()
+            self.queue.held.clear()
+            self._chunks.clear()
+            self.slots = None
 
     def forked(self) -> None:
         """In a child process there are no threads, and their lock may be taken."""
