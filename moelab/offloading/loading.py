@@ -47,8 +47,10 @@ class Bell:
         self._threads, self._tokens = threads, SimpleQueue()
         self.wait = self._tokens.get
 
-    def ring(self) -> None:
-        while self._tokens.qsize() < self._threads:
+    def ring(self, n: int | None = None) -> None:
+        """Wake n threads, or all."""
+        n = self._threads if n is None else min(n, self._threads)
+        while self._tokens.qsize() < n:
             self._tokens.put(None)
 
 
@@ -109,11 +111,11 @@ class Loader:
         with self._lock:
             before = self.queue.admitted
             yield self.queue
-            admitted = self.queue.admitted != before
+            admitted = self.queue.admitted - before
             if admitted and self._sends:
                 self._send()
         if admitted and not self._sends:
-            self._disk.ring()
+            self._disk.ring(admitted if self.in_place else None)
             self._work.ring()
 
     def wait(self) -> ExpertKey:
