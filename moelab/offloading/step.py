@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from moelab.cache.residency import Request, Residency, Step
-from moelab.offloading.load_queue import LoadQueue, Order, given_order
+from moelab.offloading.load_queue import LoadQueue, Order
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.specs import ExpertKey, State
 
@@ -85,9 +85,8 @@ class StepController:
         step."""
         announced, self.announced = self.announced, None
         if step.loads or step.evicted or self.queue.prefetched:
-            left = self.queue.begin(step.layer, step.loads, [key for key, _ in step.evicted], ready)
-            if left:
-                self.queue.demand(left, self.order(left))
+            evicted = [key for key, _ in step.evicted]
+            self.queue.begin(step.layer, step.loads, evicted, ready, self.order)
         if announced is not None:
             self._prefetch(*announced)
 
@@ -103,4 +102,4 @@ class StepController:
             if (state := self.residency.state(key)) is not State.FULL
         ]
         if requests:
-            self.queue.prefetch(layer, requests, given_order(requests))
+            self.queue.prefetch(layer, requests)

@@ -49,8 +49,7 @@ def limited(asked, plan, machine, workers, in_flight, start=0.0):
         Step(2, asked, []),
     )
     played.begin(step)
-    played.queue.begin(2, step.loads, [], played.ready)
-    played.queue.demand(step.loads, plan)
+    played.queue.begin(2, step.loads, [], played.ready, lambda _: plan)
     played.run()
     return played.timeline(), played.now
 
@@ -212,8 +211,7 @@ def test_an_expert_that_is_waited_for_is_handed_over_and_hits_are_one_call():
     played = SimulatedMachine(machine, dict.fromkeys(KINDS, 5), ((r.key, r.state) for r in asked))
     step = Step(0, asked, [])
     played.begin(step)
-    played.queue.begin(0, step.loads, [], played.ready)
-    played.queue.demand(step.loads, given_order(step.loads))
+    played.queue.begin(0, step.loads, [], played.ready, given_order)
     played.run()
     compute = [tuple(e[1:6]) for e in played.timeline() if e.resource == "compute"]
     assert compute == [
