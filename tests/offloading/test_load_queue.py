@@ -240,15 +240,6 @@ def test_a_dropped_load_keeps_its_slots_until_nothing_runs_on_it():
     )
 
 
-def test_what_is_prefetched_leaves_a_slot_of_each_kind():
-    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=2)
-    demand(queue, [])
-    asked = requests(4, 5, layer=1)
-    queue.prefetch(1, asked)
-    finish(queue)
-    assert queue.admitted == 1 and all(map(len, queue.free.values()))
-
-
 @pytest.mark.parametrize("loaded", [True, False])
 def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(loaded):
     """Two slots: one is prefetched for a layer after the next, the other is taken by an expert that
