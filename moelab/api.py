@@ -21,7 +21,8 @@ from moelab import datasets, registry
 from moelab.calibration import Calibration
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
-from moelab.fast.fast_decode import DENSE, FastDecode
+from moelab.fast.fast_decode import FastDecode
+from moelab.fast.packing import DENSE
 from moelab.models import eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches

@@ -31,7 +31,7 @@ from moelab.api import DEFAULT_POLICY, make_predictor, open_model
 from moelab.arguments import number, output, whole
 from moelab.calibration import Calibration
 from moelab.checkpoint.opening import require_tokenizer
-from moelab.fast.fast_decode import DENSE
+from moelab.fast.packing import DENSE
 from moelab.files import writable
 from moelab.models import eager
 from moelab.models.greedy import greedy, not_followed

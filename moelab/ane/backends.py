@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
 from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import ANEPlan
-from moelab.experts.executor import activate, banks, names, plain
+from moelab.experts.executor import names, plain
+from moelab.experts.located import banks
 from moelab.models.patches import Patches
 
 
@@ -79,7 +80,7 @@ class TorchBackend(Backend):
             return y + banks(experts, name + "_bias")[members][:, None] if experts.has_bias else y
 
         up, down = names(experts)
-        return linear(activate(experts, linear(buffer, up)), down) * scale[..., None]
+        return linear(experts.activate(linear(buffer, up)), down) * scale[..., None]
 
 
 class ConvertedBackend(Backend):

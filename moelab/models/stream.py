@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer, discover, plugged
-from moelab.models.unchanged import Replaced, forward
+from moelab.models.unchanged import FusedModule, forward
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def alone(module: nn.Module, *args: Any) -> Any:
     """What a module's code, or a kernel in its place (`moelab.fast.fast_decode`), computes, past
     its hooks: no real pass."""
     kernel = forward(module)
-    return kernel(*args) if isinstance(kernel, Replaced) else type(module).forward(module, *args)
+    return kernel(*args) if isinstance(kernel, FusedModule) else type(module).forward(module, *args)
 
 
 def times(factor: float, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from moelab.models.dialects import ROUTING
 from moelab.models.experts import named
 from moelab.models.patches import Patches
 from moelab.models.stream import streams
+from moelab.models.unchanged import Listener
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
 
@@ -113,8 +114,7 @@ class Speculation(AbstractContextManager):
             def of_entry(_m: nn.Module, args: tuple) -> None:
                 told(args[0])
 
-            of_entry.told = told  # for who computes it without calling the module
-            patches.hook(entry.register_forward_pre_hook, of_entry)
+            patches.hook(entry.register_forward_pre_hook, Listener(told, of_entry))
         patches.hook(
             layer.router.register_forward_pre_hook,
             lambda _m, args: self._inputs.__setitem__(layer.index, args[0]),

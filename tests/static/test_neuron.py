@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from moelab import models
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Sorted
-from moelab.experts.sharding import Sharding
 from moelab.models import eager
 from moelab.static.blockwise import Blockwise
 from moelab.static.neuron import (
@@ -24,6 +23,7 @@ from moelab.static.neuron import (
     neuron_choice,
     provisioned_savings,
 )
+from moelab.static.sharding import Sharding
 from tests.depth import in_turn
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
