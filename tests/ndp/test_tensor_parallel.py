@@ -62,8 +62,3 @@ def test_a_norm_behind_the_expert_is_refused():
     experts.has_post_expert_norm = True
     with pytest.raises(ValueError, match="normalises"):
         NDPTensorParallel(2)(torch.ones(1, 4), torch.tensor([[0]]), torch.ones(1, 1), experts)
-
-
-def test_no_units_is_an_error():
-    with pytest.raises(ValueError, match="at least one"):
-        NDPTensorParallel(0)
