@@ -22,6 +22,7 @@ from moelab.experts.executor import Sorted, plain, silu_gated
 from moelab.experts.located import locate
 from moelab.kernels import feed_forward as around
 from moelab.kernels.products import KINDS, Matrices, multiply
+from moelab.models import compat
 
 GPUS = ("cuda",)
 
@@ -74,7 +75,7 @@ class GEMV(Sorted):
     def token(
         self, experts: list[Any], dtype: torch.dtype, compute: Callable[..., Any]
     ) -> Any | None:
-        parameters = [(of, w) for of in experts for w in of.module._parameters.values()]
+        parameters = [(of, w) for of in experts for w in compat.parameters_of(of.module).values()]
         of = [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         state = dtype, of
         if (known := self._banks.get(experts[0], (None, None)))[0] != state:

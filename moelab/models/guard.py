@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.models import compat
 from moelab.models.dialects import BLOCKS, ROUTING, block_class, experts_class, stock_class
 from moelab.models.experts import KINDS, eager, seam_of, shapes
 from moelab.specs import MoESpec
@@ -169,7 +170,7 @@ def _miniature(
 
     parts, parameters = dict(module.named_children()), {}
     if module is not layer.experts:
-        for name, p in module._parameters.items():
+        for name, p in compat.parameters_of(module).items():
             parameters[name] = None if p is None else drawn(p.shape, p.dtype)
     elif isinstance(module, nn.ModuleDict):
         parts = dict.fromkeys((f"expert_{e}" for e in range(layer.E)), seam_of(module).first)
