@@ -28,6 +28,12 @@ _lock = threading.RLock()
 in_children(_lock._at_fork_reinit)
 
 
+def transformers_version() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
 def once(function: Callable[[], Any]) -> Callable[[], Any]:
     """A function that is called the first time only, by one thread while others wait for its
     result."""

@@ -41,6 +41,7 @@ class SeamExperts:
     source : supplies an expert's weights; None: the module's own parameters.
     resident : whether the module holds its experts' parameters.
     shapes : parameter name → shape of one expert's tensor.
+    checked : the dtype in which its arithmetic was compared with transformers' own.
     has_gate, has_bias, is_transposed, has_post_expert_norm, is_concatenated : as transformers'
         decorator `use_experts_implementation` declares them; the last is None without it."""
 
@@ -54,6 +55,7 @@ class SeamExperts:
         self.source: Source | None = None
         self.resident = True
         self.shapes = shapes(module)
+        self.checked: torch.dtype | None = None
         for setting in DECLARED & vars(module).keys():
             setattr(self, setting, getattr(module, setting))
 

@@ -239,12 +239,15 @@ def _put(patches: Patches, model: nn.Module, **parts: Any) -> list[MoELayer]:
     """Plug a model in, with these parts of each layer's `SeamExperts` but those that are None."""
     require_same_model(model, *parts.values())
     layers = discover(model)
-    for layer in layers:
-        guard.check(layer, model.dtype)
+    guard.check(
+        [layer for layer in layers if not layer.plugged or layer.seam.checked != model.dtype],
+        model.dtype,
+    )
     compat.register_experts(run)
     for layer in layers:
         if not layer.plugged:
             patches.put(layer.experts, "seam", seam_of(layer.experts, layer.index))
+        layer.seam.checked = model.dtype
         patches.become(layer.block, block_class(type(layer.block)))
         patches.become(layer.experts, experts_class(type(layer.experts)))
         if compat.dispatches_by_name(type(layer.experts)):
