@@ -16,7 +16,7 @@ reads past the page cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -326,14 +326,12 @@ class CheckpointStore(ExpertFiles):
             }
         )
 
-    def extents(self, parts: list[Chunks]) -> list[Iterable[Extent]]:
+    def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
         has been read."""
         chunks = parts[0]
-        return [
-            (list if source.plain else iter)(self._extents(source, chunks.plane(source.name, 0)))
-            for source in self.sources(chunks.layer, chunks.expert)
-        ]
+        for source in self.sources(chunks.layer, chunks.expert):
+            yield from self._extents(source, chunks.plane(source.name, 0))
 
     def _extents(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
         target, at, read = plane.shards[0], 0, {}

@@ -12,8 +12,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moelab.store import reader as reading
 from moelab.store.layout import ALIGN, ExpertStore, StoreError, run
@@ -225,34 +223,3 @@ def test_both_parts_into_a_buffer_each_in_one_request(store):
             parts = {"E": reader.buffer("E"), "SM": reader.buffer("SM")}
             equal(decode(*reader.read_parts(layer, index, parts)), layer, index)
         assert reader.counters.requests == 2
-
-
-@pytest.mark.parametrize("mode", modes())
-@pytest.mark.parametrize("part", ["both", "E"])
-def test_reading_in_pieces_is_reading(store, mode, part):
-    with Reader(store, mode) as reader:
-        for most in (ALIGN, 3 * ALIGN, 1 << 20):
-            for layer, index in ((0, 0), (1, 2)):
-                whole = reader.read(layer, index, part)
-                (chunks,), pieces = reader.plan(layer, index, {part: None}, most)
-                sizes = [reader.fill(piece) for piece in reversed(pieces)]  # in any order
-                assert np.array_equal(whole.data, chunks.data) and sum(sizes) == len(whole.data)
-                assert len(sizes) == -(-len(whole.data) // most) and max(sizes) <= most
-
-
-@given(st.lists(st.integers(1, 9 * ALIGN), max_size=5), st.integers(1, 12))
-def test_pieces_are_the_views_cut(lengths, most):
-    views, most = [memoryview(os.urandom(n)) for n in lengths], most * ALIGN
-    everything, at, sizes = b"".join(views), 0, []
-    for begin, piece in reading._pieces(views, most):
-        data = b"".join(piece)
-        assert (
-            begin == at
-            and data == everything[at : at + len(data)]
-            and all(len(view) for view in piece)
-        )
-        at += len(data)
-        sizes.append(len(data))
-    assert len(sizes) <= -(-at // most) and max(sizes, default=0) <= most
-    assert all(size == sizes[0] and not size % ALIGN for size in sizes[:-1])
-    assert at == len(everything)
