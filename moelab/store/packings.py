@@ -363,7 +363,7 @@ def gathered(
     """The packing and the blob of what a checkpoint stores of a tensor; KeyError if that is not
     quantised.
 
-    sources : (key, 0, tensor) of each, as of `moelab.checkpoint.direct.CheckpointExperts.made`.
+    sources : (key, 0, tensor) of each, as of `moelab.checkpoint.experts.CheckpointExperts.made`.
     """
     layers: dict[str, Tensors] = {}
     for key, _, tensor in sources:

@@ -129,7 +129,7 @@ class Reader:
     """Reads parts of experts into buffers; each read is one blocking call, from any number of
     threads.
 
-    store : what to read; a `moelab.checkpoint.direct.CheckpointStore` has no checksums and cannot be
+    store : what to read; a `moelab.checkpoint.experts.CheckpointStore` has no checksums and cannot be
         read "direct".
     mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file
         system refuses direct reads, the attribute becomes "buffered".

@@ -18,8 +18,7 @@ class ToyLayer:
     """An experts module as a layer of a model."""
 
     def __init__(self, experts):
-        self.experts, self.index, self.name = experts, 0, "toy"
-        self.seam, self.plugged = experts, True
+        self.seam, self.index, self.name, self.plugged = experts, 0, "toy", True
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
