@@ -88,7 +88,7 @@ def eager(qwen):
 )
 def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", dtype))
-    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", "huffman").folder)
     least = Sizes.of(store).in_flight
     for budget in (least, 0.5, 1.0):
         offloaded = offload(store, budget, delays=DELAYS)
@@ -112,7 +112,7 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
 )
 def test_another_executor_computes_the_same_but_for_rounding(name, executor, budget, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
-    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", "huffman").folder)
     computing = make("executor", executor)
     model = open_model(store, memory=budget, delays=DELAYS, executor=computing)
     with model.moelab:
@@ -139,7 +139,7 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
         tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64)
     )
     offloaded = offload(
-        convert(tmp_path / "model", tmp_path / "store"), 0.25, workers=13, delays=DELAYS
+        convert(tmp_path / "model", tmp_path / "store", "huffman"), 0.25, workers=13, delays=DELAYS
     )
     with offloaded.moelab as offloading:
         assert_equal(offloaded, reference, batch=1)
@@ -222,7 +222,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
 
 
 def jitter(model, chance):
-    reader, read = model.moelab.engine.loader.reader, model.moelab.engine.loader.reader.fill
+    reader, read = model.moelab.engine.loader.reader, model.moelab.engine.loader.reader.read_parts
 
     def slow(*args, **kwargs):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
@@ -230,7 +230,7 @@ def jitter(model, chance):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
         return nbytes
 
-    reader.fill = slow
+    reader.read_parts = slow
 
 
 def test_what_the_budget_is_and_what_is_resident(qwen):
@@ -284,7 +284,7 @@ def test_after_an_error_within_a_layer_the_model_goes_on(qwen, eager, broken, mo
         engine = offloaded.moelab.engine
         generate(offloaded, seed=1)
         owner, name = {
-            "disk": (engine.loader.reader, "fill"),
+            "disk": (engine.loader.reader, "read_parts"),
             "executor": (engine, "weights"),
             "thread": (engine.loader.queue, "read_done"),
         }[broken]
@@ -297,7 +297,7 @@ def test_after_an_error_within_a_layer_the_model_goes_on(qwen, eager, broken, mo
 def damaged(folder, experts):
     """The store of a small model in which a byte of each of these experts of layer 0 is another."""
     tiny.save("qwen3_moe", folder / "model", torch.bfloat16)
-    store = convert(folder / "model", folder / "store")
+    store = convert(folder / "model", folder / "store", "huffman")
     for expert in experts:
         chunk = store.entries(0, expert)["down_proj"].planes[1][1][0]
         with open(store.folder / store.layers[0].file, "r+b") as f:

@@ -167,7 +167,7 @@ def held_up(rng: random.Random) -> Iterator[None]:
         return slowed
 
     with ExitStack() as stack:
-        for owner, names in ((Reader, ("plan", "fill")), (CpuDecoder, ("__call__",))):
+        for owner, names in ((Reader, ("read_parts",)), (CpuDecoder, ("__call__",))):
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
         yield
