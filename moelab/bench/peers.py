@@ -250,7 +250,7 @@ class Moelab(Transformers):
         if options.get("ungated"):
             from moelab.offloading.prefetch_gate import PrefetchGate
 
-            self.offloading.engine.gate = PrefetchGate(trials=False)
+            self.offloading.engine.controller.gate = PrefetchGate(trials=False)
 
     def decoding(self) -> None:
         counters = self.offloading.residency.counters

@@ -237,7 +237,7 @@ class PrefetchBenchmark:
     def _way(self, arm: str, gate: PrefetchGate) -> Any:
         """A context in which the model decodes in this way."""
         engine = self.model.moelab.engine
-        engine.gate, engine.serial = gate, arm == ARMS[0]
+        engine.controller.gate, engine.serial = gate, arm == ARMS[0]
         engine.loader.queue.ahead = self.ahead if arm in MODES else 0
         return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
 
