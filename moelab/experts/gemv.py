@@ -9,7 +9,8 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -71,18 +72,14 @@ class GEMV(Sorted):
         w = weights[0] if len(hit) == len(chosen) else weights[0, hit]
         return kernels.feed_forward(up, down, x, _first(len(hit), x.device), w)
 
-    def token(
-        self, experts: list[Any], dtype: torch.dtype, compute: Callable[..., Any]
-    ) -> Any | None:
+    @contextmanager
+    def token(self, experts: list[Any], dtype: torch.dtype) -> Iterator[tuple]:
         parameters = [(of, w) for of in experts for w in of.module._parameters.values()]
         of = [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         state = dtype, of
         if (known := self._banks.get(experts[0], (None, None)))[0] != state:
             self._banks[experts[0]] = known = state, self.banks(experts, dtype)
-        if known[1] is None:
-            return None
-        self.count_layers(found := compute(*known[1]))
-        return found
+        yield known[1], self.count_layers
 
     def banks(
         self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moelab.fast.dense import Dense, Pack, fits
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
-from moelab.kernels.products import KINDS, PIECE, work_of
+from moelab.kernels.products import KINDS, plan_of
 from moelab.kernels.threads import TEAM
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -122,9 +122,8 @@ class DecodeAttention(SingleToken):
         norms, width = norms_of(module), (self.D, self.D, 0.0)
         if norms:
             width = *(len(norm.weight) for norm in norms), epsilon(norms[0])
-        qkv = before[0].kind.tag, work_of(before[0].kind, x=kind), PIECE
-        output = after.kind.tag, work_of(after.kind), PIECE
-        self.plan = kind.tag, self.D, self.kv_heads, width, heads_work(kind), qkv, output
+        plans = plan_of(before[0].kind, x=kind), plan_of(after.kind)
+        self.plan = kind.tag, self.D, self.kv_heads, width, heads_work(kind), *plans
         first = np.zeros((1, 4), np.int64)
         first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
         self.weights = np.concatenate([first, *(one.rows for one in before), after.rows])
@@ -139,12 +138,7 @@ class DecodeAttention(SingleToken):
     def of(cls, module: nn.Module, pack: Pack | None = None) -> DecodeAttention | None:
         """For this module; None if a probe on a random token and angle shows another attention."""
         linears = linears_of(module)
-        if not linears or any(
-            type(linear) is not nn.Linear
-            or linear.weight.dtype != linears[0].weight.dtype
-            or not fits(linear.weight, linear.bias)
-            for linear in linears
-        ):
+        if not linears or not all(fits(linear.weight, linear.bias) for linear in linears):
             return None
         ours = cls(module)
         if not agree(module, ours, ours, linears[0].in_features):
@@ -208,9 +202,14 @@ class CacheMemory:
 
 
 def linears_of(module: Any) -> list[nn.Linear]:
-    """q, k, v and o of an attention that may be that of the kernel; none of another module."""
-    known = type(module).__name__ in ATTENTIONS
-    return [getattr(module, name) for name in LINEARS] if known else []
+    """q, k, v and o of an attention that may be that of the kernels, their weights contiguous and of
+    one type and device; none of another module."""
+    if type(module).__name__ not in ATTENTIONS:
+        return []
+    linears = [getattr(module, name) for name in LINEARS]
+    alike = {(type(of), of.weight.dtype, of.weight.device) for of in linears}
+    plain = len(alike) == 1 and type(linears[0]) is nn.Linear
+    return linears if plain and all(of.weight.is_contiguous() for of in linears) else []
 
 
 def norms_of(module: nn.Module) -> list[nn.Module]:

@@ -46,9 +46,6 @@ class Computed(NamedTuple):
     times: np.ndarray | None
 
 
-NOTHING = Computed(0, np.empty((0, 1), np.int64), np.empty((0, 2)))
-
-
 class OneTokenLayer(FusedModule):
     """The forward of one decoder layer for a single token: up to its experts, or all of its stretch.
 
@@ -158,26 +155,21 @@ class Stretch:
         seams = [vars(experts).get("seam") for experts in self.experts]
         if None in seams or len(runs := {of.engine or of.executor for of in seams}) > 1:
             return None
-        if (run := getattr(runs.pop(), "token", None)) is None:
+        if (executing := getattr(runs.pop(), "token", None)) is None:
             return None
-        memories, heard, made = [], [], []
-
-        def compute(*experts: Any) -> Computed:
-            memories[:] = [layer.attention.memory(cache) for layer in self.layers]
-            whole = self.model.config.num_hidden_layers == len(self.all)
-            listeners = self.parts.listeners() if whole else None
-            if None in memories or listeners is None:
-                return NOTHING
-            heard[:] = listeners
-            *made[:], done = self.compute(x, token, memories, *experts)
-            return done
-
-        found = run(seams, x.dtype, compute)
-        if found is None or not found.layers:
+        with executing(seams, x.dtype) as (experts, done):
+            if experts is None or self.model.config.num_hidden_layers != len(self.all):
+                return None
+            memories = [layer.attention.memory(cache) for layer in self.layers]
+            if None in memories or (heard := self.parts.listeners()) is None:
+                return None
+            y, w, found = self.compute(x, token, memories, *experts)
+            done(found)
+        if not found.layers:
             return None
         for memory in memories[: found.layers]:
             memory.grow()
-        (y, w), ids = made, torch.as_tensor(found.ids)
+        ids = torch.as_tensor(found.ids)
         for i, hear in heard:  # two modules of each layer
             if i // 2 < found.layers:
                 hear(ids[i // 2 :][:1], w[i // 2 :][:1])

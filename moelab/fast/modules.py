@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moelab.fast.dense import Dense, Pack, fits, linear
 from moelab.kernels.layers import route
 from moelab.kernels.norm import rms_norm
-from moelab.kernels.products import KINDS, PIECE, crossover, work_of
+from moelab.kernels.products import KINDS, crossover, plan_of
 from moelab.kernels.threads import TEAM
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -118,8 +118,7 @@ class Router(FusedModule):
     def plan(self) -> tuple:
         """Of `moelab.kernels.layers.route`."""
         kind = KINDS[self.module.weight.dtype]
-        product = kind.tag, work_of(kind, x=kind), PIECE
-        return kind.tag, KINDS[self.dtype].tag, product, self.normalised
+        return kind.tag, KINDS[self.dtype].tag, plan_of(kind, x=kind), self.normalised
 
     def fused(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         x, w = hidden_states, self.parts.weights[0]

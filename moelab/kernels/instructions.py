@@ -45,7 +45,7 @@ class Floats:
         return inputs
 
     def weights(self, x_kind: Kind, at: tuple) -> Iterable[tuple[Value | None, list[Value]]]:
-        """Of a step, from the addresses of weights and of what lies beside them, and the table."""
+        """(scales or None, vectors that they multiply) of a step, from the addresses of weights and of what lies beside them, and the table."""
         if self.kind.scaled:
             return self.kind.codes(*at[:2])
         return [(None, self.kind.vectors(*at))]
@@ -66,7 +66,7 @@ class Pairs(Floats):
     def __init__(self, kind: Kind) -> None:
         self.kind, self.order = kind, kind.pair_order
 
-    def prepared(self, inputs: list[Value]) -> list[Value]:
+    def prepared(self, inputs):
         """Pairs of the inputs' upper halves, then of what these lack, which is exact to 2⁻¹⁷; an
         infinity in fp32 makes NaN."""
         upper = [(part.to(I32) + 0x8000 & 0xFFFF0000).to(F32) for part in inputs]
@@ -77,7 +77,7 @@ class Pairs(Floats):
             for even, odd in zip(half[::2], half[1::2])
         ]
 
-    def weights(self, x_kind: Kind, at: tuple) -> Iterable[tuple[Value | None, list[Value]]]:
+    def weights(self, x_kind, at):
         """Once for the upper halves of inputs, and again for the lower ones, which bf16 does not
         have."""
         groups, pairs = [lane % 8 // 4 for lane in range(WIDTH)], self.kind.pairs(*at)
@@ -91,7 +91,7 @@ class Bytes(Floats):
     def __init__(self, kind: Kind) -> None:
         self.kind, self.order = kind, kind.byte_order
 
-    def prepared(self, inputs: list[Value]) -> list[Value]:
+    def prepared(self, inputs):
         """Whole numbers as `_whole_sums` has them, what the codes' offset adds to its sums, and the
         scales of both groups.
 
@@ -114,13 +114,11 @@ class Bytes(Floats):
         sums = _whole_sums(offset, inputs).to(FLOATS)
         return [*(one.to(FLOATS) for one in inputs), sums, scale * (1 / self.kind.factor)]
 
-    def weights(self, x_kind: Kind, at: tuple) -> Iterable[tuple[Value | None, list[Value]]]:
+    def weights(self, x_kind, at):
         groups = [2 * lane // WIDTH for lane in range(WIDTH)]
         return [(self.kind.scales(at[1], groups), self.kind.bytes(at[0]))]
 
-    def terms(
-        self, inputs: list[Value], vectors: list[Value], scales: Value | None
-    ) -> list[tuple[Value, Value]]:
+    def terms(self, inputs, vectors, scales):
         *inputs, offset, scale = inputs[: 2 * len(vectors) + 2]
         inputs = [one.to(vectors[0].type) for one in inputs]
         whole = _whole_sums(vectors, inputs) - offset.to(I32)

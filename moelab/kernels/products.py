@@ -78,9 +78,7 @@ class Matrices(NamedTuple):
 
     def plan(self, x: Kind) -> tuple:
         """Of `multiply_into`, for inputs x."""
-        order = FLOAT32 if self.transposed else self.kind
-        outputs = OUTPUTS if self.transposed else PIECE
-        return order.tag, work_of(self.kind, self.transposed, x), outputs
+        return plan_of(self.kind, self.transposed, x)
 
 
 def multiply(
@@ -349,16 +347,11 @@ def _store_columns(kind, job, matrix, token, tokens, begin, columns, sums):
             write(F32, job.y, (token + t) * job.R + begin + c, total)
 
 
-def work_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> int:
-    """The address of what a thread does for a job of this kind of weights, and of inputs x where it
-    matters that they are bf16."""
-    in_pairs = isinstance(INSTRUCTIONS[kind], Pairs) and not transposed
-    return _work_of(kind, transposed, x if in_pairs and x is BFLOAT16 else FLOAT32)
-
-
 @cache
-def _work_of(kind: Kind, transposed: bool, x: Kind) -> int:
-    tag, x_tag = kind.tag, x.tag
+def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> tuple:
+    """Of `multiply_into`, for weights of a kind and inputs x."""
+    in_pairs = x is BFLOAT16 and isinstance(INSTRUCTIONS[kind], Pairs)
+    tag, x_tag = kind.tag, x.tag if in_pairs else F32
 
     def rows(at):
         _rows(x_tag, tag, at)
@@ -366,4 +359,6 @@ def _work_of(kind: Kind, transposed: bool, x: Kind) -> int:
     def columns(at):
         _columns(tag, at)
 
-    return c_function(columns if transposed else rows)
+    if transposed:
+        return F32, c_function(columns), OUTPUTS
+    return tag, c_function(rows), PIECE

@@ -10,7 +10,6 @@ How vectors of weights are multiplied is in `moelab.kernels.instructions`."""
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from math import nan
 from struct import pack, unpack
 
@@ -62,7 +61,8 @@ class Kind:
 
     tag : 0 of the numpy type that stands for this kind in kernels' signatures.
     size, other : bytes of 64 weights at their first address and at the other one.
-    step : weights that a loop takes at a time. order : which of them is where in what `vectors` returns.
+    step : weights that a loop takes at a time. order : which of them is where in what
+        `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
     scaled : whether weights are codes times scales.
 
     A kind that processors multiply as pairs of bf16 or as bytes (`moelab.kernels.instructions`) also has
@@ -88,10 +88,6 @@ class Kind:
     def table(self, address: Value) -> Value | None:
         """What all weights of a matrix are looked up in, from its address."""
         return None
-
-    def vectors(self, weights: Value, other: Value, table: Value | None) -> list[Value]:
-        """The weights of a step as vectors of fp32, exact."""
-        raise NotImplementedError
 
 
 def _portion(count: Value, size: int) -> Value:
@@ -164,7 +160,10 @@ class Bf12(Kind):
 
 
 class FewBits(Kind):
-    """Codes times scales, bf16 for each 32 weights unless a subclass says otherwise."""
+    """Codes times scales, bf16 for each 32 weights unless a subclass says otherwise.
+
+    `codes(weights, other)` yields the vectors of scales of a block, each with the vectors of fp32 codes
+    that it multiplies."""
 
     size, other, scaled = 32, 4, True
     step, order = BLOCK, list(range(BLOCK))
@@ -172,10 +171,6 @@ class FewBits(Kind):
     def vectors(self, weights, other, table):
         parts = self.codes(weights, other)
         return [value * self.usable(scales) for scales, values in parts for value in values]
-
-    def codes(self, weights: Value, other: Value) -> Iterator[tuple[Value, list[Value]]]:
-        """A block as vectors of scales, and the vectors of fp32 codes that each multiplies."""
-        raise NotImplementedError
 
     def usable(self, scales: Value) -> Value:
         """Scales that may be multiplied by themselves."""
