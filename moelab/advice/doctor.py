@@ -131,7 +131,10 @@ def _hub() -> str:
     try:
         socket.create_connection((HUB, 443), timeout=2).close()
     except OSError as error:
-        return f"{HUB} cannot be reached ({error.strerror or type(error).__name__}): open models from folders"
+        return (
+            f"{HUB} cannot be reached ({error.strerror or type(error).__name__}): open models "
+            "from folders"
+        )
     return f"{HUB} can be reached"
 
 

@@ -208,11 +208,14 @@ def plug(
 
 @contextmanager
 def plugged(
-    model: nn.Module, executor: Run | None = None, source: Source | None = None
+    model: nn.Module,
+    executor: Run | None = None,
+    source: Source | None = None,
+    engine: Run | None = None,
 ) -> Iterator[Run | None]:
     """`plug` for the length of a block."""
     with Patches() as patches:
-        _put(patches, model, executor=executor, source=source)
+        _put(patches, model, executor=executor, source=source, engine=engine)
         yield executor
 
 

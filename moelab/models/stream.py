@@ -178,7 +178,8 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
 
     model.eval()
     try:
-        with plugged(model, lambda x, ids, weights, experts: watches[experts.layer].noise(x)):
+        # the noise is in the place of an engine, too, which would ask it about parts of a layer
+        with plugged(model, engine=lambda x, ids, weights, of: watches[of.layer].noise(x)):
             for watch in watches.values():
                 hooks += watch.attach()
             for holder in holders:

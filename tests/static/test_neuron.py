@@ -161,7 +161,7 @@ def test_bfloat16_stays_bfloat16(make):
 def test_what_is_not_routed_is_masked_and_not_multiplied_by_zero():
     """An expert that overflows for tokens that did not choose it must not make them NaN."""
     experts = make_experts(2, 4, 4)
-    experts.gate_up_proj[1] = 1e30
+    experts.module.gate_up_proj[1] = 1e30
     x, ids, weights = torch.ones(3, 4), torch.tensor([[0], [0], [0]]), torch.ones(3, 1)
     got = AllExperts()(x, ids, weights, experts)
     assert got.isfinite().all()
