@@ -51,9 +51,9 @@ class GEMV(Sorted):
             return None
         self.count(len(tokens), len(tokens), len(tokens))
         if silu_gated(experts):
-            return around.feed_forward(found.up, found.down, bounds, x, tokens, rows, weights)
-        h = multiply(found.up, bounds, x, tokens)
-        y = multiply(found.down, bounds, experts.activate(h))
+            return around.feed_forward(*found, bounds, x, tokens, rows, weights)
+        up, down = found
+        y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
         return around.combine(y, rows, weights, x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
@@ -64,10 +64,10 @@ class GEMV(Sorted):
         chosen = ids[0].tolist()
         hit = [k for k, expert in enumerate(chosen) if expert < experts.num_experts]
         found = hit and locate(experts, np.array([chosen[k] for k in hit]), x.dtype, "cuda")
-        if not found or not all(map(kernels.multiplies, found[:2])):
+        if not found or not all(map(kernels.multiplies, found)):
             return None
-        tables = torch.from_numpy(np.stack([found.up.rows, found.down.rows]))
-        up, down = map(kernels.bank, found[:2], tables.to(x.device, non_blocking=True))
+        tables = torch.from_numpy(np.stack([of.rows for of in found]))
+        up, down = map(kernels.bank, found, tables.to(x.device, non_blocking=True))
         self.count(len(hit), len(hit), len(hit))
         w = weights[0] if len(hit) == len(chosen) else weights[0, hit]
         return kernels.feed_forward(up, down, x, _first(len(hit), x.device), w)
@@ -121,9 +121,10 @@ def _in_one(
             continue
         if (one := locate(of, chosen, dtype, device)) is None:
             return None
-        tables[0][i, chosen], tables[1][i, chosen] = one.up.rows, one.down.rows
-        found.append((one.up._replace(rows=None), one.down._replace(rows=None)))
-    if len(set(found)) != 1:
+        for table, of_layer in zip(tables, one):
+            table[i, chosen] = of_layer.rows
+        found.append([of_layer._replace(rows=None, owner=None) for of_layer in one])
+    if not found or any(one != found[0] for one in found):
         return None
     return tuple(of._replace(rows=table) for of, table in zip(found[0], tables))
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.fast.dense import Dense, Pack, fits
+from moelab.fast.dense import Pack, fits, matrices_of
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
-from moelab.kernels.products import KINDS, plan_of
+from moelab.kernels.products import KINDS, Matrices, plan_of
 from moelab.kernels.threads import TEAM
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -117,7 +117,8 @@ class DecodeAttention(SingleToken):
         before = self._heads(pack)
         if len({one.kind for one in before}) > 1:
             before = self._heads(None)
-        after, kind = Dense.of(module.o_proj.weight, module.o_proj.bias, 1, pack), KINDS[self.dtype]
+        kind = KINDS[self.dtype]
+        after = matrices_of(module.o_proj.weight, module.o_proj.bias, 1, pack)
         self._alive = before, after
         norms, width = norms_of(module), (self.D, self.D, 0.0)
         if norms:
@@ -128,10 +129,10 @@ class DecodeAttention(SingleToken):
         first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
         self.weights = np.concatenate([first, *(one.rows for one in before), after.rows])
 
-    def _heads(self, pack: Pack | None) -> list[Dense]:
+    def _heads(self, pack: Pack | None) -> list[Matrices]:
         """q, k and v, a matrix for each head."""
         linears = linears_of(self.module)[:3]
-        return [Dense.of(of.weight, of.bias, of.out_features // self.D, pack) for of in linears]
+        return [matrices_of(of.weight, of.bias, of.out_features // self.D, pack) for of in linears]
 
     @classmethod
     @torch.inference_mode()

@@ -131,7 +131,7 @@ class GraphLayer(OneTokenLayer):
             return None
         twin = with_parts(module, mlp=nn.Identity())
         try:
-            # In inference mode nobody could write to a graph's inputs elsewhere.
+            # Tensors of inference mode cannot be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 ours = cls(module)
                 ours.module = twin

@@ -38,8 +38,7 @@ MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
 
 class Computed(NamedTuple):
     """What a call has done: so many layers, their choices [L, K], and seconds of
-    `time.perf_counter` at which each one's experts began and ended, [L, 2], which a GPU does not
-    tell."""
+    `time.perf_counter` at which each one's experts began and ended, [L, 2]; None on a GPU."""
 
     layers: int
     ids: np.ndarray | Tensor
@@ -49,7 +48,8 @@ class Computed(NamedTuple):
 class OneTokenLayer(FusedModule):
     """The forward of one decoder layer for a single token: up to its experts, or all of its stretch.
 
-    shape : what layers of a stretch have alike. stretch : that this layer is in, if it is in one.
+    shape : what layers of a stretch have alike. stretch, position : that this layer is in, if it is in
+        one, and where.
     """
 
     shape: tuple
@@ -59,16 +59,16 @@ class OneTokenLayer(FusedModule):
         self.modules = [first, *attention.module.modules(), second]
         copied = attention.parts.copied
         super().__init__(module, Unchanged(self.modules[:-1], [module], [second], copied))
-        self.attention, self.stretch = attention, None
+        self.attention, self.stretch, self.position = attention, None, 0
 
     def fused(self, *args: Any, **kwargs: Any) -> Tensor | None:
         stretch = self.stretch
-        if stretch and args and stretch.has_computed(self, args[0]):
+        if stretch and args and stretch.has_computed(self.position, args[0]):
             return args[0]
         if (call := self.attention.call(*args, **kwargs)) is None:
             return None
         x, token, cache = call
-        if stretch and stretch.layers[0] is self and (y := stretch(x, token, cache)) is not None:
+        if stretch and not self.position and (y := stretch(x, token, cache)) is not None:
             return y
         heard = self.parts.listeners()
         if heard is None or (memory := self.attention.memory(cache)) is None:
@@ -139,16 +139,16 @@ class Stretch:
         gates = [block._modules["gate"] for block in blocks]
         self.routers = [forward(gate) for gate in gates]
         silent = [self.all, *blocks]
-        for layer, experts in zip(layers, self.experts):
-            layer.stretch = self
+        for i, (layer, experts) in enumerate(zip(layers, self.experts)):
+            layer.stretch, layer.position = self, i
             silent += [layer.module, *layer.modules, *experts.children()]
         heard = [module for both in zip(gates, self.experts) for module in both]
         self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
 
-    def has_computed(self, layer: OneTokenLayer, x: Tensor) -> bool:
-        """Whether x is this thread's, after this layer."""
+    def has_computed(self, position: int, x: Tensor) -> bool:
+        """Whether x is this thread's, after the layer at this position."""
         last = vars(self.last)
-        return last.get("x") is x and layer in self.layers[: last["layers"]]
+        return last.get("x") is x and position < last["layers"]
 
     def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
         """x after as many layers as can be computed; None for none."""

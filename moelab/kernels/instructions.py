@@ -1,12 +1,14 @@
-"""How inputs times weights are summed: as fp32, as pairs of bf16 or as bytes, by what the processor has.
+"""How inputs times weights are summed: as fp32, as pairs of bf16 or as bytes, by what the processor
+has.
 
-Where one instruction multiplies pairs of bf16 (AVX512_BF16), bf16 weights and packed ones become such pairs: half the
-instructions, with inputs cut into their upper 8 bits and the rest, if there is one; subnormals are 0. Where none does, on
-AVX2, four-bit codes are multiplied as bytes with inputs in fixed point, 16 bits for 32 of them: a third. So are int8's
-where AVX512_VNNI is.
+With AVX512_BF16, one instruction multiplies pairs of bf16: bf16 weights and packed ones become such
+pairs, which takes half the instructions. Inputs are cut into their upper 8 bits and the rest, if
+there is one; subnormals are 0. On AVX2, four-bit codes are multiplied as bytes, with inputs in fixed
+point of 16 bits for 32 of them, which takes a third of the instructions; so are int8's codes with
+AVX512_VNNI.
 
-inputs : vectors of fp32, of a step in `order`; `prepared`, perhaps fewer, as the instruction takes them.
-weights : of a step, as (scales or None, vectors) that take their inputs one after the other."""
+An instruction takes `prepared` inputs, from vectors of fp32 in its `order`, and `weights`: vectors
+that take their inputs one after the other."""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Floats:
         return inputs
 
     def weights(self, x_kind: Kind, at: tuple) -> Iterable[tuple[Value | None, list[Value]]]:
-        """(scales or None, vectors that they multiply) of a step, from the addresses of weights and of what lies beside them, and the table."""
+        """(scales or None, vectors that they multiply) of a step.
+
+        at : the addresses of weights and of what lies beside them, and the table."""
         if self.kind.scaled:
             return self.kind.codes(*at[:2])
         return [(None, self.kind.vectors(*at))]
@@ -126,7 +130,8 @@ class Bytes(Floats):
 
 
 def _exponent(parts: list[Value]) -> tuple[Value, Value]:
-    """The largest size among vectors of fp32 and the exponent by which they are scaled, everywhere."""
+    """The largest size among vectors of fp32 and the exponent by which they are scaled, in each
+    lane."""
     largest = parts[0].of(2.0**-100).to(I32)  # of zeros and subnormals
     for size in [part.to(I32) & 0x7FFFFFFF for part in parts]:
         # as integers NaN is larger than all numbers
@@ -143,7 +148,8 @@ def _fixed_point(part: Value, exponent: Value) -> Value:
 def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
     """Σ code × input of four bytes of each register of codes, in whole numbers.
 
-    inputs : the upper bytes for each of these registers, then the lower ones; all with signs, codes without.
+    inputs : the upper bytes for each of these registers, then the lower ones; all with signs, codes
+        without.
     """
     total = codes[0].to(WORDS).of(0)
     for half in (inputs[: len(codes)], inputs[len(codes) :]):

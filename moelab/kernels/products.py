@@ -46,9 +46,9 @@ KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT1
 PACKED = {"bf12": BF12, "int8": INT8, "int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
 F32, BF16 = FLOAT32.tag, BFLOAT16.tag  # as kernels have them
 
-#: what threads share of one call of `multiply_into`: pieces that they have taken, of `pieces` for each
-#: of M matrices [R, n], each of so many outputs; addresses of matrices int64 [M, 4], bounds int64 [M + 1],
-#: addresses of fp32 inputs int64 [N], as `spread` has written them, and y fp32 [N, R]
+#: what threads share of one call of `multiply_into`: how many pieces are taken, of `pieces` for each of
+#: M matrices [R, n], each of so many `outputs`; and addresses: of matrices int64 [M, 4], of bounds
+#: int64 [M + 1], of the addresses of fp32 inputs int64 [N], written by `spread`, and of y fp32 [N, R]
 FIELDS = "taken", "M", "n", "R", "pieces", "outputs", "matrices", "bounds", "inputs", "y"
 JOB = np.dtype([(field, np.int64) for field in FIELDS])
 _IN_ORDER = np.empty(0, np.int64)
@@ -69,12 +69,14 @@ class Matrices(NamedTuple):
     rows : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases, 0 for
         none: (w, 0, bias, 0); of bf12 (low bytes, codes, bias in bf16, number of escapes); of few-bit
         formats (codes, scales, bias in bf16, 0), always [R, n].
+    owner : has the memory, if nothing else keeps it.
     """
 
     kind: Kind
     rows: np.ndarray
     R: int
     transposed: bool = False
+    owner: Any = None
 
     def plan(self, x: Kind) -> tuple:
         """Of `multiply_into`, for inputs x."""

@@ -1,11 +1,13 @@
 """Kinds of weights, each with the LLVM code that makes vectors of fp32 of them.
 
-A *kind* says how weights are stored. Plain ones are arrays of fp32, bf16 or fp16. Packed ones have two addresses, and
-blocks of 64 weights: bf12 (`moelab.store.bf12`) has the low bytes of bf16 at one, and at the other 4 bits a weight that
-stand for the high byte, by a table of 16; the formats of `moelab.store.fewbit` have codes at one and scales at the
-other. In a kernel's signature a kind is a number of its `tag`'s type, of which only the type matters.
+A *kind* says how weights are stored. Plain ones are arrays of fp32, bf16 or fp16. Packed ones lie at
+two addresses, in blocks of 64 weights: bf12 (`moelab.store.bf12`) has the low bytes of bf16 at one,
+and at the other 4 bits a weight that stand for the high byte, by a table of 16; the formats of
+`moelab.store.fewbit` have codes at one and scales at the other. In a kernel's signature a number of
+the type of its `tag` stands for a kind: only the type matters.
 
-How vectors of weights are multiplied is in `moelab.kernels.instructions`."""
+Adding a format is a subclass of `Kind` and a line in `moelab.kernels.products.PACKED`. How vectors of
+weights are multiplied is in `moelab.kernels.instructions`."""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ class Kind:
         `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
     scaled : whether weights are codes times scales.
 
-    A kind that processors multiply as pairs of bf16 or as bytes (`moelab.kernels.instructions`) also has
-    `pairs(weights, other, table)`, words of two bf16 in `pair_order`, or `bytes(weights)`, codes as bytes without signs,
+    A kind that is multiplied as pairs of bf16 has `pairs(weights, other, table)`, words of two bf16 in
+    `pair_order`. One that is multiplied as bytes has `bytes(weights)`, codes as bytes without signs,
     each `offset` larger than `factor` times its value, in `byte_order`.
     """
 
@@ -162,8 +164,8 @@ class Bf12(Kind):
 class FewBits(Kind):
     """Codes times scales, bf16 for each 32 weights unless a subclass says otherwise.
 
-    `codes(weights, other)` yields the vectors of scales of a block, each with the vectors of fp32 codes
-    that it multiplies."""
+    `codes(weights, other)` yields the vectors of scales of a block, each with the vectors of fp32
+    codes that it multiplies."""
 
     size, other, scaled = 32, 4, True
     step, order = BLOCK, list(range(BLOCK))

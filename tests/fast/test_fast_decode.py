@@ -9,6 +9,7 @@ from moelab.fast.packing import DENSE
 from moelab.models import discover
 from moelab.models.patches import Patches
 from moelab.speculate.predictors import route
+from moelab.store import fewbit
 from tests.models import tiny
 from tests.offloading.test_offload import generate
 
@@ -116,21 +117,6 @@ def test_linear_layers_and_attention_multiply_by_bf12(monkeypatch):
     assert (plain - bf12).abs().mean() < 0.02 * plain.abs().mean()
 
 
-def nearest(name, w):
-    """What a few-bit format makes of weights [R, n]: of each 32 the nearest of its values."""
-    groups = w.float().view(-1, 32)
-    widest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
-    if name == "mxfp4":
-        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        grid, scale = torch.cat([grid, -grid]), torch.exp2(widest.abs().log2().floor() - 2)
-    else:
-        scale = (widest / -8 if name == "int4" else widest.abs() / 127).bfloat16().float()
-        grid = torch.arange(-8.0, 8) if name == "int4" else torch.arange(-128.0, 128)
-    grid = torch.cat([grid[::2], grid[1::2]])  # even codes first, which ties go to
-    found = (groups[..., None] - grid * scale[..., None]).abs().argmin(-1)
-    return (grid[found] * scale).view(w.shape).to(w.dtype)
-
-
 @pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
 def test_rounded_layers_are_rounded_for_prompts_and_tokens_alike(name):
     """Against a model whose linear layers have the rounded weights themselves; all experts are
@@ -142,9 +128,9 @@ def test_rounded_layers_are_rounded_for_prompts_and_tokens_alike(name):
             module.top_k = model.spec.E
     for _at, module in twin.named_modules():
         if type(module) is torch.nn.Linear:
-            module.weight = torch.nn.Parameter(
-                nearest(name, module.weight.detach()), requires_grad=False
-            )
+            form, w = fewbit.find_format(name), module.weight.detach()
+            form.decompress(form.compress(w), w := torch.empty_like(w))
+            module.weight = torch.nn.Parameter(w, requires_grad=False)
 
     def logits(model):
         with torch.inference_mode():
