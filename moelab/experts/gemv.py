@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moelab.experts.executor import Sorted, plain, silu_gated
 from moelab.experts.located import locate
-from moelab.kernels import feed_forward as around
+from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.products import KINDS, Matrices, multiply
 
 GPUS = ("cuda",)
@@ -46,15 +46,15 @@ class GEMV(Sorted):
         return super().run(x, ids, weights, experts) if y is None else y
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
-        hit, bounds, tokens, rows = around.arrange(ids.numpy(), experts.num_experts)
+        hit, bounds, tokens, rows = arrange(ids.numpy(), experts.num_experts)
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
         self.count(len(tokens), len(tokens), len(tokens))
         if silu_gated(experts):
-            return around.feed_forward(*found, bounds, x, tokens, rows, weights)
+            return feed_forward(*found, bounds, x, tokens, rows, weights)
         up, down = found
         y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
-        return around.combine(y, rows, weights, x.dtype)
+        return combine(y, rows, weights, x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A token's experts in a few launches; None where the kernels are not for them."""

@@ -48,6 +48,8 @@ class Computed(NamedTuple):
 class OneTokenLayer(FusedModule):
     """The forward of one decoder layer for a single token: up to its experts, or all of its stretch.
 
+    `to_experts(x, token, memory)` of a subclass gives x + attention(norm(x)), and the norm of that.
+
     shape : what layers of a stretch have alike. stretch, position : that this layer is in, if it is in
         one, and where.
     """
@@ -78,10 +80,6 @@ class OneTokenLayer(FusedModule):
         for _, hear in heard:
             hear(y)
         return y + self.module._modules["mlp"](normed)
-
-    def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
-        """x + attention(norm(x)), and the norm of that."""
-        raise NotImplementedError
 
 
 class DecodeLayer(OneTokenLayer):
@@ -128,7 +126,9 @@ def with_parts(module: nn.Module, **parts: Any) -> nn.Module:
 class Stretch:
     """Layers alike, one after the other, each with a router and experts; the first one calls it.
 
-    An executor of experts may compute them: `token` of `moelab.experts.executor.Executor`."""
+    An executor of experts says where these lie: `token` of `moelab.experts.executor.Executor`.
+    `compute(x, token, memories, up, down)` of a subclass gives x after as many layers as can be
+    computed, their weights [L, K], and what was `Computed`."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
         self.model, self.layers, self.all = model, layers, model._modules["layers"]
@@ -175,12 +175,6 @@ class Stretch:
                 hear(ids[i // 2 :][:1], w[i // 2 :][:1])
         self.last.x, self.last.layers = y, found.layers
         return y
-
-    def compute(
-        self, x: Tensor, token: tuple, memories: list[CacheMemory], *experts: Any
-    ) -> tuple[Tensor, Tensor, Computed]:
-        """x after as many layers as can be computed, their weights [L, K], and what was done."""
-        raise NotImplementedError
 
 
 class DecodeStretch(Stretch):
