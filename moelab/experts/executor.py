@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab.models import compat
 from moelab.models.experts import eager
 from moelab.models.unchanged import Unchanged
 
@@ -211,7 +212,7 @@ def silu_gated(experts: Any) -> bool:
     clamp at 7 or 10."""
     now = (
         [value for name, value in vars(experts.module).items() if name not in _APART],
-        dict(experts.module._modules),
+        dict(compat.children_of(experts.module)),
     )
     if (found := _SILU.get(experts)) is None or found[0] != now:
         far = torch.logspace(-2, 6, 25)

@@ -23,6 +23,7 @@ from moelab.experts.executor import Sorted, plain, silu_gated
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.products import KINDS, Matrices, multiply
+from moelab.models import compat
 
 GPUS = ("cuda",)
 
@@ -74,7 +75,7 @@ class GEMV(Sorted):
 
     @contextmanager
     def token(self, experts: list[Any], dtype: torch.dtype) -> Iterator[tuple]:
-        parameters = [(of, w) for of in experts for w in of.module._parameters.values()]
+        parameters = [(of, w) for of in experts for w in compat.parameters_of(of.module).values()]
         of = [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         state = dtype, of
         if (known := self._banks.get(experts[0], (None, None)))[0] != state:

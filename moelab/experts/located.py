@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moelab.experts.executor import names
 from moelab.kernels.products import KINDS, PACKED, Matrices
+from moelab.models import compat
 
 
 def locate(
@@ -41,7 +42,7 @@ def locate(
 def banks(experts: Any, name: str) -> Tensor | None:
     """All experts' weights of one name, [E, …], where the module holds them and there is no source;
     else None."""
-    return experts.module._parameters.get(name) if experts.source is None else None
+    return compat.parameters_of(experts.module).get(name) if experts.source is None else None
 
 
 #: experts modules that hold their weights → (where these lie, the matrices of all)

@@ -21,6 +21,7 @@ from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
 from moelab.kernels.products import KINDS, Matrices, plan_of
 from moelab.kernels.threads import TEAM
+from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
 #: classes of transformers whose attention is that of the kernel; a probe must agree as well
@@ -72,7 +73,7 @@ class SingleToken(FusedModule):
             or not x.dtype == cos.dtype == sin.dtype == self.dtype
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
             or watched()
-            or self.config._attn_implementation != "sdpa"
+            or not compat.is_sdpa(self.config)
             or vars(self.config).get("clip_qkv")
         ):
             return None

@@ -26,6 +26,7 @@ from moelab.fast.attention import CacheMemory, SingleToken, agree, linears_of, n
 from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch, with_parts
 from moelab.fast.modules import Router, epsilon
 from moelab.kernels.products import KINDS
+from moelab.models import compat
 
 GPUS = ("cuda",)
 
@@ -177,7 +178,7 @@ class GraphLayer(OneTokenLayer):
 
     def fill(self, x: Tensor, token: tuple) -> None:
         """Copy the graph's inputs."""
-        torch._foreach_copy_(self.inputs, [x, *token])
+        compat.copy_each(self.inputs, [x, *token])
 
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         with LOCK:

@@ -14,7 +14,6 @@ batch, a mask or a cache of another kind it takes its own forward.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from itertools import groupby
@@ -29,6 +28,7 @@ from moelab.fast.modules import Norm, Router
 from moelab.kernels.feed_forward import plans
 from moelab.kernels.layers import CLOCK, decode_layers, to_experts
 from moelab.kernels.products import KINDS, Matrices
+from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
@@ -79,7 +79,7 @@ class OneTokenLayer(FusedModule):
         memory.grow()
         for _, hear in heard:
             hear(y)
-        return y + self.module._modules["mlp"](normed)
+        return y + compat.children_of(self.module)["mlp"](normed)
 
 
 class DecodeLayer(OneTokenLayer):
@@ -118,9 +118,7 @@ class DecodeLayer(OneTokenLayer):
 
 def with_parts(module: nn.Module, **parts: Any) -> nn.Module:
     """A module that shares all but some of its children with this one."""
-    twin = copy.copy(module)
-    twin._modules = module._modules | parts
-    return twin
+    return compat.with_children(module, parts)
 
 
 class Stretch:
@@ -131,12 +129,12 @@ class Stretch:
     computed, their weights [L, K], and what was `Computed`."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
-        self.model, self.layers, self.all = model, layers, model._modules["layers"]
+        self.model, self.layers, self.all = model, layers, compat.children_of(model)["layers"]
         #: of each thread: x after the last call, and how many layers it computed
         self.last = threading.local()
-        blocks = [layer.module._modules["mlp"] for layer in layers]
-        self.experts = [block._modules["experts"] for block in blocks]
-        gates = [block._modules["gate"] for block in blocks]
+        blocks = [compat.children_of(layer.module)["mlp"] for layer in layers]
+        self.experts = [compat.children_of(block)["experts"] for block in blocks]
+        gates = [compat.children_of(block)["gate"] for block in blocks]
         self.routers = [forward(gate) for gate in gates]
         silent = [self.all, *blocks]
         for i, (layer, experts) in enumerate(zip(layers, self.experts)):
@@ -217,7 +215,7 @@ def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
     kinds : class of layers → of their stretches."""
     if type(model).__name__ not in MODELS or not CLOCK[0]:
         return []
-    runs = groupby([forward(module) for module in model._modules["layers"]], _alike)
+    runs = groupby([forward(module) for module in compat.children_of(model)["layers"]], _alike)
     return [kinds[alike[0]](model, [*run]) for alike, run in runs if alike]
 
 
@@ -235,7 +233,7 @@ def _only_experts(layer: OneTokenLayer) -> bool:
     what they give."""
     block, attention = layer.module.mlp, layer.attention
     if (
-        block._modules.keys() != {"gate", "experts"}
+        compat.children_of(block).keys() != {"gate", "experts"}
         or not isinstance(router := forward(block.gate), Router)
         or forward(block)
         or forward(block.experts)

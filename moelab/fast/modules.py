@@ -29,6 +29,7 @@ from moelab.kernels.layers import route
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import KINDS, Matrices, crossover, plan_of
 from moelab.kernels.threads import TEAM
+from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
 #: entries of a norm's x up to which one thread is faster than torch's many operations
@@ -44,7 +45,7 @@ def epsilon(norm: nn.Module) -> float | None:
 def _weight_of(module: nn.Module, kind: str, dims: int) -> Tensor | None:
     """The weight of a module of a class named so, whose forward takes one tensor and nothing else;
     None if there is none that kernels read."""
-    weight = module._parameters.get("weight")
+    weight = compat.parameters_of(module).get("weight")
     if (
         not type(module).__name__.endswith(kind)
         or len(inspect.signature(type(module).forward).parameters) != 2
