@@ -151,7 +151,7 @@ class PackedExperts:
             for name, w in experts.own(e).items():
                 if form == "bf12":
                     packed = as_bf12(w)
-                    (memory,), (row,) = packed.memory, packed.rows
+                    (memory,), (row,) = packed.owner, packed.rows
                 else:
                     codec = fewbit.find_format(form)
                     memory = codec.compress(w)

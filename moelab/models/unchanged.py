@@ -118,7 +118,7 @@ class Unchanged:
 
     def listeners(self) -> list[tuple[int, Callable[..., None]]] | None:
         """(which of `heard`, `Listener.heard`) of each hook there. None if anything was changed, or
-        if somebody has put another hook on one of the modules, or on all that there are."""
+        if there is any other hook on one of the modules, or a global one."""
         if (
             compat.hooks_on_all()
             or any(self.hooks)
