@@ -22,7 +22,7 @@ from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.offloading import perfetto
 from moelab.offloading.load_queue import Order, PrefetchCounts, plain_order
-from moelab.offloading.metrics import Forward, Metrics, metrics, told
+from moelab.offloading.metrics import Forward, Metrics, metrics, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import slot_counts
@@ -74,7 +74,9 @@ class Simulation:
     hit_rate = property(lambda self: self.metrics().hit_rate)
 
     def __repr__(self) -> str:
-        return f"<Simulation of {len(self.forwards)} forward passes: {told(self.metrics())}>"
+        return (
+            f"<Simulation of {len(self.forwards)} forward passes: {summary_line(self.metrics())}>"
+        )
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see
