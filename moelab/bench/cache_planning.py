@@ -9,6 +9,7 @@ same machine. Every run begins with an empty cache."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,8 +34,9 @@ from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.records import Numbers, Record
 from moelab.simulation.costs import Machine
-from moelab.simulation.simulator import Simulation, flat, ordered, simulate, steps_of
+from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.specs import State
+from moelab.trace import PREFILL, RoutingTrace
 from moelab.zipmoe.planner import Tried, best_pools
 from moelab.zipmoe.planning import CachePlan, plan
 from moelab.zipmoe.selection import inclusion, selection_probabilities, whole
@@ -46,6 +48,28 @@ How = tuple[Pools, str]
 POLICY = "zipmoe"
 #: of the curves by memory; a figure with more lines is not read
 SHOWN = ("zipmoe", "lru", "mine")
+
+
+def steps_of(
+    trace: RoutingTrace,
+) -> tuple[list[list[tuple[int, dict[int, int]]]], list[tuple[int, str]]]:
+    """What an engine that runs a trace's sequences one after another is asked for: steps, and tokens
+    and phase of each forward."""
+    E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
+    for sequence in trace.sequence.unique():
+        mine, prompt = trace.sequence == sequence, trace.phase == PREFILL
+        decoded = (mine & ~prompt).nonzero().tolist()
+        passes = [((mine & prompt).nonzero().flatten().tolist(), "prefill")]
+        for rows, phase in [*passes, *((row, "decode") for row in decoded)]:
+            counts = (
+                Counter(e for row in rows for e in ids[row][n] if e != E)
+                for n in range(trace.spec.L)
+            )
+            steps.append(
+                [(n, dict(sorted(count.items()))) for n, count in enumerate(counts) if count]
+            )
+            forwards.append((len(rows), phase))
+    return steps, forwards
 
 
 class Bench:
@@ -122,8 +146,7 @@ class Bench:
             **self.length | how,
         )
 
-    # ------------------------------------------------------------------------------------------------
-    # states and ranks
+    # ---- states and ranks
 
     @cached_property
     def states(self) -> list[Record]:
@@ -172,8 +195,7 @@ class Bench:
         q = selection_probabilities(self.f, self.K)
         return q, float(np.abs(inclusion(q, self.K)[0] - self.f).max())
 
-    # ------------------------------------------------------------------------------------------------
-    # plans, simulated
+    # ---- plans, simulated
 
     def room(self, share: float) -> int:
         """Bytes that the pools may take, of a share of the memory."""
@@ -242,8 +264,7 @@ class Bench:
             quiet=True,
         )
 
-    # ---------------------------------------------------------------------------------------------------------
-    # run
+    # ---- run
 
     def open(self, pools: Pools, policy: str = POLICY, scheduler: str = "default") -> Any:
         """The model within the pools' memory, an empty cache."""
@@ -252,7 +273,7 @@ class Bench:
         return offload(
             self.store,
             memory,
-            policy=policy,
+            cache=policy,
             plan=pools,
             scheduler=scheduler,
             delays=self.delays,
@@ -360,8 +381,7 @@ def tpot(found: Simulation) -> float:
     )
 
 
-# -------------------------------------------------------------------------------------------------------
-# whole sections
+# ---- whole sections
 
 
 class Planned(NamedTuple):

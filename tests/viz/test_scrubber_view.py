@@ -30,7 +30,10 @@ from tests.models import tiny
 @given(st.integers(2, 4), st.integers(3, 8), st.integers(2, 6), st.integers(0, 8), st.randoms())
 def test_states_are_what_the_simulator_did(L, E, n, kept, chance):
     """Prefetches, used and not, by the simulator's own counts; hits and misses by its cache's."""
-    draw = lambda: [(layer, dict.fromkeys(chance.sample(range(E), 2), 1)) for layer in range(L)]  # noqa: E731
+
+    def draw():
+        return [(layer, dict.fromkeys(chance.sample(range(E), 2), 1)) for layer in range(L)]
+
     steps = [draw() for _ in range(n)]
     predictions = [[(layer, chance.sample(range(E), 2)) for layer in range(1, L)] for _ in range(n)]
     delays = Delays(2e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000)
