@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,13 @@ class EngineSettings:
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"
+
+    @property
+    def mean_bytes(self) -> tuple[float, float]:
+        """Of an expert's two reads; of a resident model's, all is in the first."""
+        pairs = [pair for layer in self.experts_bytes for pair in layer]
+        e, sm = zip(*pairs or [(self.spec.expert_bytes, 0)])
+        return fmean(e), fmean(sm)
 
 
 def experts_bytes(store: ExpertStore) -> ExpertsBytes:

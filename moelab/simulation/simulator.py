@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from moelab.cache.policies import Belady
@@ -277,9 +276,7 @@ def machine_of(
 def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None) -> Machine:
     """`delays_of` for experts as the run's store has them, compressed or not."""
     settings, spec = run.settings, run.settings.spec
-    pairs = [pair for layer in settings.experts_bytes for pair in layer] or [(spec.expert_bytes, 0)]
-    e_bytes, sm_bytes = (fmean(pair[part] for pair in pairs) for part in (0, 1))
-    half = spec.expert_bytes / 2
+    (e_bytes, sm_bytes), half = settings.mean_bytes, spec.expert_bytes / 2
     if spec.dtype == "bfloat16" and sm_bytes and e_bytes < half:
         if decompress_gbs is None and "decompress_gbs" not in device.figures:
             decompress_gbs = half / fitted(run).delays.decompress / 1e9
