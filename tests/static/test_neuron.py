@@ -69,25 +69,10 @@ SHARDINGS = [
     cases(),
     st.sampled_from([1, 3, 8, 64]),
     st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(["code", "text"]),
     st.sampled_from(SHARDINGS),
 )
-def test_blockwise_is_lossless_whatever_is_skipped_or_shared(
-    case, B, tokens, weights, blocks, provision, sharding
-):
-    check(
-        Blockwise(
-            B,
-            provision=provision,
-            skip_tokens=tokens,
-            skip_weights=weights,
-            skip_blocks=blocks,
-            sharding=sharding,
-        ),
-        *case,
-    )
+def test_blockwise_is_lossless_whatever_is_skipped_or_shared(case, B, blocks, sharding):
+    check(Blockwise(B, skip_blocks=blocks, sharding=sharding), *case)
 
 
 @settings(max_examples=40, deadline=None)
