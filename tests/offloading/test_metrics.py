@@ -51,12 +51,6 @@ def test_nothing_happened():
     assert found.read_bytes == found.stall == found.wall == 0
 
 
-def test_decoding_without_a_prefill_and_reads_before_the_first_forward():
-    found = metrics([Event("disk", "read", 0, 0, -2, -1, 50)], [(0, 2, 1, "decode")])
-    assert found.throughput == 0.5 and found.ttft is None
-    assert found.read_bytes == 50 and found.read_bytes_per_token == 0
-
-
 def test_counters_are_merged_with_the_rates_that_follow():
     found = metrics(
         [], [], CacheCounters(hits={State.FULL: 6, State.COMPRESSED: 3}, misses=3, evictions=2)
@@ -130,19 +124,6 @@ def test_of_any_sound_run(run):
     if len(forwards) > 1:
         assert found.tpot_p10 <= found.tpot <= found.tpot_p90
     assert metrics(sorted(events), forwards) == found  # whole seconds: every sum is exact
-
-
-@given(runs(), st.floats(0.1, 10))
-def test_another_clock_scales_times_and_leaves_shares(run, factor):
-    events, forwards = run
-    moved = metrics(
-        [e._replace(start=e.start * factor, end=e.end * factor) for e in events],
-        [f._replace(start=f.start * factor, end=f.end * factor) for f in forwards],
-    )
-    found = metrics(events, forwards)
-    assert moved.ttft == pytest.approx(found.ttft * factor)
-    assert moved.stall == pytest.approx(found.stall * factor)
-    assert moved.overlap_efficiency == pytest.approx(found.overlap_efficiency, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,6 @@ def test_n_blocks_are_always_enough_by_brute_force(T, E):
         )
 
 
-def test_the_codes_n_is_the_worst_case_itself_with_one_expert_a_token():
-    for T, E, B in product(range(8), range(1, 6), range(1, 8)):
-        worst = max(blocks.blocks_needed(counts, B) for counts in compositions(T, E, T))
-        assert blocks.blocks_by_code(T, 1, E, B) == worst
-
-
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 12))
 def test_padding_equals_the_formulas(case, B):
@@ -228,20 +222,7 @@ def test_what_there_is_no_arithmetic_for_is_refused():
     assert blocks.padding([0, 0], 1, 1, 2).padded == 2  # "no expert" is chosen
 
 
-def test_ids_of_32_bits():
-    experts, x, (ids, weights) = make_experts(5, 6, 4), torch.randn(9, 6), make_routing(9, 5, 2)
-    assert torch.equal(
-        Blockwise(4)(x, ids.int(), weights, experts), Blockwise(4)(x, ids, weights, experts)
-    )
-
-
 def test_without_a_compute_bound_block_the_advice_pads_least():
     advice = blocks.advise_block_size(cards.load_device("trn2"), 16, 1, 8, sizes=(1, 2, 4))
     assert not advice.compute_bound and advice.block_size == 1
     assert "No block of 1 to 4 reaches this; B = 1 pads least" in advice.explanation
-
-
-def test_the_guides_routers():
-    gpt_oss = cards.load_model("GPT-OSS-120B")
-    assert blocks.router_bytes(gpt_oss.H, gpt_oss.E) == 737_280  # and not "0.07 MB"
-    assert blocks.router_bytes(gpt_oss.H, gpt_oss.E, gpt_oss.L) == 26_542_080  # and not "2.4 MB"
