@@ -33,7 +33,6 @@ from moelab.calibration import Calibration
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.fast.fast_decode import DENSE
 from moelab.files import writable
-from moelab.models import eager
 from moelab.models.greedy import greedy, not_followed
 from moelab.offloading.budget import memory
 from moelab.offloading.metrics import told
@@ -327,7 +326,7 @@ def generate(
     if parallel is None:
         network = open_model(model, executor=executor, dtype=dtype, device=device, **opening)
     else:
-        inner = eager if executor == "exact" else registry.make("executor", executor)
+        inner = None if executor == "exact" else registry.make("executor", executor)
         network = open_parallel(
             model, parallel, tp, inner, dtype, device, opening.get("calibration"), spare
         )

@@ -90,7 +90,7 @@ def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> Records:
             grid.tp.rank,
             grid.tp.size,
         )
-        runs[variant] = kind(grid, placements, eager), experts
+        runs[variant] = kind(grid, placements), experts
     made, (ids, weights, x) = {}, routing(tokens, seed)
     for variant, (executor, experts) in runs.items():
         world = executor.grid.world

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from moelab.calibration import Calibration
 from moelab.checkpoint.opening import open_checkpoint
-from moelab.models import discover, eager, plug
+from moelab.experts.executor import Executor
+from moelab.models import discover, plug
 from moelab.models.identity import identity
 from moelab.parallel import VARIANTS, Exchange, Grid, Placement, ShardedExperts, degree
 from moelab.parallel.advice import Advice, advise
@@ -28,7 +29,7 @@ def open_parallel(
     name_or_path: str | None = None,
     parallel: str = DEFAULT,
     tp: int | None = None,
-    inner: Any = eager,
+    inner: Executor | None = None,
     dtype: Any = "auto",
     device: torch.device | str | None = None,
     calibration: Calibration | None = None,
@@ -40,7 +41,7 @@ def open_parallel(
     parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.parallel.advice` says
         for these ranks. The model's `.parallel` is the key, `.reasons` are lines that say why.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
-    inner : the executor of what is on this rank.
+    inner : the executor of what is on this rank; None computes as transformers does.
     calibration, spare : place experts so that these counts load all ranks alike, with so many
         replicas more (`moelab.parallel.eplb`); by default consecutive ones, none twice.
 
@@ -89,11 +90,11 @@ def _check(
         )
 
 
-def _variant(advice: Advice, inner: Any) -> tuple[str, int]:
+def _variant(advice: Advice, inner: Executor | None) -> tuple[str, int]:
     """What does as advised, and its tp; of the ways of spreading whole experts the exact one, or
     else the one that sends the fewest rows."""
     if advice.tp == 1:
-        return (DEFAULT if inner is eager else "ep-dedup"), 1
+        return ("ep-dedup" if inner else DEFAULT), 1
     return ("tp" if advice.ep == 1 else "tp-ep"), advice.tp
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moelab.models import discover, eager
+from moelab.models import discover
 from moelab.parallel import VARIANTS, Exchange, Grid, Placement, ShardedExperts, degree
 from moelab.registry import make
 from tests.experts import toy
@@ -40,7 +40,7 @@ def generate_all(cases):
 
     made = []
     for folder, variant, dtype, name, options in cases:
-        inner = make("executor", name) if name else eager
+        inner = make("executor", name) if name else None
         model = open_parallel(folder, variant, inner=inner, dtype=dtype, **options)
         tokens, logits = tokens_and_logits(model)
         tally = discover(model)[0].seam.executor.tally
@@ -70,7 +70,7 @@ def run_all(cases):
             grid.tp.rank,
             grid.tp.size,
         )
-        executor = VARIANTS[way](grid, placements, eager)
+        executor = VARIANTS[way](grid, placements)
         y = executor.run(x, ids, weights, experts)
         computed = executor.tally.executed
         grid.traffic.clear()
