@@ -4,8 +4,6 @@ had."""
 from __future__ import annotations
 
 import re
-import sys
-import types
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +18,7 @@ def words(text: str) -> int:
     return len(re.findall(r"\w+|[^\w ]", text))
 
 
-@pytest.mark.parametrize("source", datasets.GENERATED)
+@pytest.mark.parametrize("source", datasets.SOURCES)
 def test_generated_prompts_are_reproducible_and_fit(source):
     first, again = (datasets.prompts(source, 8, tokens=200, seed=3, count=words) for _ in range(2))
     assert first == again
@@ -142,76 +140,3 @@ def test_splits_share_nothing():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         moelab.prompts(**{"n": 1, "count": words, **arguments})
-
-
-# -----------------------------------------------------------------------------------------------------
-# hub sources
-
-ROWS = {
-    "google/boolq": {"passage": "Water boils.", "question": "does water boil", "answer": True},
-    "Rowan/hellaswag": {
-        "ctx": "She",
-        "endings": ["runs.", "flies.", "sinks.", "sings."],
-        "label": "2",
-    },
-    "openai/gsm8k": {"question": "1 + 1?", "answer": "It is 2. #### 2"},
-    "Aeala/ShareGPT_Vicuna_unfiltered": {"conversations": [{"from": "human", "value": "Hello"}]},
-    "simonjegou/ruler": {
-        "context": "Lots of text. ",
-        "question": "Where?",
-        "answer_prefix": " It is",
-        "answer": ["there"],
-    },
-}
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A stand-in for the package `datasets`; returns what was asked of it."""
-    asked = []
-
-    def load_dataset(name, configuration=None, split=None):
-        asked.append((name, configuration, split))
-        return [ROWS[name]] * 5
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    return asked
-
-
-@pytest.mark.parametrize(
-    "source, answer",
-    [
-        ("boolq", " yes"),
-        ("hellaswag", " sinks."),
-        ("gsm8k", " It is 2. #### 2"),
-        ("sharegpt", ""),
-        ("ruler", " there"),
-    ],
-)
-def test_hub_rows_become_prompts(hub, source, answer):
-    found = datasets.prompts(source, 3, tokens=4096, count=words)
-    assert len(found) == 3 and {p.answer for p in found} == {answer} and all(p.text for p in found)
-    if source == "ruler":
-        assert hub[0][1] == "4096"
-
-
-def test_too_few_short_rows(hub):
-    with pytest.raises(ValueError, match="only 5 prompts"):
-        datasets.prompts("boolq", 6, count=words)
-    with pytest.raises(ValueError, match="only 0 prompts"):
-        datasets.prompts("boolq", 1, tokens=2, count=words)
-
-
-def test_no_network_names_the_offline_sources(monkeypatch):
-    def load_dataset(*_, **__):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(RuntimeError, match="network.*needle"):
-        datasets.prompts("boolq", 1, count=words)
-
-
-def test_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RuntimeError, match="package `datasets`"):
-        datasets.prompts("gsm8k", 1, count=words)

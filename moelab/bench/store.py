@@ -25,8 +25,8 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
-from moelab.checkpoint.direct import CheckpointExperts
-from moelab.checkpoint.opening import examine
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.synthesize import COLUMNS, draw
 from moelab.intervals import Interval
 from moelab.records import Numbers, Record, Records
@@ -297,15 +297,16 @@ class Sample(NamedTuple):
     def of(cls, model: str | None, nbytes: int) -> Sample:
         """About `nbytes` of a checkpoint's. ValueError: weights that are not all of one float type
         of `FORMATS`."""
-        found = examine(model)
-        source, spec = CheckpointExperts(found.checkpoint, found.config), found.spec
+        checkpoint = Checkpoint.at(model)
+        source, spec = CheckpointExperts(checkpoint), checkpoint.spec
         every = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         step = max(1, -(-len(every) * spec.expert_bytes // nbytes))
         tensors = [tensor for key in every[::step] for tensor in source(*key).values()]
         dtype = NAMES[tensors[0].dtype]
         if dtype not in FORMATS or len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError(
-                f"the experts of {spec.name} are {dtype}; their entropy is known of {', '.join(FORMATS)}"
+                f"the experts of {spec.name} are {dtype}; their entropy is known of "
+                f"{', '.join(FORMATS)}"
             )
         counts = np.zeros(1 << 16, np.int64)
         for tensor in tensors:
@@ -346,9 +347,9 @@ class Sample(NamedTuple):
         weights = self.source(layer, expert)[tensor]
         counts, (size, same) = joint_counts(weights, self.dtype), round_trip(weights, codec)
         return counts, (
-            f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy bound "
-            f"{describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} of the size; round "
-            f"trip {'bit-identical' if same else 'FAILED'} (exact)."
+            f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy "
+            f"bound {describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} "
+            f"of the size; round trip {'bit-identical' if same else 'FAILED'} (exact)."
         )
 
     def round_trips(self) -> bool:

@@ -26,6 +26,7 @@ from moelab.models.experts import named
 from moelab.models.forward import forward_info
 from moelab.models.patches import Patches
 from moelab.models.stream import stacks, streams
+from moelab.models.unchanged import Listener
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
 
@@ -130,8 +131,8 @@ class Speculation(AbstractContextManager):
             def of_entry(_m: nn.Module, args: tuple) -> None:
                 see(args[0])
 
-            of_entry.told = see  # for who computes it without calling the module
-            patches.hook(self._entries[layer.index].register_forward_pre_hook, of_entry)
+            register = self._entries[layer.index].register_forward_pre_hook
+            patches.hook(register, Listener(see, of_entry))
         intercept(patches, layer, partial(self._before, layer))
         if self.mode == "router-free":
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))

@@ -5,7 +5,8 @@ Source: NPUMoE §A.4, §4. A checkpoint becomes a folder with a package for each
 group of experts that the plan puts on the Neural Engine, and a manifest. What stays on the CPU is
 not copied: the manifest names the checkpoint and its identity.
 
-    manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
+    manifest.json                     settings, plan, and for each layer what runs where, with sizes
+                                      and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
     layers/003/group02.mlpackage      group 2 of decoder layer 3's experts
 
@@ -54,15 +55,11 @@ from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
-from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.checkpoint.convert import content_of
-from moelab.checkpoint.direct import CheckpointExperts
-from moelab.configs import spec_from_config
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.files import vacant, write_text
 from moelab.journal import Journal
 from moelab.models import compat, plug
-from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.records import Record
 from moelab.registry import require
@@ -122,9 +119,8 @@ def convert_model(
     graph that does not compute what torch does."""
     coremltools()
     destination = vacant(destination)
-    checkpoint = Checkpoint.at(opening.find(model))
-    config = checkpoint.config()
-    spec = spec_from_config(config, name=opening.model_name(model, checkpoint.folder))
+    checkpoint = Checkpoint.at(model)
+    config, spec = checkpoint.config, checkpoint.spec
     if plan is None:
         plan = make_plan(
             spec,
@@ -132,24 +128,17 @@ def convert_model(
             bytes_per_weight=WEIGHTS[settings.weights] / 8,
             popularity="assumed",
         )
-    mine = of_checkpoint(checkpoint, config)
+    mine = checkpoint.identity
     plan.require(mine, spec)
     plan = possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
-    about = {
-        "format": FORMAT,
-        "name": spec.name,
-        "checkpoint": str(checkpoint.folder.resolve()),
-        "fingerprint": mine,
-        "settings": asdict(settings),
-        "plan": plan.to_dict(),
-    }
+    about = _about(checkpoint, spec.name, mine, settings, plan)
     layers, tasks = [], []
     for layer in range(spec.num_layers):
         entry, of_layer = source.layer(layer)
         layers.append(entry)
         tasks += of_layer
-    began = about | {"content": content_of(checkpoint)}
+    began = about | {"content": checkpoint.content}
     with closing(Work(destination.with_name(destination.name + ".part"), began)) as work:
         with progress(
             total=len(tasks), desc="converting", unit="graph", initial=len(work.done)
@@ -168,16 +157,32 @@ def convert_model(
         return ConvertedModel(work.publish(manifest, destination))
 
 
+def _about(
+    checkpoint: Checkpoint, name: str, model_id: str, settings: ConversionSettings, plan: ANEPlan
+) -> Record:
+    """What the manifest says of a conversion before it begins."""
+    return {
+        "format": FORMAT,
+        "name": name,
+        "checkpoint": str(checkpoint.folder.resolve()),
+        "fingerprint": model_id,
+        "settings": asdict(settings),
+        "plan": plan.to_dict(),
+    }
+
+
 def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
     """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be
     converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(
-            f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan"
+            f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend "
+            "runs its plan"
         )
     if plan.chunk % 16:
         raise ValueError(
-            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of 16: plan anew"
+            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of "
+            "16: plan anew"
         )
     if settings.context < plan.chunk:
         raise ValueError(
@@ -208,7 +213,7 @@ class _Source:
         self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings
     ) -> None:
         self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
-        self.tensors = CheckpointExperts(checkpoint, config)
+        self.tensors = CheckpointExperts(checkpoint)
         self.modules = [layer.seam for layer in plug(compat.meta_twin(config))]
         self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
         self.activation = activation_of(self.modules[0]) if plan.graphs else None
@@ -259,14 +264,14 @@ class _Source:
     def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         tensors = {
-            key.removeprefix(prefix): self.checkpoint.read(key)
+            key.removeprefix(prefix): self.checkpoint.read(self.checkpoint.tensors[key])
             for key in self.checkpoint.tensors
             if key.startswith(prefix)
         }
         if "q_proj.weight" not in tensors:
             raise ValueError(
-                f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "
-                f"that is not read here; plan attention for the CPU"
+                f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is "
+                "stored in a way that is not read here; plan attention for the CPU"
             )
         save_attention(path, self.shape, tensors)
 
@@ -317,9 +322,9 @@ class _Source:
             or not unlike <= OWN_TOLERANCE
         ):
             raise ValueError(
-                f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
-                f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
-                f"coremltools; please report it"
+                f"{path} does not compute what torch does: they differ by {difference:.3g} of "
+                f"the largest output, torch and the model's own code by {unlike:.3g}. This is "
+                "a mistake in moelab or coremltools; please report it"
             )
         return difference
 

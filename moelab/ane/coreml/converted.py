@@ -22,9 +22,9 @@ from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
-from moelab.checkpoint.checkpoint import Checkpoint, load_config
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.files import absolute
-from moelab.models.identity import of_checkpoint, opened_from
+from moelab.models.identity import opened_from
 from moelab.records import Record
 from moelab.schema import naming, parse_json, typed
 
@@ -101,7 +101,8 @@ class ConvertedModel:
         if entry["file"] not in self._checked:
             if checksum(path) != entry["checksum"]:
                 raise ValueError(
-                    f"{path} is damaged: its checksum is not the manifest's; convert the model again"
+                    f"{path} is damaged: its checksum is not the manifest's; convert the "
+                    "model again"
                 )
             self._checked.add(entry["file"])
         return path
@@ -110,7 +111,7 @@ class ConvertedModel:
         """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
         it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
-        if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
+        if place.identity != self.manifest["fingerprint"]:
             raise ValueError(
                 f"{place.folder} is not the checkpoint that {self.folder} was converted from"
             )
@@ -122,14 +123,14 @@ class ConvertedModel:
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
             raise ValueError(
-                f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
-                f"opened from a checkpoint folder, so nothing tells whether it is the same; open it with "
-                f"moelab.open_model"
+                f"{self.folder} was converted from {self.manifest['checkpoint']}, and this "
+                "model was not opened from a checkpoint folder, so nothing tells whether it "
+                "is the same; open it with moelab.open_model"
             )
         if (mine := opened_from(model)) != self.manifest["fingerprint"]:
             raise ValueError(
-                f"{opened} is not the checkpoint that {self.folder} was converted from (identity {mine}, "
-                f"not {self.manifest['fingerprint']})"
+                f"{opened} is not the checkpoint that {self.folder} was converted from "
+                f"(identity {mine}, not {self.manifest['fingerprint']})"
             )
 
     def group(
@@ -145,12 +146,14 @@ class ConvertedModel:
         entry = self.layers[layer]["groups"][index]
         if "file" not in entry:
             raise ValueError(
-                f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has no package"
+                f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has "
+                "no package"
             )
         capacity = capacity or entry["capacity"]
         if capacity not in entry["capacities"]:
             raise ValueError(
-                f"group {index} of layer {layer} has no capacity {capacity}; it has {entry['capacities']}"
+                f"group {index} of layer {layer} has no capacity {capacity}; it has "
+                f"{entry['capacities']}"
             )
         settings = self.manifest["settings"]
         run = _runner(runner, mode)(
@@ -165,7 +168,8 @@ class ConvertedModel:
         entry = self.layers[layer]["attention"]
         if "file" not in entry:
             raise ValueError(
-                f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package"
+                f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has "
+                "no package"
             )
         shape = AttentionShape(**self.layers[layer]["attention_shape"])
         return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))
