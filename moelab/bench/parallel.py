@@ -18,8 +18,9 @@ from moelab.arguments import whole
 from moelab.bench.experts import Layers
 from moelab.bench.measure import seconds, torch_threads
 from moelab.models import eager
-from moelab.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
-from moelab.parallel.eplb import Balance, balance, measure
+from moelab.parallel import VARIANTS, Grid, ShardedExperts, degree, launch, volumes
+from moelab.parallel.eplb import Balance, Placement, balance, measure
+from moelab.parallel.sharding import owners
 from moelab.records import Numbers, Records
 
 E, K, H, I = 64, 8, 512, 256
@@ -37,7 +38,7 @@ def run(
         rows, (ids, _, _) = {}, routing(tokens, seed)
         for variant in made[0]:
             tp = degree(variant, W)
-            to = Placement.consecutive(E, W // tp).assign(ids)
+            to = owners(E, W // tp)[ids]
             by_loop = rows_by_loop(variant, to.tolist(), W, tp)
             sent = [rank[variant]["sent"] for rank in made]
             rows[variant] = {
@@ -81,16 +82,15 @@ def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> Records:
         if variant == "tp-ep" and W < 4:  # two ranks are one or the other
             continue
         grid, experts = Grid(degree(variant, W)), layer()
-        placements = [Placement.consecutive(E, grid.ep.size)]
         experts.source = ShardedExperts(
             [experts],
             lambda _, e: experts.own(e),
-            placements,
             grid.ep.rank,
+            grid.ep.size,
             grid.tp.rank,
             grid.tp.size,
         )
-        runs[variant] = kind(grid, placements), experts
+        runs[variant] = kind(grid), experts
     made, (ids, weights, x) = {}, routing(tokens, seed)
     for variant, (executor, experts) in runs.items():
         world = executor.grid.world

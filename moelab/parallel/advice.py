@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moelab.parallel.eplb import measure
-from moelab.parallel.sharding import Placement
+from moelab.parallel.eplb import Placement, measure
 from moelab.specs import MoESpec
 
 FEW, MANY, LEAST_I, HYBRID = 32, 64, 128, (2, 8)

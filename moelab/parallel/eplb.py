@@ -1,21 +1,46 @@
-"""EPLB: which experts to hold twice, and where, so that every device computes about as much as the
-others.
+"""EPLB: which experts to hold twice, and where, so that every device would compute about as much as
+the others.
 
 Source: DeepSeek's Expert Parallelism Load Balancer, as published with DeepSeek-V3 and announced in
 AWS Neuron's MoE guide, "Future Optimizations". Spare places go to replicas (`replicate`), then
 replicas are packed onto devices (`pack`). Left out: the hierarchical form, which first packs groups
-of experts onto nodes, and moving replicas while a model runs.
+of experts onto nodes; and running on such a placement, whose replicas take the memory for which
+experts are spread here.
 
     load [E], tokens or shares of them     devices · places = E + spare
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 
-from moelab.parallel.sharding import Placement
+from moelab.experts.sharding import share
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which experts each device holds; an expert may be on several, or twice on one."""
+
+    devices: tuple[tuple[int, ...], ...]
+    E: int
+
+    def __post_init__(self) -> None:
+        placed = {e for experts in self.devices for e in experts}
+        if wrong := placed ^ set(range(self.E)):
+            raise ValueError(
+                f"every one of the experts 0 to {self.E - 1}, and no other, must be on a device; these "
+                f"are not: {sorted(wrong)[:5]}"
+            )
+
+    @classmethod
+    def consecutive(cls, E: int, W: int) -> Placement:
+        """Experts 0 … E−1 in order over W devices, as equally as can be, none twice."""
+        ends = [0, *accumulate(share(E, W))]
+        return cls(tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:])), E)
 
 
 @dataclass(frozen=True)
@@ -33,9 +58,10 @@ class Balance:
 
 def measure(load: Sequence[float], placement: Placement) -> Balance:
     """How even any placement is under a load [E]."""
-    replicas = placement.replicas.tolist()
+    held = Counter(e for experts in placement.devices for e in experts)
+    replicas = [held[e] for e in range(placement.E)]
     each = [value / n for value, n in zip(load, replicas, strict=True)]
-    device_load = tuple(sum(each[e] for e in held) for held in placement.devices)
+    device_load = tuple(sum(each[e] for e in experts) for experts in placement.devices)
     return Balance(placement, tuple(replicas), device_load)
 
 

@@ -7,7 +7,7 @@ back to the owner. Of a few tokens that every rank has (a decode step) no row is
 rank computes its experts, and all gather all results.
 
 `AllToAll` with `Exact` inside is bit-identical to one process where a matrix product
-does not depend on its number of rows, with one replica of each expert, uncut, for architectures
+does not depend on its number of rows, with experts uncut, for architectures
 that sum in the type of their hidden states (not Nemotron-H and Inkling 2). The others add partial
 sums: 1e-6 in fp32.
 
@@ -20,7 +20,6 @@ on virtual cores); routers run in sequence parallel (`moelab.parallel.volumes` h
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,25 +28,21 @@ from torch import Tensor
 from moelab.experts.executor import Exact, Executor
 from moelab.experts.sharding import share
 from moelab.parallel.exchange import FEW, Exchange, Grid, added, pack, unpack
-from moelab.parallel.sharding import Placement
+from moelab.parallel.sharding import owners
 
 
 class Parallel(Executor):
     """Base: the ownership of tokens, and where experts are. The tally counts what this rank
     computed.
 
-    placements : for each layer, which experts each ep rank holds; see `eplb` for redundant ones.
     inner : runs this rank's rows; by default as transformers' eager does.
     """
 
-    def __init__(
-        self, grid: Grid, placements: Sequence[Placement], inner: Executor | None = None
-    ) -> None:
+    def __init__(self, grid: Grid, inner: Executor | None = None) -> None:
         super().__init__()
         inner = inner or Exact()
-        self.grid, self.placements, self.inner = grid, placements, inner
+        self.grid, self.inner = grid, inner
         self.tally, self.lossless = inner.tally, inner.lossless
-        self._calls = 0
         if not self.lossless and type(self) is not AllGather:
             raise ValueError(
                 f"{type(inner).__name__} drops tokens by how many a whole step has, and here a rank sees "
@@ -93,10 +88,9 @@ class Parallel(Executor):
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """For the tokens of all `peers`; parts of sums if they share experts."""
 
-    def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
-        """The ep rank of each choice [T, K], `ep.size` for the id E; replicas take turns."""
-        self._calls += 1
-        return self.placements[experts.layer].assign(ids, self._calls + start)
+    def ranks(self, ids: Tensor, experts: Any) -> Tensor:
+        """The ep rank of each choice [T, K], `ep.size` for the id E."""
+        return owners(experts.num_experts, self.grid.ep.size).to(ids.device)[ids]
 
 
 class AllGather(Parallel):
@@ -121,7 +115,7 @@ class AllToAll(Parallel):
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep = self.grid.ep
-        token, choice, send = by_rank(self.ranks(ids, experts, ep.rank), ep.size)
+        token, choice, send = by_rank(self.ranks(ids, experts), ep.size)
         receive, send = ep.counts(send).tolist(), send.tolist()
         expert = ids[token, choice]
         which = torch.stack([expert, choice], 1).int()
@@ -167,7 +161,7 @@ class Deduplicated(Parallel):
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep, E = self.grid.ep, experts.num_experts
-        to = self.ranks(ids, experts, ep.rank)
+        to = self.ranks(ids, experts)
         wanted = to == torch.arange(ep.size, device=ids.device)[:, None, None]  # [W, T, K]
         rank, token = wanted.any(-1).nonzero(as_tuple=True)  # by rank, then token
         send = torch.bincount(rank, minlength=ep.size)
