@@ -43,7 +43,8 @@ class Calibration:
     None for both.
 
     counts_by_phase : int64 [2, L, E], routings to each expert in prefill and in decode.
-    tokens : tokens seen in prefill and in decode.    source : what it was calibrated on, in words.
+    tokens : tokens seen in prefill and in decode.
+    source : what it was calibrated on, in words.
     """
 
     counts_by_phase: torch.Tensor
@@ -78,6 +79,17 @@ class Calibration:
             f"this calibration belongs to {self.spec.name} (model id {self.model_id}, geometry "
             f"{self.spec.fingerprint()}), not to {spec.name} (model id {model_id}, geometry {spec.fingerprint()}). "
             f"Expert numbers mean nothing in another model: record and calibrate {spec.name} itself."
+        )
+
+    def __add__(self, other: Calibration) -> Calibration:
+        """The calibration of both sets of prompts; ValueError if they are of different models."""
+        other.require(self.model_id, self.spec)
+        return Calibration(
+            self.counts_by_phase + other.counts_by_phase,
+            tuple(a + b for a, b in zip(self.tokens, other.tokens)),
+            self.spec,
+            self.model_id,
+            " + ".join(source for source in (self.source, other.source) if source),
         )
 
     def save(self, path: str | Path) -> Path:
