@@ -8,7 +8,7 @@ Values are not checked."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -128,10 +128,15 @@ class _Checked:
 
     def made(self, plan: compat.ParameterPlan) -> set[str]:
         """Names of what a plan makes; ValueError unless each has the shape of the model's."""
-        stored: dict[str, Any] = {
-            pattern: [self.tensors[key].empty("meta") for key in keys]
-            for pattern, keys in plan.sources.items()
-        }
+        stored: dict[str, Any] = {}
+        for pattern, keys in plan.sources.items():
+            stored[pattern] = [self.tensors[key].empty("meta") for key in keys]
+            usual, times = Counter(tensor.shape for tensor in stored[pattern]).most_common(1)[0]
+            if times < len(keys):
+                odd = [key for key in keys if times == 1 or self.tensors[key].shape != usual]
+                raise ValueError(
+                    f"{self.folder}: {_described(self.tensors, odd)}, unlike the others of {plan.target}"
+                )
         if plan.converter is None:
             stored = {pattern: found[0] for pattern, found in stored.items()}
         given = f"of {_described(self.tensors, plan.keys)}; check config.json"
@@ -250,6 +255,7 @@ def _check_scales(
                 whole = not block or dtype == "I8"
                 shapes = (grid, (), (1,), (1,) * len(shape))
                 fits = dtype in CODES and (whole or tensors[scale].shape in shapes)
+                fits = fits and tensors[scale].dtype in (*FLOATS, "F8_E8M0")
             if not fits:
                 beside = _described(tensors, [scale]) if scale else f"no {key}_scale_inv"
                 raise ValueError(
