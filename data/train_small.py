@@ -251,7 +251,8 @@ def build_model(recipe: Recipe, seed: int | None = None) -> torch.nn.Module:
     return Qwen3MoeForCausalLM._from_config(config, experts_implementation="grouped_mm")
 
 
-# ------------------------------------------------------------------------------------------------------ training
+# ------------------------------------------------------------------------------------------------------
+# training
 
 
 def corpus_ids(tokenizer) -> np.ndarray:
@@ -540,7 +541,8 @@ def _cached_ids(tokenizer) -> Callable[[str], list[int]]:
     return lru_cache(maxsize=200_000)(lambda text: tokenizer._tokenizer.encode(text).ids)
 
 
-# --------------------------------------------------------------------------------------------- scores and the card
+# ---------------------------------------------------------------------------------------------
+# scores and the card
 
 
 def ngram_losses(train: np.ndarray, windows: np.ndarray, vocabulary: int) -> tuple[float, float]:
@@ -751,7 +753,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.steps is not None:
         if args.steps < (phases := sum(len(stage.phases) for stage in recipe.stages)):
             parser.error(
-                f"--steps is {args.steps}; the training has {phases} phases, each of at least one step"
+                f"--steps is {args.steps}; the training has {phases} phases, each of at least "
+                "one step"
             )
         recipe = recipe.shrunk(args.steps)
     torch.set_num_threads(args.threads)
@@ -760,7 +763,9 @@ def main(arguments: list[str] | None = None) -> None:
     model = moelab.open_model(folder)
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"{folder} is ready; {write_card(folder, recipe, score_small(model), parameters, start)} says what it can do"
+        f"{folder} is ready; "
+        f"{write_card(folder, recipe, score_small(model), parameters, start)} says what it "
+        "can do"
     )
 
 

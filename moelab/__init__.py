@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 #: public name → the module that defines it, and its name there if that is another
 _HOMES = {
-    "advise": "moelab.advice.advise",
+    "advise": "moelab.viz.advice",
     "open_model": "moelab.api",
     "using": "moelab.api",
     "prompts": "moelab.datasets",

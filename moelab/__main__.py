@@ -12,7 +12,6 @@ import importlib
 import os
 import re
 import sys
-import tempfile
 
 from moelab import __version__
 from moelab.arguments import Parser
@@ -162,11 +161,9 @@ def _run(arguments: list[str]) -> int:
         try:
             os.getcwd()
         except OSError as error:  # torch's libraries would end the process
-            if "doctor" in arguments[:2]:  # which needs no folder: another one's disk is measured
-                return os.chdir(tempfile.gettempdir()) or args.main(args)
             raise ValueError(
-                f"the folder that you are in was removed, or is closed to you ({error.strerror}): go to "
-                f"another one"
+                "the folder that you are in was removed, or is closed to you "
+                f"({error.strerror}): go to another one"
             ) from error
         return args.main(args)
     except KeyboardInterrupt:
@@ -177,18 +174,17 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        bug = (
-            ""
-            if isinstance(error, FORESEEN)
-            else (
-                f"{type(error).__name__}: this is a mistake in moelab, please report it with what --debug shows: "
+        words = error_text(error)
+        if not isinstance(error, FORESEEN):
+            words = (
+                f"{type(error).__name__}: this is a mistake in moelab, please report it with what "
+                f"--debug shows: {words}"
             )
-        )
-        print(f"moelab: {bug}{told(error)}", file=sys.stderr)
+        print(f"moelab: {words}", file=sys.stderr)
         return 2
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in words for a person."""
     if isinstance(error, KeyError) and error.args:
         return str(error.args[0])  # str() would put it between quotes
@@ -201,7 +197,10 @@ def told(error: BaseException) -> str:
         }.get(error.errno, "")
         return error.strerror + where + advice
     if isinstance(error, MemoryError):
-        return f"there is not enough memory for this{f' ({error})' if str(error) else ''}; ask for less"
+        return (
+            f"there is not enough memory for this{f' ({error})' if str(error) else ''}; ask for "
+            "less"
+        )
     return str(error) or type(error).__name__
 
 

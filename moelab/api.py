@@ -24,7 +24,8 @@ from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
-from moelab.fast.fast_decode import DENSE, FastDecode
+from moelab.fast.fast_decode import FastDecode
+from moelab.fast.packing import DENSE
 from moelab.models import eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches

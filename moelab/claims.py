@@ -7,13 +7,16 @@ Its verdict is the first that applies:
 
     contradicted by the source itself   another place of the source says otherwise
     not testable here                   it needs hardware, weights or figures that are not here
-    fitted                              it agrees, because something was chosen with this number; never counted
-    follows                             it agrees as a consequence of fitted numbers, of construction, or by a
+    fitted                              it agrees, because something was chosen with this number;
+                                        never counted
+    follows                             it agrees as a consequence of fitted numbers, of
+                                        construction, or by a
                                         prediction without a simulator (`predictor`, within the same
                                         tolerance; where `null` says it by other claims, it alone
                                         decides)
     reproduced                          it agrees, for the source's model and machine
-    same direction                      an order holds; it agrees, but `instead` of the source's model or machine
+    same direction                      an order holds; it agrees, but `instead` of the source's
+                                        model or machine
                                         another one was looked at; or it has at least a quarter of
                                         the claim's effect, and could have come out on the other
                                         side of none (`either_way`)
@@ -33,7 +36,7 @@ import argparse
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -104,59 +107,40 @@ class Claim:
     reason: str = ""  # why it is not reproduced
 
     def __post_init__(self) -> None:
-        problem = next(
-            (
-                said
-                for wrong, said in (
-                    (not self.id or not self.where or not self.text, "it has no id, place or text"),
-                    (
-                        sum(x is not None for x in (self.value, self.above, self.below)) != 1,
-                        "it needs exactly one of value, above and below",
-                    ),
-                    (
-                        isinstance(self.value, list)
-                        and not (
-                            len(self.value) == 2
-                            and {*map(type, self.value)} <= {int, float}
-                            and self.value[0] <= self.value[1]
-                        ),
-                        "a range is [low, high]",
-                    ),
-                    (
-                        not (self.metric or self.needs or self.contradicted or self.fitted),
-                        "nothing answers it",
-                    ),
-                    (
-                        bool(self.needs and (self.metric or self.fitted or self.follows)),
-                        "what needs something has no answer",
-                    ),
-                    (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
-                    (
-                        self.interval and (len(self.interval) != 2 or len(self.metric) != 2),
-                        "an interval has two ends",
-                    ),
-                    (
-                        self.combine not in ("", *COMBINE),
-                        f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}",
-                    ),
-                    (
-                        self.either_way
-                        and not (self.neutral is not None and isinstance(self.value, (int, float))),
-                        "either_way goes with a number and neutral",
-                    ),
-                    (
-                        self.predictor is not None
-                        and not self.null
-                        and not (self.follows and self.agrees(self.predictor)),
-                        "its predictor is outside the tolerance, or not explained in follows",
-                    ),
-                )
-                if wrong
-            ),
-            None,
-        )
-        if problem:
-            raise ValueError(problem)
+        for wrong, problem in (*self._wrong_values(), *self._wrong_answers()):
+            if wrong:
+                raise ValueError(problem)
+
+    def _wrong_values(self) -> Iterator[tuple[Any, str]]:
+        """(whether it is so, what is wrong) of what the claim says."""
+        yield not (self.id and self.where and self.text), "it has no id, place or text"
+        said = [x for x in (self.value, self.above, self.below) if x is not None]
+        yield len(said) != 1, "it needs exactly one of value, above and below"
+        if isinstance(value := self.value, list):
+            numbers = len(value) == 2 and {*map(type, value)} <= {int, float}
+            yield not numbers or value[0] > value[1], "a range is [low, high]"
+        number = self.neutral is not None and isinstance(self.value, (int, float))
+        yield self.either_way and not number, "either_way goes with a number and neutral"
+
+    def _wrong_answers(self) -> Iterator[tuple[Any, str]]:
+        """As `_wrong_values`, of what answers the claim."""
+        answered = self.metric or self.needs or self.contradicted or self.fitted
+        yield not answered, "nothing answers it"
+        answer = self.metric or self.fitted or self.follows
+        yield self.needs and answer, "what needs something has no answer"
+        yield len(self.metric) == 1, "metric names a notebook or a bench and then metrics"
+        if self.interval:
+            pair = len(self.interval) == len(self.metric) == 2
+            yield not pair, "an interval has two ends"
+        known = ", ".join(COMBINE)
+        unknown = self.combine not in ("", *COMBINE)
+        yield unknown, f"combine is {self.combine!r}; there are: {known}"
+        if self.predictor is not None and not self.null:
+            explained = self.follows and self.agrees(self.predictor)
+            yield (
+                not explained,
+                "its predictor is outside the tolerance, or not explained in follows",
+            )
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -326,8 +310,8 @@ def _of_others(null: str, values: Record) -> float:
             numbers.append(sum(value) / 2 if isinstance(value, list) else float(value))
         except (TypeError, ValueError):
             raise ValueError(
-                f"null {null!r}: {word!r} is neither the id of a claim of this source that is a number "
-                "nor a number"
+                f"null {null!r}: {word!r} is neither the id of a claim of this source that is "
+                "a number nor a number"
             ) from None
     if set(words[1::2]) - {"*", "/"} or len(words) % 2 == 0:
         raise ValueError(f"null {null!r} must be ids and numbers with * or / between them")

@@ -9,13 +9,14 @@ import os
 import platform
 import re
 import shutil
+import site
 import stat
+import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,17 +40,10 @@ def absolute(path: str | Path) -> Path:
 def shipped(name: str) -> Path:
     """A file or folder of the repository's data/: there in a clone, or where an installation has
     put it."""
-    if CHECKOUT is None:
-        try:
-            installed = metadata.files("moelab") or ()
-        except metadata.PackageNotFoundError:
-            installed = ()
-        for file in installed:
-            if file.parts[-3:] == ("share", "moelab", name):
-                return Path(file.locate()).resolve()
-            if file.parts[-4:-1] == ("share", "moelab", name):
-                return Path(file.locate()).resolve().parent
-    return _ROOT / "data" / name
+    data, share = _ROOT / "data", Path("share", "moelab")
+    prefixes = (_ROOT, sysconfig.get_path("data"), site.getuserbase())
+    places = [data, *(Path(prefix) / share for prefix in prefixes)]
+    return next((place / name for place in places if (place / name).exists()), data / name)
 
 
 def small_model() -> Path:
@@ -78,16 +72,10 @@ def finished_runs(
     A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's
     only."""
     folder = results_root(results) / "runs" / notebook
-    return sorted(
-        (
-            path
-            for path in folder.glob("[0-9]*")
-            if path.is_dir()
-            and path.suffix not in (".part", ".failed")
-            and (lab or not path.name.endswith(LAB))
-        ),
-        key=lambda path: (run_number(path), path.name),
-    )
+    runs = [path for path in folder.glob("[0-9]*") if path.is_dir()]
+    runs = [path for path in runs if path.suffix not in (".part", ".failed")]
+    runs = [path for path in runs if lab or not path.name.endswith(LAB)]
+    return sorted(runs, key=lambda path: (run_number(path), path.name))
 
 
 def run_number(run: Path) -> int:
@@ -116,8 +104,8 @@ def _writable_or_temporary(folder: Path) -> Path:
         _probe(folder)
     except OSError as error:
         warnings.warn(
-            f"nothing can be kept in {folder} ({error.strerror}), so it is measured and computed anew each "
-            f"time; set MOELAB_CACHE to a folder that can be written",
+            f"nothing can be kept in {folder} ({error.strerror}), so it is measured and "
+            "computed anew each time; set MOELAB_CACHE to a folder that can be written",
             stacklevel=3,
         )
         folder = Path(tempfile.mkdtemp(prefix="moelab-"))
@@ -136,36 +124,21 @@ def from_hub(name: str, patterns: list[str]) -> Path:
     """The folder in the hub client's cache with those files of a hub id that patterns match; they
     are downloaded where there is a network. Raises FileNotFoundError, which says why there is
     none."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    try:
-        folder = Path(
-            snapshot_download(name, allow_patterns=patterns)
-        )  # asks once; hf_hub_download for 23 s more
+    remedies = {
+        "GatedRepoError": f"accept its terms at huggingface.co/{name}, and log in (hf auth login)",
+        "RepositoryNotFoundError": "the hub has none of that name, or a private one: check the "
+        "spelling",
+        "HFValidationError": "hub ids look like Qwen/Qwen3-30B-A3B",
+        "LocalEntryNotFoundError": "the hub cannot be reached, and no earlier download is here: "
+        "check the network",
+    }
+    try:  # asks once; hf_hub_download for 23 s more
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub client has a dozen kinds of "cannot be had"
-        why = next(
-            (
-                words
-                for kind, words in (
-                    (
-                        errors.GatedRepoError,
-                        f"accept its terms at huggingface.co/{name}, and log in (hf auth login)",
-                    ),
-                    (
-                        errors.RepositoryNotFoundError,
-                        "the hub has none of that name, or a private one: check the spelling",
-                    ),
-                    (errors.HFValidationError, "hub ids look like Qwen/Qwen3-30B-A3B"),
-                    (
-                        errors.LocalEntryNotFoundError,
-                        "the hub cannot be reached, and no earlier download is here: check the "
-                        "network",
-                    ),
-                )
-                if isinstance(error, kind)
-            ),
-            f"{type(error).__name__}: {error}",
-        )
+        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in remedies]
+        why = remedies[kinds[0]] if kinds else f"{type(error).__name__}: {error}"
         raise FileNotFoundError(
             f"{name!r} is no folder here, and as a hub id it cannot be had: {why}. Or give the "
             "folder of a checkpoint"
@@ -207,24 +180,21 @@ def writable(path: str | Path) -> Path:
     path = Path(os.path.realpath(absolute(path)))
     if path.is_symlink():
         raise ValueError(f"{path} is a link in a circle; remove it, or give another name")
-    if path.exists():
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            kind = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
-            raise ValueError(
-                f"{path} is a {kind}, and a file is to be written there; give another name"
-            )
-        if not os.access(path, os.W_OK):
-            raise PermissionError(
-                f"{path} is there and write-protected; give another name, or change its permissions"
-            )
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "device, a pipe or a socket"
+        raise ValueError(
+            f"{path} is a {kind}, and a file is to be written there; give another name"
+        )
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(
+            f"{path} is there and write-protected; give another name, or change its permissions"
+        )
     folder = nearest(path.parent)
     try:
         _probe(folder)
     except OSError as error:
-        raise OSError(
-            error.errno, f"{path} cannot be written: {error.strerror}", str(folder)
-        ) from error
+        words = f"{path} cannot be written: {error.strerror}"
+        raise OSError(error.errno, words, str(folder)) from error
     return path
 
 
@@ -253,20 +223,18 @@ def atomic(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     mine = f".{path.name[:40]}@{platform.node()}@{os.getpid()}@"
-    folder = Path(
-        tempfile.mkdtemp(".part", mine, path.parent)
-    )  # new, and nobody else's: it follows no link
+    # a new folder, and nobody else's: it follows no link
+    folder = Path(tempfile.mkdtemp(".part", mine, path.parent))
     try:
         part, new = folder / path.name, folder / ".new"
         new.touch()
-        mode = stat.S_IMODE(
-            (path if path.exists() else new).stat().st_mode
-        )  # safetensors has one of its own
+        # safetensors has rights of its own
+        rights = stat.S_IMODE((path if path.exists() else new).stat().st_mode)
         yield part
         if part.is_file():
             with open(part, "rb+") as file:
                 os.fsync(file.fileno())
-            part.chmod(mode)
+            part.chmod(rights)
         os.replace(part, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -362,10 +330,8 @@ def load_tensors(
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if missing := about.keys() - said.keys():
             raise ValueError(f"it does not say {', '.join(sorted(missing))}")
-        return build(
-            tensors,
-            **{
-                name: said[name] if kind is str else typed(parse_json(said[name]), kind, name)
-                for name, kind in about.items()
-            },
-        )
+        words = {
+            name: said[name] if kind is str else typed(parse_json(said[name]), kind, name)
+            for name, kind in about.items()
+        }
+        return build(tensors, **words)

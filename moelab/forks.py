@@ -19,8 +19,7 @@ def renew_in_children(owner: Any) -> None:
 
 def in_children(renew: Callable[[], object]) -> None:
     """Let a function be called in each process that is forked from this one."""
-    if hasattr(os, "register_at_fork"):  # Windows cannot fork
-        os.register_at_fork(after_in_child=renew)
+    os.register_at_fork(after_in_child=renew)
 
 
 in_children(lambda: [owner.forked() for owner in list(_owners)])

@@ -48,24 +48,22 @@ def ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarr
     ends if n is 1."""
     above, below, n = np.asarray(above, float), np.asarray(below, float), len(above)
     value = float(above.sum() / below.sum())
+    if n == 1:
+        return value, math.nan, math.nan
     rest = np.square(above - value * below).sum()
-    half = (
-        t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum())) if n > 1 else math.nan
-    )
+    half = t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum()))
     return value, value - half, value + half
 
 
 def median(values: Sequence[float] | np.ndarray) -> Interval:
     """(median, low, high) of values [n]: as many values lie below as above both ends, the most that
     a fair coin leaves outside with a probability of 5 % (sign test); nan ends of fewer than six."""
+    from scipy.stats import binom  # takes a moment to import
+
     ordered, n = sorted(map(float, values)), len(values)
-    outside = 2 * np.cumsum(
-        [math.comb(n, k) / 2**n for k in range(n // 2)]
-    )  # the k + 1st value from both ends
-    k = int((outside <= 0.05).sum()) - 1
-    return float(np.median(ordered)), *(
-        (ordered[k], ordered[n - 1 - k]) if k >= 0 else (math.nan, math.nan)
-    )
+    k = int(binom.ppf(0.025, n, 0.5))  # values that may lie beyond an end
+    ends = (ordered[k - 1], ordered[n - k]) if k else (math.nan, math.nan)
+    return float(np.median(ordered)), *ends
 
 
 def named(name: str, of: Interval) -> dict[str, float]:

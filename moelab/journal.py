@@ -3,18 +3,13 @@ after a kill."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import warnings
 import zlib
 from pathlib import Path
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # no file locks: two writers at once are not noticed
-    fcntl = None
-
 
 HEADER = b"moelab journal\n\n"
 
@@ -34,21 +29,17 @@ class Journal:
             raise ValueError(f"{path} is no file, and a journal is to be kept there; remove it")
         self._file = open(path, "a+b", buffering=0)
         try:
-            self._lock()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file.seek(0)
             self._read(self._file.read())
+        except BlockingIOError:
+            self._file.close()
+            raise FileExistsError(
+                f"another process is writing {path.with_suffix('')}; wait for it"
+            ) from None
         except BaseException:
             self._file.close()
             raise
-
-    def _lock(self) -> None:
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise FileExistsError(
-                    f"another process is writing {self.path.with_suffix('')}; wait for it"
-                ) from None
 
     def _read(self, raw: bytes) -> None:
         damaged = 0
@@ -62,8 +53,8 @@ class Journal:
                 damaged += line not in (b"", HEADER.strip())
         if not self.lines and not HEADER.startswith(raw[: len(HEADER)]):
             raise ValueError(
-                f"{self.path} is no journal of moelab's, or nothing of it can be read, so it is not "
-                f"written to; move it, or give another name"
+                f"{self.path} is no journal of moelab's, or nothing of it can be read, so it "
+                "is not written to; move it, or give another name"
             )
         if not self.lines and len(raw) < len(HEADER):
             self.restart([])

@@ -1,167 +1,117 @@
-"""Progress of long work: a bar on a terminal or in a notebook, gone when done; elsewhere a line
-every ten seconds."""
+"""Progress of long work, by tqdm: a bar on a terminal and an element in a notebook, both gone when
+done; elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from tqdm import tqdm
+
 EVERY = 10.0  # seconds between two lines
-DRAWN = 0.2  # and between two pictures of a notebook's bar
 
 
-class _Lines:
-    """The part of tqdm's interface that is used here, as plain lines; work that is shorter needs
-    none."""
+class Bar(tqdm):
+    """A bar on a terminal; `note` shows the current state (a loss, a rate) beside it."""
 
-    @property
-    def every(self) -> float:
-        return EVERY
+    monitor_interval = 0  # no thread
 
-    def __init__(self, total: float | None, desc: str, unit: str, initial: float) -> None:
-        self.total, self.desc, self.unit = total, desc, unit
-        self.n = self._first = initial
-        self._start = self._printed = time.monotonic()
-        self._note = ""
+    def note(self, text: str) -> None:
+        self.set_postfix_str(text, refresh=False)
 
-    def update(self, n: float = 1) -> None:
-        self.n += n
-        if time.monotonic() - self._printed >= self.every:
-            self._print()
 
-    def set_postfix_str(self, text: str) -> None:
-        self._note = text
+Bar.set_lock(threading.RLock())  # tqdm's own is shared by processes, which a fork would copy
+
+
+class Lines(Bar):
+    """A line now and then; none of what is done before the first is due."""
+
+    def display(self, *_: Any) -> None:
+        print(self, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._printed > self._start:
-            self._print()
-
-    def _print(self) -> None:
-        print(self._line(), file=sys.stderr, flush=True)
-
-    def _line(self) -> str:
-        self._printed = time.monotonic()
-        rate = (self.n - self._first) / max(self._printed - self._start, 1e-9)
-        parts = [
-            f"{self.desc}: {self.n:,.0f}"
-            + (f" of {self.total:,.0f}" if self.total else "")
-            + f" {self.unit}",
-            f"{max(self.total - self.n, 0) / rate:,.0f} s left" if self.total and rate else "",
-            f"{rate:,.1f} {self.unit}/s",
-            self._note,
-        ]
-        return ", ".join(filter(None, parts))
+        if not self.disable and self.last_print_t > self.start_t:
+            self.display()
+        self.disable = True
 
 
-class _Element(_Lines):
-    """In a notebook: an HTML element. Not a widget, as tqdm has: one closed before it is drawn is
-    an error there."""
+class _Output:
+    """HTML below a notebook's cell. Not a widget, as tqdm has: one that is closed before it is
+    drawn is an error there."""
 
-    every = DRAWN
+    handle: Any = None
 
-    def __init__(self, *args: Any) -> None:
+    def show(self, html: str) -> None:
         from IPython.display import display
 
-        super().__init__(*args)
-        self._handle = display(self._drawn(), raw=True, display_id=True)
+        data = {"text/html": html, "text/plain": ""}
+        if self.handle is None:
+            self.handle = display(data, raw=True, display_id=True)
+        else:
+            self.handle.update(data, raw=True)
 
-    def _drawn(self) -> dict[str, str]:
+
+class Element(Bar):
+    """HTML below a notebook's cell."""
+
+    def display(self, *_: Any) -> None:
+        if not hasattr(self, "output"):
+            self.output = _Output()
         part = f" value={self.n} max={self.total}" if self.total else ""
-        return {
-            "text/html": f"<progress{part}></progress> {escape(self._line())}",
-            "text/plain": "",
-        }
-
-    def _print(self) -> None:
-        self._handle.update(self._drawn(), raw=True)
+        self.output.show(f"<progress{part}></progress> {escape(str(self))}")
 
     def close(self) -> None:
-        self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
+        if not self.disable:
+            self.output.show("")
+        self.disable = True
 
 
 def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
-    return not os.environ.get("MOELAB_HEADLESS") and hasattr(
-        ipython.get_ipython() if ipython else None, "kernel"
-    )
+    shell = ipython.get_ipython() if ipython else None
+    return not os.environ.get("MOELAB_HEADLESS") and hasattr(shell, "kernel")
 
 
 class Notice:
     """A text while something takes long that has no end to count to: in a notebook an element that
-    is there meanwhile, as what is on stderr is red there; elsewhere a line, once."""
+    is there meanwhile; elsewhere a line, once."""
 
     def __init__(self, text: str) -> None:
-        self.text, self._told, self._handle = text, False, None
+        self.text, self.printed, self.output = text, False, _Output()
 
     def begin(self) -> None:
-        if not self._told and not _in_notebook():
+        if self.output.handle or _in_notebook():
+            self.output.show(escape(self.text))
+        elif not self.printed:
             print(self.text, file=sys.stderr, flush=True)
-        elif not self._told:
-            from IPython.display import display
-
-            self._handle = display(self._drawn(self.text), raw=True, display_id=True)
-        elif self._handle:
-            self._handle.update(self._drawn(self.text), raw=True)
-        self._told = True
+            self.printed = True
 
     def end(self) -> None:
-        if self._handle:
-            self._handle.update(self._drawn(""), raw=True)
-
-    def _drawn(self, text: str) -> dict[str, str]:
-        return {"text/html": escape(text), "text/plain": ""}
+        if self.output.handle:
+            self.output.show("")
 
 
-class progress:  # noqa: N801
+def progress(
+    items: Iterable | None = None,
+    desc: str = "",
+    *,
+    total: float | None = None,
+    unit: str = "it",
+    initial: float = 0,
+) -> Bar:
     """Progress as an iterator, or as a context whose `update(n)` is called.
 
     >>> for layer in progress(range(48), "calibrating", unit="layer"): ...
     >>> with progress(total=size, desc="writing", unit="B") as bar: bar.update(4096)
-
-    `bar.note(text)` shows the current state (a loss, a rate) beside the bar.
     """
-
-    def __init__(
-        self,
-        items: Iterable | None = None,
-        desc: str = "",
-        *,
-        total: float | None = None,
-        unit: str = "it",
-        initial: float = 0,
-    ) -> None:
-        self.items = items
-        total = len(items) if total is None and hasattr(items, "__len__") else total
-        if _in_notebook():
-            self.bar: Any = _Element(total, desc, unit, initial)
-        elif os.environ.get("MOELAB_HEADLESS") or not sys.stderr.isatty():
-            self.bar = _Lines(total, desc, unit, initial)
-        else:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                total=total,
-                desc=desc,
-                unit=unit,
-                initial=initial,
-                unit_scale=unit == "B",
-                dynamic_ncols=True,
-                leave=False,
-            )
-        self.note, self.update = self.bar.set_postfix_str, self.bar.update
-
-    def __iter__(self) -> Iterator:
-        with self:
-            for item in self.items or ():
-                yield item
-                self.update(1)
-
-    def __enter__(self) -> progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
+    about = {"total": total, "initial": initial, "unit_scale": unit == "B", "miniters": 0}
+    about["unit"] = unit if unit == "B" else f" {unit}"
+    if _in_notebook():
+        return Element(items, desc, ncols=0, mininterval=0.2, **about)
+    if os.environ.get("MOELAB_HEADLESS") or not sys.stderr.isatty():
+        return Lines(items, desc, ncols=0, mininterval=EVERY, delay=EVERY, **about)
+    return Bar(items, desc, dynamic_ncols=True, leave=False, **about)

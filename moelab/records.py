@@ -1,6 +1,7 @@
 """What runs and benches keep as JSON, in the form that everything may count on which reads it.
 
-read_json(run / "metrics.json", MetricsFile)        # or ValueError, which names the file; so of the others
+read_json(run / "metrics.json", MetricsFile)        # or ValueError, which names the file; so of the
+                                                    others
 """
 
 from __future__ import annotations

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
 from inspect import Parameter, isfunction, signature
-from math import isfinite
+from operator import or_
 from typing import Any, NamedTuple
 
+from moelab.schema import typed
 from moelab.table import text_table
 
 
@@ -87,7 +89,8 @@ def require(what: str, name: str, known: Iterable[str]) -> None:
     one is near."""
     if name not in (known := list(known)):
         raise ValueError(
-            f"there is no {what} {name!r}.{near(name, known)} There are: {', '.join(known) or 'none'}"
+            f"there is no {what} {name!r}.{near(name, known)} There are: "
+            f"{', '.join(known) or 'none'}"
         )
 
 
@@ -105,22 +108,13 @@ def like(kind: str, text: Any) -> str | None:
 
 
 def find(kind: str, name: str) -> Any:
-    """What is registered under a name: a class or a function. ValueError: there is none of that
-    name or in its home."""
+    """What is registered under a name: a class or a function. ValueError: there is none."""
     known = entries(kind)
     require(kind, name, known)
     if not isinstance(home := known[name].home, str):
         return home
     module, _, attribute = home.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks a package that it needs
-        raise ValueError(
-            f"{kind} {name!r} is registered as {home!r} in {KINDS[kind]}, and there is no such thing "
-            f"({error}); write 'module:class'"
-        ) from error
+    return getattr(import_module(module), attribute)
 
 
 def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
@@ -140,26 +134,19 @@ def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
         for option, value in options.items():
             if option in takes.parameters:
                 _check(option, value, str(takes.parameters[option].annotation))
-    except TypeError as error:
-        listed = ", ".join(
-            str(option.replace(annotation=option.empty)) for option in takes.parameters.values()
-        )
-        raise ValueError(f"{kind} {name!r}: {error}; it takes {listed or 'no options'}") from None
+    except (TypeError, ValueError) as error:
+        plain = [one.replace(annotation=one.empty) for one in takes.parameters.values()]
+        listed = ", ".join(map(str, plain)) or "no options"
+        raise ValueError(f"{kind} {name!r}: {error}; it takes {listed}") from None
     return made(*positional, **options)
 
 
 def _check(option: str, value: Any, annotation: str) -> None:
-    """TypeError unless a value is what a plain annotation ("int", "float | None", …) says; a text
-    is no other."""
-    kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
-    wanted = [part.strip() for part in annotation.split("|")]
-    if not set(wanted) <= kinds.keys():
-        if isinstance(value, str) and annotation not in ("Any", str(Parameter.empty)):
-            raise TypeError(f"{option}={value!r} is not of type {annotation}")
-        return
-    fits = any(
-        isinstance(value, kinds[one]) and (one == "bool" or not isinstance(value, bool))
-        for one in wanted
-    )
-    if not fits or isinstance(value, float) and not isfinite(value):
-        raise TypeError(f"{option}={value!r} is not of type {annotation}")
+    """ValueError unless a value is what an annotation of plain types says; a text is none of
+    others."""
+    plain = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
+    wanted = annotation.split(" | ")
+    if {*wanted} <= plain.keys():
+        typed(value, reduce(or_, (plain[one] for one in wanted)), option)
+    elif isinstance(value, str) and annotation not in ("Any", str(Parameter.empty)):
+        raise ValueError(f"{option} is {value!r}; it must be {annotation}")

@@ -1,7 +1,9 @@
 """What a file may hold, said once by annotations, and checked where the file is loaded.
 
-    typed(json, MoESpec)                                    a dataclass of what is in it, or ValueError: "K is 'x', …"
-    typed(json, dict[str, list[float]])                     builtin containers, unions, Literal, TypedDict, NamedTuple
+    typed(json, MoESpec)                                    a dataclass of what is in it, or
+                                                            ValueError: "K is 'x', …"
+    typed(json, dict[str, list[float]])                     builtin containers, unions, Literal,
+                                                            TypedDict, NamedTuple
     checked(tensors, "counts", ("int64",), (2, L, E), 0)    a tensor's type, shape and range
 
 Numbers are finite and fit 64 bits, and a truth value is no number. Of a TypedDict, further keys are
@@ -11,8 +13,9 @@ values, so it refuses what it lacks."""
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -40,14 +43,10 @@ class Must(NamedTuple):
 
 
 AtLeast0 = Must(lambda number: number >= 0, "0 or more")
-Count, Size = (
-    Annotated[int, AtLeast0],
-    Annotated[int, Must(lambda number: number >= 1, "1 or more")],
-)
-Amount, Positive = (
-    Annotated[float, AtLeast0],
-    Annotated[float, Must(lambda number: number > 0, "above 0")],
-)
+Count = Annotated[int, AtLeast0]
+Size = Annotated[int, Must(lambda number: number >= 1, "1 or more")]
+Amount = Annotated[float, AtLeast0]
+Positive = Annotated[float, Must(lambda number: number > 0, "above 0")]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 #: what people and messages call the types of JSON
 WORDS = {
@@ -61,14 +60,11 @@ WORDS = {
     NoneType: "null",
 }
 LARGEST = sys.float_info.max
-#: levels of lists and objects in each other beyond which JSON is refused
-DEEPEST = 64
 
 
 @contextmanager
 def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
-    """What shows that a file is not `what` is told with its name; `remedy` says how another is
-    made.
+    """Name the file in whatever is raised because it is no `what`; `remedy` makes another.
 
     Raises FileNotFoundError: there is no such file. ValueError: for whatever else is raised inside.
     """
@@ -80,9 +76,7 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
         raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
     except (ImportError, NameError):  # no fault of the file
         raise
-    except (
-        Exception
-    ) as error:  # of any kind: parsers and libraries have dozens for a file that is not theirs
+    except Exception as error:  # parsers have dozens of kinds for a file that is not theirs
         words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{path} is no readable {what}: {words}; {remedy} makes another"
@@ -90,8 +84,8 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON in UTF-8, without duplicate keys, NaN, infinities, half characters or endless nesting;
-    ValueError for what is none."""
+    """JSON in UTF-8; ValueError for duplicate keys, NaN, infinities, half characters and endless
+    nesting, too."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
@@ -104,39 +98,23 @@ def parse_json(text: str | bytes) -> Any:
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         found = json.loads(text, object_pairs_hook=unique, parse_constant=number)
+        if "\\ud" in text.lower():  # escaped, which half of a character can be by itself
+            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    level = [found]
-    for _ in range(DEEPEST):
-        level = [
-            one
-            for of in level
-            if isinstance(of, (dict, list))
-            for one in (of.values() if isinstance(of, dict) else of)
-        ]
-    if level:
-        raise ValueError(f"it is nested in more than {DEEPEST} levels")
-    if "\\ud" in text.lower():  # escaped, which half of a character can be by itself
-        json.dumps(found, ensure_ascii=False).encode()
     return found
 
 
 def typed(value: Any, annotation: Any, at: str = "it") -> Any:
-    """What `annotation` says, made of a value from JSON or TOML; ValueError says `at` what place it
-    is not."""
+    """A value from JSON or TOML as its annotation has it; ValueError says which part, `at`, is
+    wrong."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
     if origin is Annotated:
-        found = typed(value, parts[0], at)
-        for must in parts[1:]:
-            if not must.test(found):
-                raise ValueError(f"{at} is {_short(value)}; it must be {must.words}")
-        return found
+        return _required(typed(value, parts[0], at), parts[1:], at)
     if origin is Literal:
-        return typed(
-            value, Annotated[str, Must(parts.__contains__, f"one of {', '.join(parts)}")], at
-        )
+        return _required(value, [Must(parts.__contains__, f"one of {', '.join(parts)}")], at)
     if origin in (Union, UnionType):
         for part in parts[:-1]:
             with suppress(ValueError):
@@ -145,27 +123,36 @@ def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     kind = annotation if annotation in WORDS else origin
     if kind is None:
         return _made(value, annotation, at)
-    if not _fits(value, kind):
-        raise ValueError(f"{at} is {_short(value)}; it must be {WORDS[kind]}")
-    if kind is tuple and parts[-1] is not Ellipsis:
-        if len(value) != len(parts):
-            raise ValueError(f"{at} has {len(value)} values; it must have {len(parts)}")
-        return tuple(
-            typed(one, part, f"{at}[{i}]") for i, (one, part) in enumerate(zip(value, parts))
-        )
-    if kind in (list, tuple) and parts:
-        return kind(typed(one, parts[0], f"{at}[{i}]") for i, one in enumerate(value))
-    if kind is dict and parts:
-        return {key: typed(one, parts[1], _inside(at, key)) for key, one in value.items()}
-    return float(value) if kind is float and type(value) is int and abs(value) > 2**63 else value
+    _required(value, [Must(lambda value: _fits(value, kind), WORDS[kind])], at)
+    return _items(value, kind, parts, at) if parts else value
+
+
+def _required(value: Any, musts: Iterable[Must], at: str) -> Any:
+    for must in musts:
+        if not must.test(value):
+            raise ValueError(f"{at} is {_short(value)}; it must be {must.words}")
+    return value
 
 
 def _fits(value: Any, kind: type) -> bool:
+    if type(value) is int and kind in (int, float):
+        return -(2**63) <= value < 2**63
     if kind is float:
-        return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+        return type(value) is float and math.isfinite(value)
     if kind is int:
-        return type(value) is int and -(2**63) <= value < 2**63
+        return False
     return isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
+
+
+def _items(value: Any, kind: type, parts: tuple[Any, ...], at: str) -> Any:
+    """A container of what its annotation says."""
+    if kind is dict:
+        return {key: typed(one, parts[1], _inside(at, key)) for key, one in value.items()}
+    if kind is list or parts[-1] is Ellipsis:
+        parts = parts[:1] * len(value)
+    if len(value) != len(parts):
+        raise ValueError(f"{at} has {len(value)} values; it must have {len(parts)}")
+    return kind(typed(one, part, f"{at}[{i}]") for i, (one, part) in enumerate(zip(value, parts)))
 
 
 @cache
@@ -173,43 +160,43 @@ def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Annotations by name, and the names that must be there, of a dataclass, a NamedTuple or a
     TypedDict."""
     hints = get_type_hints(of, include_extras=True)
+    optional: set[str] = set()
     if is_dataclass(of):
-        hints = {field.name: hints[field.name] for field in fields(of) if field.init}
-        there = {
-            field.name
-            for field in fields(of)
-            if field.init and field.default is field.default_factory is MISSING
+        known = {field.name: field for field in fields(of) if field.init}
+        hints = {name: hints[name] for name in known}
+        optional = {
+            name
+            for name, field in known.items()
+            if not field.default is field.default_factory is MISSING
         }
-    else:
+    elif is_typeddict(of):
         optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
-        there = hints.keys() - (optional if is_typeddict(of) else of._field_defaults.keys())
-    return {
-        name: get_args(hint)[0] if get_origin(hint) is NotRequired else hint
-        for name, hint in hints.items()
-    }, frozenset(there)
+        hints |= {name: get_args(hints[name])[0] for name in optional}
+    else:
+        optional = {*of._field_defaults}
+    return hints, frozenset(hints.keys() - optional)
 
 
 def _made(value: Any, of: Any, at: str) -> Any:
     """The dataclass, NamedTuple or TypedDict `of` an object's values; JSON may have a NamedTuple as
     a list."""
-    if isinstance(value, list) and len(value) == len(names := getattr(of, "_fields", ())):
+    names = getattr(of, "_fields", ())
+    if isinstance(value, list) and len(value) == len(names):
         value = dict(zip(names, value))
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{at} is {_short(value)}; it must be an object")
+    _required(value, [Must(lambda value: isinstance(value, Mapping), "an object")], at)
     hints, needed = _hints(of)
     if missing := needed - value.keys():
         raise ValueError(f"{at} lacks {', '.join(sorted(missing))}")
-    if is_typeddict(of):
-        return {
-            key: typed(one, hints.get(key, Any), _inside(at, key)) for key, one in value.items()
-        }
-    if unknown := value.keys() - hints.keys():
+    unknown = value.keys() - hints.keys()
+    if unknown and not is_typeddict(of):
         raise ValueError(
             f"{at} has unknown {', '.join(sorted(unknown))[:200]}; known are {', '.join(hints)}"
         )
-    parts = {key: typed(one, hints[key], _inside(at, key)) for key, one in value.items()}
+    made = {key: typed(one, hints.get(key, Any), _inside(at, key)) for key, one in value.items()}
+    if is_typeddict(of):
+        return made
     try:
-        return of(**parts)
+        return of(**made)
     except ValueError as error:
         raise ValueError(f"{at}: {error}") from error
 
@@ -241,15 +228,12 @@ def checked(
         raise ValueError(f"it lacks the tensor {name}")
     tensor = tensors[name]
     dtype, found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    if (
-        dtype not in dtypes
-        or len(found) != len(shape)
-        or any(n not in (None, m) for n, m in zip(shape, found))
-    ):
+    same = len(found) == len(shape) and all(n in (None, m) for n, m in zip(shape, found))
+    if dtype not in dtypes or not same:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"{name} is {dtype} {found}; it must be {' or '.join(dtypes)} [{wanted}]")
     if low is not None and tensor.numel():
-        least, most = (float(end) for end in (tensor.min(), tensor.max()))  # NaN where one is
+        least, most = float(tensor.min()), float(tensor.max())  # NaN where one is
         if not (low <= least and most <= high):
             said = "finite" if (low, high) == (-LARGEST, LARGEST) else f"from {low:g} to {high:g}"
             raise ValueError(

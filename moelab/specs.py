@@ -2,7 +2,8 @@
 
 T tokens               L MoE layers                E experts a layer        K experts a token
 H hidden size          I expert intermediate size  S sequence length        V vocabulary
-B block or chunk size  C capacity of an expert     G experts a group        N devices or blocks (says which)
+B block or chunk size  C capacity of an expert     G experts a group
+N devices or blocks (says which)
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class MoESpec:
     router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the
         chosen), "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1"
         (with capacity); for a rarer one, the config's own word.
-    gated : three matrices an expert (gate, up, down) or two (up, down).    bias : whether the experts have biases.
+    gated : three matrices an expert (gate, up, down) or two (up, down).
+    bias : whether the experts have biases.
     shared_I, dense_I : summed intermediate size of the shared experts; that of the layers that are
         not MoE; 0 without.
     vocab, heads, kv_heads, head_dim : for costs. MLA models state the query heads and the value
@@ -116,22 +118,16 @@ class MoESpec:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for field in ("E", "K", "H", "I", "num_layers"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"{self.name}: {field} is {getattr(self, field)}; it must be at least 1"
-                )
-        for field in ("shared_I", "dense_I", "vocab", "heads", "kv_heads", "head_dim"):
-            if getattr(self, field) < 0:
-                raise ValueError(
-                    f"{self.name}: {field} is {getattr(self, field)}; it must be at least 0"
-                )
-        if [*self.moe_layers] != sorted(
-            {n for n in self.moe_layers if n in range(self.num_layers)}
-        ):
+        least = dict.fromkeys(("E", "K", "H", "I", "num_layers"), 1)
+        least |= dict.fromkeys(("shared_I", "dense_I", "vocab", "heads", "kv_heads", "head_dim"), 0)
+        for field, low in least.items():
+            if (value := getattr(self, field)) < low:
+                raise ValueError(f"{self.name}: {field} is {value}; it must be at least {low}")
+        rising = sorted({n for n in self.moe_layers if 0 <= n < self.num_layers})
+        if [*self.moe_layers] != rising:
             raise ValueError(
-                f"{self.name}: moe_layers are {self.moe_layers}; they must be rising indices of its "
-                f"{self.num_layers} layers"
+                f"{self.name}: moe_layers are {self.moe_layers}; they must be rising indices of "
+                f"its {self.num_layers} layers"
             )
         if self.K > self.E:
             raise ValueError(

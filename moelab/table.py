@@ -69,16 +69,15 @@ def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the same columns as a person reads them: numbers in three digits, and a column of
     bytes or seconds ("memory, B", "TPOT, s") in one unit, in which none but 0 is below 1 if there
     is one."""
-    found: list[dict[str, Any]] = [{} for _ in rows]
+    columns: dict[str, list[Any]] = {}
     for column in rows[0] if rows else ():
         values = [row[column] for row in rows]
         name, _, base = column.rpartition(", ")
         if base in UNITS:
             unit, of = unit_of(min(filter(None, values), default=0), base)
             column, values = f"{name}, {unit}", [value / of for value in values]
-        for row, value in zip(found, values):
-            row[column] = plain(value) if isinstance(value, float) else value
-    return found
+        columns[column] = [plain(value) if isinstance(value, float) else value for value in values]
+    return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
 
 
 def span(low: float, high: float) -> str:
@@ -144,7 +143,7 @@ def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     )
 
 
-def html_table(caption: str, rows: dict[str, str]) -> str:
+def html_table(caption: str, rows: Mapping[str, str]) -> str:
     """A table of two columns, name and text, for `_repr_html_`."""
     left = "style='text-align:left'"
     cells = "".join(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.__main__ import COMMANDS, main, told
+from moelab.__main__ import COMMANDS, error_text, main
 from moelab.arguments import number, one_of, output, several, whole
 from moelab.bench import BENCHES, parser_of
 
@@ -129,17 +129,17 @@ def test_the_version(capsys):
 
 
 def test_errors_of_the_system_in_words():
-    full = told(OSError(28, "No space left on device", "/data/x"))
+    full = error_text(OSError(28, "No space left on device", "/data/x"))
     assert full == (
-        "No space left on device (/data/x); free some space, or write to another disk, and run the command "
-        "again"
+        "No space left on device (/data/x); free some space, or write to another disk, and "
+        "run the command again"
     )
     assert (
-        "Errno" not in told(PermissionError(13, "Permission denied"))
-        and told(KeyError("no layer 3")) == "no layer 3"
+        "Errno" not in error_text(PermissionError(13, "Permission denied"))
+        and error_text(KeyError("no layer 3")) == "no layer 3"
     )
     assert (
-        told(FileNotFoundError("there is no checkpoint folder at x"))
+        error_text(FileNotFoundError("there is no checkpoint folder at x"))
         == "there is no checkpoint folder at x"
     )
 

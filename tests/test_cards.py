@@ -4,8 +4,6 @@ say."""
 from __future__ import annotations
 
 import re
-import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +11,7 @@ import transformers
 
 from moelab import cards
 from moelab.configs import spec_from_config
-from moelab.registry import describe
-from moelab.specs import DTYPE_BYTES, MoESpec
 
-FOLDER = Path(cards.__file__).parent
 WANTED = {
     "Phi-3.5-MoE",
     "Phi-tiny-MoE",
@@ -187,23 +182,6 @@ def test_a_model_card_is_whole_and_sourced(name):
 
 
 @pytest.mark.parametrize("name", sorted(WANTED))
-def test_derived_sizes(name):
-    spec = cards.load_model(name)
-    g = cards.load_card(name)["geometry"]
-    weights = (3 if spec.gated else 2) * g["H"] * g["I"]
-    assert (
-        weights * DTYPE_BYTES[spec.dtype]
-        <= spec.expert_bytes
-        <= weights * DTYPE_BYTES[spec.dtype] * 1.002
-    )
-    assert spec.experts_bytes == len(spec.moe_layers) * spec.E * spec.expert_bytes
-    assert spec.routed_bytes * spec.E == spec.experts_bytes * spec.K
-    assert max(spec.moe_layers) == spec.num_layers - 1 and (spec.dense_I > 0) == (
-        spec.num_layers > spec.L
-    )
-
-
-@pytest.mark.parametrize("name", sorted(WANTED))
 def test_published_total(name):
     published = cards.load_card(name)["figures"]["total_params"]["value"]
     E = cards.load_card(name)["geometry"]["E"]
@@ -296,27 +274,6 @@ def test_a_published_rate_is_what_clock_and_width_give(name, figure, by_hand):
     assert cards.load_device(name)[figure] == pytest.approx(by_hand, rel=0.025)
 
 
-def test_notes_on_wrong_tables_follow_from_the_geometry():
-    def gigabytes(name, **changes):
-        spec = cards.load_model(name).with_dtype("bfloat16")
-        return MoESpec.from_dict({**spec.to_dict(), "bias": False, **changes}).experts_bytes / 1e9
-
-    gib = 2**30 / 1e9
-    assert cards.load_model("Phi-3.5-MoE").expert_bytes == 150 * 2**20
-    assert gigabytes("Qwen3-30B-A3B") == pytest.approx(54.0 * gib, rel=1e-6)
-    assert gigabytes("Qwen3-235B-A22B") == pytest.approx(454.2, abs=0.05)
-    assert gigabytes("GPT-OSS-120B") == pytest.approx(213.6 * gib, rel=1e-3)
-    assert gigabytes("GLM-4.7-Flash", moe_layers=list(range(47))) == pytest.approx(
-        52.9 * gib, rel=1e-3
-    )
-    assert gigabytes("Mixtral-8x7B") / 2 == pytest.approx(42.0 * gib, rel=1e-3)
-    assert gigabytes("Phi-3.5-MoE") / 2 == pytest.approx(40.3, abs=0.05)
-    assert gigabytes("Qwen3-30B-A3B") / 2 == pytest.approx(29.0, abs=0.05)
-    deepseek = cards.load_model("DeepSeek-MoE-16B")
-    shared = deepseek.L * 3 * deepseek.H * deepseek.shared_I / 1e9
-    assert gigabytes("DeepSeek-MoE-16B") / 2 + shared == pytest.approx(15.4, abs=0.05)
-
-
 @pytest.mark.parametrize(
     "load, wrong, meant",
     [
@@ -331,20 +288,6 @@ def test_an_unknown_name_says_what_there_is(load, wrong, meant):
         ValueError, match=f"no card '{wrong}'.*Did you mean '{meant}'.*There are: .*{meant}"
     ):
         load(wrong)
-
-
-def test_an_absurd_name_suggests_nothing():
-    with pytest.raises(ValueError, match="no card 'zzz'. There are"):
-        cards.load_model("zzz")
-
-
-def test_every_file_is_listed_and_short():
-    files = sorted(FOLDER.glob("*/*.toml"))
-    assert sorted([*cards.MODELS, *cards.DEVICES]) == sorted(file.stem for file in files)
-    for file in files:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        assert len(lines) < 70 and max(map(len, lines)) <= 120, file
-        tomllib.loads("\n".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -378,7 +321,8 @@ def test_a_figure_that_means_something_else_is_named(line, problem, tmp_path):
 def test_a_figures_name_ends_in_its_unit(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
-        "name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\nkind = 'measured'\nsource = 'x'"
+        "name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\nkind = "
+        "'measured'\nsource = 'x'"
     )
     with pytest.raises(ValueError, match="figures.disk_speed.*its name ends in: _gbs"):
         cards.load_device(file)
@@ -402,15 +346,3 @@ def test_a_card_of_your_own_is_read_from_its_path_as_it_is_now(tmp_path):
             cards.load_device(file)
     with pytest.raises(FileNotFoundError):
         cards.load_device(tmp_path / "other.toml")
-
-
-def test_a_card_says_in_a_phrase_what_is_on_it():
-    models, devices = describe("model"), describe("device")
-    assert (
-        models["Mixtral-8x7B"][0]
-        == "46.7B total, 12.9B active parameters; 32 MoE layers of 8 experts, 2 a token"
-    )
-    assert devices["jetson-agx-orin-32gb"][0] == (
-        "Jetson AGX Orin 32GB: 32 GB, 204.8 GB/s from memory, 3.5 GB/s from disk"
-    )
-    assert all(cards.load_device(name).name in told for name, (told, _) in devices.items())

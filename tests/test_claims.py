@@ -206,21 +206,6 @@ def test_the_ledger_is_complete():
         assert not any("\n" in line for line in lines)
 
 
-def test_what_gpu_ndp_was_fitted_to_is_fitted_here():
-    """Its assumptions were chosen by six of its numbers."""
-    fitted = {
-        of.metric[1] for of in claims.ledger() if of.source == "gpu-ndp" and of.fitted and of.metric
-    }
-    assert fitted == {
-        "prefill NDP+TP",
-        "decode NDP+TP",
-        "decode NDP+TP+LB",
-        "decode NDP+TP+PRE",
-        "end to end ÷ MoE-OnDemand",
-        "Qwen3, N=2, decode NDP+TP",
-    }
-
-
 @pytest.mark.parametrize(
     "how, by_ours, by_another, verdict",
     [
@@ -263,17 +248,6 @@ def test_an_order_must_hold_at_both_ends_of_its_interval(low, high, verdict):
     )
 
 
-def test_readings_are_combined_choice_by_choice():
-    own = {
-        "n": {
-            "a": {"value": 6.0, "kind": "modelled", "readings": {"p": 8.0, "q": 6.0}},
-            "b": {"value": 3.0, "kind": "modelled", "readings": {"p": 2.0}},
-        }
-    }
-    (row,) = rows([claim(metric=("n", "a", "b"), combine="ratio")], own=own)
-    assert row.ours == 2.0 and row.readings == {"p": 4.0, "q": 2.0} and row.lost == {"p": 4.0}
-
-
 FILE = """
 [source.a]
 title = "A"
@@ -313,9 +287,8 @@ def test_a_null_is_computed_from_other_claims(tmp_path):
         "[[a]]\nid = 'two'\nwhere = '§2'\ntext = 't'\nvalue = [2, 4]\nneeds = 'x'\n",
     )
     asks = (
-        FILE
-        + more
-        + "[[a]]\nid = 'three'\nwhere = '§3'\ntext = 't'\nvalue = 12\nmetric = ['n', 'x']\nnull = {!r}\n"
+        FILE + more + "[[a]]\nid = 'three'\nwhere = '§3'\ntext = 't'\nvalue = 12\nmetric = ['n', "
+        "'x']\nnull = {!r}\n"
     )
     path.write_text(asks.format("two * 8 / two * 3 / two"))
     of = load(path)[-1]

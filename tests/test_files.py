@@ -53,7 +53,7 @@ def test_writers_in_any_order_leave_the_last_one_whole(tmp_path_factory, steps):
             else:
                 assert not place.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
         assert (path.read_text() if path.exists() else None) == there
-    for place, part, _ in running.values():  # noqa: B007
+    for place, _, _ in running.values():
         place.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert [file.name for file in path.parent.iterdir()] == ["x.json"] * (there is not None)
 

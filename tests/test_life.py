@@ -63,8 +63,7 @@ def folders(tmp_path_factory):
     }
 
 
-# ----------------------------------------------------------------------------------------------------------
-# opening
+# ---- opening
 
 
 @pytest.mark.stress
@@ -150,8 +149,7 @@ def test_openings_in_threads_beside_transformers_own(folders):
     assert patched == {key: vars(transformers.PreTrainedModel)[key] for key in patched}
 
 
-# -------------------------------------------------------------------------------------------------------
-# generating
+# ---- generating
 
 
 def predictors(model):
@@ -263,8 +261,7 @@ def test_a_recording_is_of_its_own_thread(folders, options):
         assert torch.equal(trace.ids, expected.ids) and torch.equal(trace.tokens, expected.tokens)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# forking
+# ---- forking
 
 FORKS = """
 import multiprocessing, os, select, signal, sys, threading
@@ -358,8 +355,7 @@ def test_forks(folders):
     assert done.stdout.endswith("forked\n"), done.stderr[-3000:]
 
 
-# ------------------------------------------------------------------------------------------------------------
-# the end
+# ---- the end
 
 KEPT = [
     {},

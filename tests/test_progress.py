@@ -29,8 +29,12 @@ def test_elsewhere_short_work_says_nothing_and_long_work_a_line(monkeypatch, cap
     list(progress(range(3), "reading"))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(module, "EVERY", 0.0)
-    list(progress(range(2), "reading", unit="layer"))
-    assert "reading: 1 of 2 layer" in capsys.readouterr().err
+    with progress(total=3e9, desc="reading", unit="B") as bar:
+        bar.note("half")
+        bar.update(1.5e9)
+    *lines, end = capsys.readouterr().err.split("\n")
+    assert "reading:  50% 1.50G/3.00G [" in lines[1] and "half" in lines[1]
+    assert end == "" and "\r" not in "".join(lines)
 
 
 def test_in_a_notebook_it_is_an_element_that_is_emptied_and_no_widget(monkeypatch):
@@ -42,14 +46,10 @@ def test_in_a_notebook_it_is_an_element_that_is_emptied_and_no_widget(monkeypatc
     monkeypatch.setattr(
         IPython.display, "display", lambda data, raw, display_id: shown.append(data) or handle
     )
-    monkeypatch.setattr(module._Element, "every", 0.0)
-    list(progress([1, 2], "reading <b>", unit="layer"))
+    with progress(total=2, desc="reading <b>", unit="layer") as bar:
+        bar.update()
+        bar.refresh()
     assert all({*data} == {"text/html", "text/plain"} for data in shown)
-    first, second, third, last = (data["text/html"] for data in shown)
-    assert (
-        "value=0 max=2" in first
-        and "value=1 max=2" in second
-        and "value=2 max=2" in third
-        and last == ""
-    )
-    assert "reading &lt;b&gt;: 1 of 2 layer" in second
+    first, *_, second, last = (data["text/html"] for data in shown)
+    assert "value=0 max=2" in first and "value=1 max=2" in second and last == ""
+    assert "reading &lt;b&gt;:  50% 1/2 [" in second

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice, product
 from math import inf
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 from moelab.advice.machine import here
 from moelab.advice.model import AS_IS, Model, find_model
+from moelab.advice.question import Question
 from moelab.advice.sample import sample_costs
 from moelab.advice.simulated import identity_of, judged, looked, searched
 from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of, typical
@@ -164,11 +166,13 @@ def settings(
     """One budget and rate with every loss: (rows of the settings, rows of all ways that ran)."""
     kept = Kept(identity_of(model))
     memory = needed(model, CONTEXT, 1) + round(budget * model.spec.experts_bytes)
+    popularity = "as in what ran here"
+    asked = Question(model, device, memory, CONTEXT, 1, 0.0, False, seen.shares, popularity)
     title = f"{model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
     tried, search = {}, None
     for name, loss in LOSSES.items():
-        search = searched(model, costs_of, seen, memory, CONTEXT, 1, kept, loss, search)
-        advice = judged(search, kept, device, costs_of, "as in what ran here", [])
+        search = searched(replace(asked, loss=loss), costs_of, seen, kept, search)
+        advice = judged(search, kept, costs_of, [])
         tried[name] = contenders([way for way in advice.ways if way.within(loss)])
     found = measured(
         model,
@@ -258,7 +262,8 @@ def run(
         "load average before": load_average(),
         "cores": os.cpu_count(),
         "rounds": rounds,
-        "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that count",
+        "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that "
+        "count",
     }
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(folder or temporary).expanduser().resolve()

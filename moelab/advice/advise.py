@@ -2,10 +2,13 @@
 
 In three steps, each of which knows more than the one before:
 
-    modelled    from a config, bytes and rates, in a second: `moelab.advice.ways`. No weights, no torch.
-    simulated   forms × caches × prefetchers × … in a minute or two: `moelab.advice.space`, at what experts cost here,
+    modelled    from a config, bytes and rates, in a second: `moelab.advice.ways`. No weights, no
+                torch.
+    simulated   forms × caches × prefetchers × … in a minute or two: `moelab.advice.space`, at what
+                experts cost here,
                 measured on a sample of them (`moelab.advice.sample`), with the model's own tokens.
-    measured    the best ones for real, with `verify`: `moelab.advice.verify`. That is kept, and corrects what follows.
+    measured    the best ones for real, with `verify`: `moelab.advice.verify`. That is kept, and
+                corrects what follows.
 
 The second is taken by itself where the model's weights are here and the machine is this one.
 """
@@ -21,12 +24,12 @@ from typing import Any
 from moelab.advice.answer import Advice, beyond, more_of, unmeasured
 from moelab.advice.disk import fitting
 from moelab.advice.machine import here
-from moelab.advice.model import find_model
-from moelab.advice.ways import ZIPF, Way, hit_rates, least, possible, zipf
+from moelab.advice.model import Model, find_model
+from moelab.advice.question import Question
+from moelab.advice.ways import ZIPF, Way, zipf
 from moelab.arguments import number, whole
 from moelab.cards import load_device
 from moelab.offloading import budget
-from moelab.offloading.budget import RESERVE, kv_bytes, parse_budget
 from moelab.registry import names, require
 from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec, MoESpec
@@ -64,8 +67,7 @@ def advise(
     device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
     calibration : file of `moelab calibrate`, whose counts say how popular experts are; else the
         model's own tokens do, if it is here and simulated, or a Zipf law is assumed.
-    simulate : play the ways in the simulator, up to two minutes the first time; None if the weights
-        are here and no device is given.
+    simulate : play the ways in the simulator; None: if the weights and the device are here.
     decompress_gbs : exponents that a thread decodes, GB/s, for Huffman on a card that does not say
         it.
     verify : run the best ones for real, minutes; what is measured is kept.
@@ -73,113 +75,92 @@ def advise(
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
     context than the model takes; a memory in which not even the model without its experts fits;
     another model's calibration; what cannot be verified."""
-    found, allowed = find_model(model), parse_loss(loss)
-    spec, elsewhere, most = found.spec, device is not None, found.most or math.inf
+    found, on_card = find_model(model), device is not None
+    if verify and (found.folder is None or on_card):
+        raise ValueError(
+            "only a model whose weights are here can be verified, and only on this machine: "
+            "give its folder and no device"
+        )
+    if simulate is None:
+        simulate = found.folder is not None and not on_card
+    asked = Question(
+        found,
+        _device_of(device, found.folder),
+        memory,
+        _context_of(found, context),
+        batch,
+        parse_loss(loss),
+        on_card,
+        *_shares(calibration, found.spec),
+    )
+    asked.require_room(simulate or verify)
+    if simulate or verify:
+        from moelab.advice.simulated import simulated
+
+        return simulated(asked, decompress_gbs, verify)
+    return modelled(asked)
+
+
+def modelled(asked: Question) -> Advice:
+    """The advice by arithmetic alone."""
+    ways = asked.arithmetic()
+    ways, notes = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
+
+    def best_of(ways: list[Way], loss: float = asked.loss) -> Way:
+        if not asked.on_card:
+            ways, _ = fitting(asked.model, ways, loss)
+        return next(way for way in ways if way.within(loss))
+
+    more, twice = 1.5 * asked.memory, replace(asked.rates, read=2 * asked.rates.read)
+    options = [
+        (f"{size(more)} of memory", best_of(asked.arithmetic(asked.memory * 3 // 2))),
+        (f"a {beyond(asked.device)[0]} twice as fast", best_of(asked.arithmetic(rates=twice))),
+    ]
+    few = best_of(ways, math.inf)
+    if not few.within(asked.loss):
+        options.append((f"{few.form} experts, of unknown loss", few))
+    others = [
+        way
+        for part in (0.5, 0.75, 1.5, 2.0)
+        for way in asked.arithmetic(int(part * asked.memory))
+        if way not in ways
+    ]
+    return Advice(
+        asked.model,
+        asked.device,
+        asked.memory,
+        asked.context,
+        asked.batch,
+        asked.loss,
+        tuple(ways),
+        more_of(best_of(ways), options),
+        asked.popularity,
+        tuple(dict.fromkeys(others)),
+        (*notes, *unmeasured(ways, asked.loss)),
+    )
+
+
+def _context_of(model: Model, context: int | None) -> int:
+    most = model.most or math.inf
     context = context or min(CONTEXT, most)
     if context > most:
         raise ValueError(
-            f"{spec.name} takes sequences of at most {most:,} tokens (max_position_embeddings of its "
-            f"config), and the context is {context:,}; give less"
+            f"{model.spec.name} takes sequences of at most {most:,} tokens "
+            f"(max_position_embeddings of its config), and the context is {context:,}; give less"
         )
-    if verify and (found.folder is None or elsewhere):
-        raise ValueError(
-            "only a model whose weights are here can be verified, and only on this machine: give its "
-            "folder and no device"
-        )
-    simulate = verify or (
-        found.folder is not None and not elsewhere if simulate is None else simulate
-    )
-    shares, popularity = (
-        (zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed")
-        if calibration is None
-        else (_shares(calibration, spec), "as the calibration counted")
-    )
+    return context
+
+
+def _device_of(device: str | Path | DeviceSpec | None, folder: Path | None) -> DeviceSpec:
+    """The machine that is asked about: this one, or a card's."""
     if device is None:
-        device = here(found.folder)
-    elif not isinstance(device, DeviceSpec):
-        if Path(device).suffix != ".toml":  # your own card is told what it lacks
-            require(
-                "card of a device with a host link or a disk",
-                device,
-                filter(_has_rates, names("device")),
-            )
-        device = load_device(device)
-    nbytes = parse_budget(memory, 0, 0, lambda: round(device["memory_gb"] * 1e9) + RESERVE)
-    if not nbytes:  # of a share, too: it would be one of the experts
-        raise ValueError(
-            f"memory is {memory!r}; it is that of the whole process, such as '8GB', or 'auto'"
-        )
-    rates = MachineRates.of(device)
-    hits = hit_rates(shares)
-
-    def arithmetic(rates: MachineRates, nbytes: int) -> list[Way]:
-        return possible(found, rates, nbytes, context, batch, hits)
-
-    ways = arithmetic(rates, nbytes)
-    tried = simulate and (not found.forms() or ways and allowed)  # what simulation may yet find
-    if not tried and not any(way.within(allowed) for way in ways):
-        few = f" (with loss='any', --loss any, {ways[0].form} would fit)" if ways else ""
-        needs = least(found, context, batch)
-        raise ValueError(
-            f"{spec.name} does not fit {size(nbytes)}: the process takes {size(RESERVE)}, other weights "
-            f"{size(found.others)}, a KV cache of {context * batch:,} tokens "
-            f"{size(kv_bytes(spec, context * batch))}, and a few experts are needed, too{few}. Give "
-            f"{-(-needs // 10**6)}MB or more, or a smaller context or batch"
-        )
-    if simulate:
-        from moelab.advice.simulated import simulated
-
-        return simulated(
-            found,
-            device,
-            nbytes,
-            context=context,
-            batch=batch,
-            loss=allowed,
-            shares=shares,
-            popularity=popularity,
-            counted=calibration is not None,
-            on_card=elsewhere,
-            decompress_gbs=decompress_gbs,
-            verify=verify,
-        )
-
-    ways, notes = fitting(found, ways, allowed) if not elsewhere else (ways, [])
-    notes += unmeasured(ways, allowed)
-
-    def best_of(ways: list[Way], loss: float = allowed) -> Way:
-        return next(
-            way
-            for way in (ways if elsewhere else fitting(found, ways, loss)[0])
-            if way.within(loss)
-        )
-
-    through, _ = beyond(device)
-    options = [
-        (f"{size(1.5 * nbytes)} of memory", best_of(arithmetic(rates, nbytes * 3 // 2))),
-        (
-            f"a {through} twice as fast",
-            best_of(arithmetic(replace(rates, read=2 * rates.read), nbytes)),
-        ),
-    ]
-    if not (few := best_of(ways, math.inf)).within(allowed):
-        options.append((f"{few.form} experts, of unknown loss", few))
-    others = [
-        way for part in (0.5, 0.75, 1.5, 2.0) for way in arithmetic(rates, int(part * nbytes))
-    ]
-    return Advice(
-        found,
-        device,
-        nbytes,
-        context,
-        batch,
-        allowed,
-        tuple(ways),
-        more_of(best_of(ways), options),
-        popularity,
-        tuple(way for way in dict.fromkeys(others) if way not in ways),
-        tuple(notes),
-    )
+        return here(folder)
+    if isinstance(device, DeviceSpec):
+        return device
+    if Path(device).suffix != ".toml":  # your own card is told what it lacks
+        known = filter(_has_rates, names("device"))
+        require("card of a device with a host link or a disk", device, known)
+    return load_device(device)
 
 
 def _has_rates(name: str) -> bool:
@@ -206,13 +187,16 @@ def parse_loss(loss: str | float) -> float:
     except ValueError:
         pass
     raise ValueError(
-        f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as '1%' or "
-        f"0.01, or 'any'"
+        f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as "
+        "'1%' or 0.01, or 'any'"
     )
 
 
-def _shares(calibration: str | Path, spec: MoESpec) -> Any:
-    """[L, E] of a calibration. ValueError: of another geometry."""
+def _shares(calibration: str | Path | None, spec: MoESpec) -> tuple[Any, str]:
+    """([L, E] of tokens that need each expert, who says so). ValueError: a calibration of another
+    geometry."""
+    if calibration is None:
+        return zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed"
     from moelab.calibration import Calibration
 
     found = Calibration.load(calibration)
@@ -222,7 +206,8 @@ def _shares(calibration: str | Path, spec: MoESpec) -> Any:
             f"{spec.name}'s; calibrate this model: moelab calibrate MODEL FILE"
         )
     counts = found.counts().double()
-    return (counts / counts.sum(1, keepdim=True).clamp(min=1) * spec.K).clamp(max=1).numpy()
+    shares = (counts / counts.sum(1, keepdim=True).clamp(min=1) * spec.K).clamp(max=1)
+    return shares.numpy(), "as the calibration counted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

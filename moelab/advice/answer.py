@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +160,17 @@ class Advice:
         return "\n".join(
             [
                 f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
-                f"{size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), "
-                f"KV cache {size(kv_bytes(spec, self.context * self.batch))}, process {size(RESERVE)}",
-                f"{device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at {size(rates.read)}/s; "
-                f"{size(self.memory)} may be used",
+                f"{size(spec.experts_bytes)}, other weights {size(self.model.others)} "
+                f"({self.model.how}), KV cache "
+                f"{size(kv_bytes(spec, self.context * self.batch))}, process {size(RESERVE)}",
+                f"{device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at "
+                f"{size(rates.read)}/s; {size(self.memory)} may be used",
                 "",
                 f"Do: {form} ({loss}), {where}; {how}.",
-                f"Gives: {duration(way.tpot)}{error} a token ({plain(self.batch / way.tpot)} tokens/s), "
-                f"{duration(way.ttft)} to the first after a prompt of {self.context:,} tokens; {way.kind}{expected}, "
-                f"limited by {way.limited_by}, with experts chosen {self.popularity}.",
+                f"Gives: {duration(way.tpot)}{error} a token ({plain(self.batch / way.tpot)} "
+                f"tokens/s), {duration(way.ttft)} to the first after a prompt of "
+                f"{self.context:,} tokens; {way.kind}{expected}, limited by {way.limited_by}, "
+                f"with experts chosen {self.popularity}.",
                 f"More: {more or 'nothing that was tried here'}.",
                 "",
                 *(f"  {command}" for command in self.commands),
@@ -191,22 +192,14 @@ class Advice:
             )
         )
 
-    def _ipython_display_(self) -> None:
-        """Words, figure and table; words alone where nothing can be drawn."""
-        try:  # by name: figures stand above advice, which works without their packages
-            draw = import_module("moelab.viz.advice_figure").draw
-        except ModuleNotFoundError:
-            return print(self)
-        draw(self)
-
 
 def unmeasured(ways: Iterable[Way], loss: float) -> list[str]:
     """A note where the loss that is allowed changes nothing."""
     if not 0 < loss < math.inf or any(way.loss for way in ways):
         return []
     return [
-        "The loss that is allowed changes nothing, as that of few bits has not been measured of this model: "
-        "--verify measures it, --loss any does without"
+        "The loss that is allowed changes nothing, as that of few bits has not been measured "
+        "of this model: --verify measures it, --loss any does without"
     ]
 
 

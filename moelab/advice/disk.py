@@ -51,7 +51,8 @@ def lacking(model: Model, way: Way) -> str:
             if needed > free:
                 return (
                     " and ".join(f"{size(nbytes)} {what}" for what, nbytes, _ in parts)
-                    + f" beside {size(free)} that are free at {parts[0][2]}: {size(needed - free)} more are needed"
+                    + f" beside {size(free)} that are free at {parts[0][2]}: "
+                    f"{size(needed - free)} more are needed"
                 )
     except OSError:  # the working folder was deleted, or a disk is gone
         pass

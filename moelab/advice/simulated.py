@@ -20,6 +20,7 @@ from moelab.advice import verify as real
 from moelab.advice.answer import Advice, beyond, more_of, unmeasured
 from moelab.advice.disk import fitting
 from moelab.advice.model import AS_IS, Model
+from moelab.advice.question import Question
 from moelab.advice.sample import disturbed, machine, sample_costs
 from moelab.advice.space import (
     PREFETCH,
@@ -36,14 +37,12 @@ from moelab.advice.space import (
     predicted,
     scene,
     twice_as_fast,
-    typical,
 )
 from moelab.advice.ways import Way, fitted
 from moelab.bench.profile import Profile
 from moelab.files import cache_folder, load_json, write_json
 from moelab.schema import Amount, Count, Must, Positive, Size
 from moelab.simulation.simulator import flat
-from moelab.specs import DeviceSpec
 from moelab.table import size, span
 
 #: of what is kept of a look: another number where that would no longer do
@@ -54,95 +53,79 @@ VERIFIED = 3
 MEASURING = 60.0
 
 
-def simulated(
-    model: Model,
-    device: DeviceSpec,
-    memory: int,
-    *,
-    context: int,
-    batch: int,
-    loss: float,
-    shares: np.ndarray,
-    popularity: str,
-    counted: bool,
-    on_card: bool,
-    decompress_gbs: float | None,
-    verify: bool,
-) -> Advice:
-    """The advice; `shares` [L, E] and `popularity` say how often experts are chosen where no trace
-    does.
-
-    counted : whether a calibration says so.    on_card : whether the device is not this machine. Others as of `advise`.
-    """
-    kept, notes, look, end = None, [], None, time.monotonic() + MEASURING
+def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Advice:
+    """The advice; the other arguments as of `advise`."""
+    model, on_card = asked.model, asked.on_card
+    end = time.monotonic() + MEASURING
     offered = model.forms()
-    forms = sorted(
-        forms_of(model), key=lambda form: not offered.get(form, (0, True))[1]
-    )  # lossless, whatever is lost
+    # lossless ones first, whatever may be lost
+    forms = sorted(forms_of(model), key=lambda form: not offered.get(form, (0, True))[1])
+    kept, look, notes = None, None, []
     if model.folder is not None and not on_card:
         kept = real.Kept(identity_of(model))
-        look, why = looked(model, kept, memory=memory, context=context, batch=batch)
+        within = {name: getattr(asked, name) for name in ("memory", "context", "batch")}
+        look, why = looked(model, kept, **within)
         notes += [f"The model could not be run here: {why}"] * (look is None)
     if look is not None:
-        seen, popularity = look.seen, "as in what ran here"
+        seen, asked = look.seen, replace(asked, popularity="as in what ran here")
+        notes += _disturbance(look.itself, profile_file(model, kept, asked.batch))
     else:
-        seen = scene(shares, batch)
+        seen = scene(asked.shares, asked.batch)
         notes.append(
-            f"Tokens were drawn {popularity}, each by itself; a model's own repeat more of each other."
+            f"Tokens were drawn {asked.popularity}, each by itself; a model's own repeat more of "
+            "each other."
         )
-    costs_of = (
-        card_costs(device, model, decompress_gbs)
-        if on_card
-        else sample_costs(model, forms, look, end)
-    )
-    if look is not None and disturbed(itself := look.itself):
-        about = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
-        notes.append(
-            f"While the model was measured, other processes kept {itself.others:.1f} cores busy{about}: "
-            f"times are too long. When it is quiet, remove {profile_file(model, kept, batch)} and ask "
-            f"again."
-        )
-    if on_card and any(costs_of(form) is None for form in forms):
-        notes.append(
-            "Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
-            "(--decompress-gbs)"
-        )
-
-    search = searched(model, costs_of, seen, memory, context, batch, kept, loss)
-    if look is not None:
-        way, ran = as_looked(model, look.ran), look.ran
-        if (
-            not way.resident
-            and all(record["settings"] != way.settings for record in kept.records)
-            and (played := search.play(way, []))
-        ):
-            kept.add(
-                settings=way.settings,
-                batch=batch,
-                predicted=played.tpot,
-                tpot=typical(ran["tpot"][-TIMED:]),
-                ttft=ran["ttft"],
-                peak=ran["peak"],
-                limit=ran["limit"],
-                loss=None,
+    if on_card:
+        costs_of = card_costs(asked.device, model, decompress_gbs)
+        if any(costs_of(form) is None for form in forms):
+            notes.append(
+                "Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
+                "(--decompress-gbs)"
             )
+    else:
+        costs_of = sample_costs(model, forms, look, end)
+    search = searched(asked, costs_of, seen, kept)
+    if look is not None:
+        _keep_look(search, kept, look.ran)
     if verify:
         notes += real.verify(
-            model, chosen(search, kept, loss), kept, memory=memory, batch=batch, loss=loss > 0
+            model,
+            chosen(search, kept, asked.loss),
+            kept,
+            memory=asked.memory,
+            batch=asked.batch,
+            loss=asked.loss > 0,
         )
         search.found = [replace(way, loss=search.loss(way.form)) for way in search.found]
-    return judged(search, kept, device, costs_of, popularity, notes, on_card)
+    return judged(search, kept, costs_of, notes)
+
+
+def _disturbance(itself: Profile, file: Path) -> list[str]:
+    """A note if other processes kept the machine busy while the model was measured."""
+    if not disturbed(itself):
+        return []
+    clock = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
+    return [
+        f"While the model was measured, other processes kept {itself.others:.1f} cores "
+        f"busy{clock}: times are too long. When it is quiet, remove {file} and ask again."
+    ]
+
+
+def _keep_look(search: Search, kept: real.Kept, ran: dict[str, Any]) -> None:
+    """Keep the run in which an offloaded model was looked at as a measurement of that way, unless
+    there is one."""
+    way = as_looked(search.asked.model, ran)
+    if way.resident or any(record["settings"] == way.settings for record in kept.records):
+        return
+    if played := search.play(way, []):
+        real.keep(kept, replace(way, tpot=played.tpot), search.asked.batch, ran, None)
 
 
 def searched(
-    model: Model,
+    asked: Question,
     costs_of: Callable[..., Costs | None],
     seen: Scene,
-    memory: int,
-    context: int,
-    batch: int,
     kept: real.Kept | None,
-    loss: float,
     before: Search | None = None,
 ) -> Search:
     """What there is to be found by simulation, each form's loss being what was measured of it.
@@ -150,101 +133,94 @@ def searched(
     before : a search with another loss and all else the same, whose ways are not played again."""
 
     def loss_of(form: str) -> float | None:
-        _, lossless = model.forms().get(form, (0, True))
+        _, lossless = asked.model.forms().get(form, (0, True))
         return 0.0 if lossless else kept.loss(form) if kept else None
 
-    search = Search(model, costs_of, seen, memory, context, batch, loss_of, loss)
+    search = Search(asked, costs_of, seen, loss_of)
     search.played = before.played if before else {}
-    search.run(forms_of(model))
+    search.run(forms_of(asked.model))
     return search
 
 
 def judged(
-    search: Search,
-    kept: real.Kept | None,
-    device: DeviceSpec,
-    costs_of: Callable[..., Costs | None],
-    popularity: str,
-    notes: list[str],
-    on_card: bool = False,
+    search: Search, kept: real.Kept | None, costs_of: Callable[..., Costs | None], notes: list[str]
 ) -> Advice:
     """The advice that follows from what was simulated and, on this machine, measured, and from what
     its disks hold."""
+    asked = search.asked
 
     def corrected(way: Way | None) -> Way | None:
-        return kept.corrected(way, search.batch) if kept and way else way
+        return kept.corrected(way, asked.batch) if kept and way else way
 
     ways = sorted(
         map(corrected, {(way.name, way.budget): way for way in search.found}.values()),
         key=lambda way: (way.tpot, not way.lossless),
     )
-    ways, short = (ways, []) if on_card else fitting(search.model, ways, search.allowed)
-    notes += short + unmeasured(ways, search.allowed)
-    best = next((way for way in ways if way.within(search.allowed)), None)
+    ways, short = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
+    best = next((way for way in ways if way.within(asked.loss)), None)
     if best is None:
         raise ValueError(
-            f"nothing that fits {size(search.memory)} is known to lose no more than "
-            f"{search.allowed:.2%}: measure it (--verify), allow any loss, or give more memory"
+            f"nothing that fits {size(asked.memory)} is known to lose no more than "
+            f"{asked.loss:.2%}: measure it (--verify), allow any loss, or give more memory"
         )
     plain = next(way for way in search.found if (way.name, way.budget) == (best.name, best.budget))
-    faster = Search(
-        search.model,
-        twice_as_fast(costs_of),
-        search.seen,
-        search.memory,
-        search.context,
-        search.batch,
-        search.loss,
-        search.allowed,
-    )
+    more, faster = corrected(search.other(plain, asked.memory * 3 // 2)), None
+    if not plain.resident:
+        disk = Search(asked, twice_as_fast(costs_of), search.seen, search.loss)
+        faster = _scaled(disk.play(plain, []), best, plain)
     options = [
-        (
-            f"{size(1.5 * search.memory)} of memory",
-            corrected(search.other(plain, search.memory * 3 // 2)),
-        ),
-        (
-            f"a {beyond(device)[0]} twice as fast",
-            None if plain.resident else _scaled(faster.play(plain, []), best, plain),
-        ),
+        (f"{size(1.5 * asked.memory)} of memory", more),
+        (f"a {beyond(asked.device)[0]} twice as fast", faster),
     ]
-    few = next((way for way in ways if not way.within(search.allowed)), None)
+    few = next((way for way in ways if not way.within(asked.loss)), None)
     if few is not None:
         what = "of unknown loss" if few.loss is None else f"of {few.loss:.2%} more loss"
         options.append((f"{few.form} experts, {what}", few))
-    if kept and (ratios := kept.ratios()):
-        factor, error = kept.correction()
-        notes.append(
-            f"Ways of running this model that were measured on this machine ({machine()}): {len(ratios)}, at "
-            f"{span(min(ratios), max(ratios))} of the time simulated. What else was simulated is corrected by "
-            f"{factor:.3g}, ± {'unknown' if error is None else f'{error:.0%}'}."
-        )
-    notes.append(
-        f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that count, the "
-        f"mean of the middle half; for TTFT a prompt of {search.context:,}, without the growth of attention."
-    )
-    if kept and search.left:
-        left = "; ".join(dict.fromkeys(search.left))
-        notes.append(
-            f"Left out, as time was over or nobody knows what it costs: {left}. The next advice goes on "
-            "with what was measured."
-        )
-    if kept:
-        notes.append(
-            f"What was measured is kept in {kept.path.parent}; without that folder, all is measured anew."
-        )
+    notes += short + unmeasured(ways, asked.loss) + _how(search, kept)
     return Advice(
-        search.model,
-        device,
-        search.memory,
-        search.context,
-        search.batch,
-        search.allowed,
+        asked.model,
+        asked.device,
+        asked.memory,
+        asked.context,
+        asked.batch,
+        asked.loss,
         tuple(ways),
         more_of(best, options),
-        popularity,
+        asked.popularity,
         tuple(map(corrected, search.elsewhere)),
         tuple(notes),
     )
+
+
+def _how(search: Search, kept: real.Kept | None) -> list[str]:
+    """Notes of how the answer was found, and of what is kept for the next."""
+    notes = [
+        f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that "
+        f"count, the mean of the middle half; for TTFT a prompt of {search.asked.context:,}, "
+        "without the growth of attention."
+    ]
+    if not kept:
+        return notes
+    if ratios := kept.ratios():
+        factor, error = kept.correction()
+        notes.insert(
+            0,
+            f"Ways of running this model that were measured on this machine ({machine()}): "
+            f"{len(ratios)}, at {span(min(ratios), max(ratios))} of the time simulated. What "
+            f"else was simulated is corrected by {factor:.3g}, ± "
+            f"{'unknown' if error is None else f'{error:.0%}'}.",
+        )
+    if search.left:
+        left = "; ".join(dict.fromkeys(search.left))
+        notes.append(
+            f"Left out, as time was over or nobody knows what it costs: {left}. The next "
+            "advice goes on with what was measured."
+        )
+    notes.append(
+        f"What was measured is kept in {kept.path.parent}; without that folder, all is "
+        "measured anew."
+    )
+    return notes
 
 
 def _scaled(way: Way | None, best: Way, plain: Way) -> Way | None:
@@ -256,7 +232,7 @@ def chosen(search: Search, kept: real.Kept, loss: float) -> list[Way]:
     """The ways to run for real: the fastest that may be advised, each of another form or with
     another prefetcher, and where loss is allowed also those whose loss is not known yet; a lossless
     one, to compare losses with."""
-    ways = sorted(search.found, key=lambda way: kept.corrected(way, search.batch).tpot)
+    ways = sorted(search.found, key=lambda way: kept.corrected(way, search.asked.batch).tpot)
     ways = [way for way in ways if way.within(loss) or loss and way.loss is None]
     picked = list({(way.form, way.executor): way for way in reversed(ways)}.values())[::-1]
     picked = sorted(picked, key=ways.index)[:VERIFIED]
@@ -296,7 +272,8 @@ def looked(
 ) -> tuple[Look | None, str]:
     """What the model does here, run once as it is: (its tokens' routing, its profile, what was
     measured; all of that is
-    kept) or None, and why not.    within : memory, context and batch.    bandwidth : of throttled reads, B/s."""
+    kept) or None, and why not.    within : memory, context and batch.
+    bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
     if kept_look(file, profile, model) is None:

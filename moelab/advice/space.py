@@ -25,6 +25,7 @@ import numpy as np
 
 from moelab import registry
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
+from moelab.advice.question import Question
 from moelab.advice.ways import Way, fitted
 from moelab.bench.profile import Profile
 from moelab.cache.policies import NEEDS
@@ -92,6 +93,18 @@ class Scene:
     shares: np.ndarray
     batch: int
 
+    def part(self, first: int, end: int | None = None) -> Part:
+        at = slice(first, end)
+        return Part(self.steps[at], self.forwards[at], self.predictions[at])
+
+
+class Part(NamedTuple):
+    """Some forwards of a scene."""
+
+    steps: Steps
+    forwards: list[tuple[int, str]]
+    predictions: Predictions
+
 
 class Look(NamedTuple):
     """What a model showed when it ran here once: its tokens, its profile, and what `verify.run`
@@ -150,43 +163,31 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
             pools = way.pools or _best_pools(way, costs, seen, machine, staging)
     gate = PrefetchGate()
 
-    def run(
-        residency: Residency,
-        steps: Steps,
-        forwards: list[tuple[int, str]],
-        predictions: Predictions,
-        machine: Machine = machine,
-    ) -> Simulation:
+    def run(residency: Residency, tokens: Part, machine: Machine = machine) -> Simulation:
+        prefetching = Prefetching(tokens.predictions, ahead, gate=gate) if ahead else None
         return simulate(
-            steps,
-            forwards,
+            tokens.steps,
+            tokens.forwards,
             residency,
             machine,
             staging=staging,
             order=ordered("default", machine),
-            prefetching=Prefetching(predictions, ahead, gate=gate) if ahead else None,
+            prefetching=prefetching,
             quiet=True,
         )
 
-    tokens = batch * context
-    whole = [
-        [
-            (layer, {e: n for e in range(spec.E) if (n := round(tokens * f[e]))})
-            for layer, f in enumerate(seen.shares)
-        ]
-    ]
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens
     long, residency = (Residency(spec.L, spec.E, pools, way.cache) for _ in range(2))
     if way.resident:  # all is read when the model is opened
         residency.fill()
         long.fill()
     linear = replace(machine, other=costs.machine.other, head=costs.machine.head)
-    prompt = run(long, whole, [(tokens, "prefill")], [[]], linear)
+    prompt = run(long, _prompt(seen.shares, batch * context), linear)
     first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
-    run(residency, seen.steps[gone:first], seen.forwards[gone:first], seen.predictions[gone:first])
-    timed = run(residency, seen.steps[first:], seen.forwards[first:], seen.predictions[first:])
+    run(residency, seen.part(gone, first))
+    timed = run(residency, seen.part(first))
     found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
     return replace(
         way,
@@ -199,6 +200,15 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         limited_by="loading" if (found.stall_per_step or 0) > tpot / 2 else "computing",
         written=0 if way.form == AS_IS else spec.L * spec.E * costs.disk + model.others,
     )
+
+
+def _prompt(shares: np.ndarray, tokens: int) -> Part:
+    """One forward of so many tokens, of which each expert gets its share; [L, E]."""
+    step = [
+        (layer, {e: n for e, share in enumerate(row) if (n := round(tokens * share))})
+        for layer, row in enumerate(shares)
+    ]
+    return Part([step], [(tokens, "prefill")], [[]])
 
 
 def _best_pools(way: Way, costs: Costs, seen: Scene, machine: Machine, staging: int) -> Pools:
@@ -223,23 +233,18 @@ class Search:
     played : of each way what it gives, which another search of the same memory may share.
     left : names of what was not tried, as time was over or nobody knows what it costs.
 
-    costs_of : (form, executor) → its costs, or None where they are not known.    loss : what is allowed.
-    memory : bytes for everything.
+    costs_of : (form, executor) → its costs, or None where they are not known.
+    loss : form → relative increase of language loss; None: unknown.
     """
 
     def __init__(
         self,
-        model: Model,
+        asked: Question,
         costs_of: Callable[[str, str], Costs | None],
         seen: Scene,
-        memory: int,
-        context: int,
-        batch: int,
         loss: Callable[[str], float | None],
-        allowed: float,
     ) -> None:
-        self.model, self.costs_of, self.seen, self.memory = model, costs_of, seen, memory
-        self.context, self.batch, self.loss, self.allowed = context, batch, loss, allowed
+        self.asked, self.costs_of, self.seen, self.loss = asked, costs_of, seen, loss
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
         self.played: dict[Way, Way | None] = {}
@@ -257,13 +262,13 @@ class Search:
         if (costs := self.costs_of(form, executor)) is None:
             self.left.append(form)
         return costs and fitted(
-            self.model,
+            self.asked.model,
             form,
             self.loss(form),
             costs.sizes.full,
-            memory or self.memory,
-            self.context,
-            self.batch,
+            memory or self.asked.memory,
+            self.asked.context,
+            self.asked.batch,
         )
 
     def play(self, way: Way, kept: list[Way]) -> Way | None:
@@ -271,7 +276,7 @@ class Search:
             if (costs := self.costs_of(way.form, way.executor)) is None:
                 self.left.append(way.name)
                 return None
-            self.played[way] = play(self.model, way, costs, self.seen, self.context)
+            self.played[way] = play(self.asked.model, way, costs, self.seen, self.asked.context)
         if played := self.played[way]:
             kept.append(played)
         return played
@@ -284,9 +289,9 @@ class Search:
         for way in progress(self.leaders(), "changing the fastest", unit="ways"):
             self.change(way)
         for way in progress(self.leaders(), "in other memory", unit="ways"):
-            if self.allowed == 0 and not way.lossless:
+            if self.asked.loss == 0 and not way.lossless:
                 continue
-            for memory in (round(share * self.memory) for share in (0.5, 0.75, 1.5)):
+            for memory in (round(share * self.asked.memory) for share in (0.5, 0.75, 1.5)):
                 if not self.late(f"{way.name} in {size(memory)}"):
                     self.other(way, memory)
 
@@ -296,7 +301,7 @@ class Search:
         best: dict[str, Way] = {}
         for way in sorted(self.found, key=lambda way: way.tpot):
             best.setdefault(way.form, way)
-        allowed = [way for way in best.values() if way.within(self.allowed)][:2]
+        allowed = [way for way in best.values() if way.within(self.asked.loss)][:2]
         return list(dict.fromkeys(allowed + list(best.values())[:1]))
 
     def change(self, way: Way) -> None:

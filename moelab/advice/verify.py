@@ -395,33 +395,24 @@ def verify(
     """Run ways for real, in turn, and keep what is measured; Ctrl-C or the end of `SECONDS` stops,
     and what there is stays, half a conversion, too.
 
-    ways : simulated, not corrected.    loss : measure the language loss of few bits, and of the model as it is.
+    ways : simulated, not corrected.
+    loss : measure the language loss of few bits, and of the model as it is.
 
     Returns what could not be run, with the reason.
     """
-    from moelab.advice.space import PROMPT, TIMED, WARM, typical
-
+    if loss and any(way.loss is None for way in ways) and not any(way.lossless for way in ways):
+        raise ValueError("a loss is measured beside a lossless way; give one")
     failed: dict[str, str] = {}
     windows: dict[str, list[float]] = {}
-    everything = [way for _ in range(rounds) for way in ways]
+    queue = sorted(ways, key=lambda way: not way.lossless) + [*ways] * (rounds - 1)
     end, longest = time.monotonic() + SECONDS, 0.0
     try:
-        with progress(
-            total=len(everything), desc="running the best (Ctrl-C stops)", unit="runs"
-        ) as bar:
-            if (
-                loss
-                and any(way.loss is None for way in ways)
-                and not any(way.lossless for way in ways)
-            ):
-                raise ValueError("a loss is measured beside a lossless way; give one")
-            for way in (
-                sorted(everything[: len(ways)], key=lambda way: not way.lossless)
-                + everything[len(ways) :]
-            ):
+        with progress(total=len(queue), desc="running the best (Ctrl-C stops)", unit="runs") as bar:
+            for way in queue:
                 if way.name in failed:
                     continue
-                if time.monotonic() + longest > end:
+                left = end - longest - time.monotonic()
+                if left < 0:
                     failed["the rest"] = (
                         f"not run, as {SECONDS:.0f} s were over; the next --verify goes on"
                     )
@@ -429,39 +420,52 @@ def verify(
                 bar.note(way.name)
                 asked = loss and way.form not in windows
                 try:
-                    source, start = (
-                        stored(model, way.form, end - longest - time.monotonic()),
-                        time.monotonic(),
-                    )
-                    found = fresh(
-                        source,
-                        options_of(way, model),
-                        memory,
-                        prompt=PROMPT,
-                        tokens=WARM + TIMED,
-                        batch=batch,
-                        loss=asked,
-                    )
+                    source, start = stored(model, way.form, left), time.monotonic()
+                    found = _ran(model, source, way, memory, batch, asked)
                     longest = max(longest, time.monotonic() - start)
                 except (RuntimeError, OSError, ValueError) as error:
                     failed[way.name] = str(error)
                     continue
                 if asked and found["loss"]:
                     windows[way.form] = found["loss"]
-                kept.add(
-                    settings=way.settings,
-                    batch=batch,
-                    predicted=way.tpot,
-                    ttft=found["ttft"],
-                    tpot=typical(found["tpot"][-TIMED:]),
-                    peak=found["peak"],
-                    limit=found["limit"],
-                    loss=relative(windows, way, ways) if asked else None,
-                )
+                lost = relative(windows, way, ways) if asked else None
+                keep(kept, way, batch, found, lost)
                 bar.update()
     except KeyboardInterrupt:
         failed["the rest"] = "stopped"
     return [f"{name}: {why}" for name, why in failed.items()]
+
+
+def _ran(
+    model: Model, source: str, way: Way, memory: int, batch: int, loss: bool
+) -> dict[str, Any]:
+    from moelab.advice.space import PROMPT, TIMED, WARM
+
+    return fresh(
+        source,
+        options_of(way, model),
+        memory,
+        prompt=PROMPT,
+        tokens=WARM + TIMED,
+        batch=batch,
+        loss=loss,
+    )
+
+
+def keep(kept: Kept, way: Way, batch: int, found: dict[str, Any], loss: Any) -> None:
+    """Keep what a way measured."""
+    from moelab.advice.space import TIMED, typical
+
+    kept.add(
+        settings=way.settings,
+        batch=batch,
+        predicted=way.tpot,
+        tpot=typical(found["tpot"][-TIMED:]),
+        ttft=found["ttft"],
+        peak=found["peak"],
+        limit=found["limit"],
+        loss=loss,
+    )
 
 
 def relative(

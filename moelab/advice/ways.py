@@ -35,10 +35,14 @@ ZIPF = 0.3
 class Way:
     """One way of running a model, and what it gives.
 
-    form : of the stored experts, or "as it is".    experts : bytes of all in memory.    budget : what they may take.
-    loss : of language loss, relative; 0.0 is lossless, None unknown.    memory : bytes of everything.
-    hit_rate : of a token's experts.    read : bytes that a step reads from the disk.    written : bytes of a new store.
-    tpot, ttft : s.    kind : "modelled", "simulated" or "measured".    error : of `tpot`, relative; None for unknown.
+    form : of the stored experts, or "as it is".    experts : bytes of all in memory.
+    budget : what they may take.
+    loss : of language loss, relative; 0.0 is lossless, None unknown.
+    memory : bytes of everything.
+    hit_rate : of a token's experts.    read : bytes that a step reads from the disk.
+    written : bytes of a new store.
+    tpot, ttft : s.    kind : "modelled", "simulated" or "measured".
+    error : of `tpot`, relative; None for unknown.
     predicted : of a measured one, the TPOT that had been expected.
     """
 

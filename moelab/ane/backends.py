@@ -1,11 +1,14 @@
 """Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE
 §3.1).
 
-    TorchBackend        the model's own weights and arithmetic in the same static shapes: fast, for counts and accuracy
-    ConvertedBackend    the saved packages: by the evaluator on any machine, which checks a conversion, or by Core ML on
+    TorchBackend        the model's own weights and arithmetic in the same static shapes: fast, for
+                        counts and accuracy
+    ConvertedBackend    the saved packages: by the evaluator on any machine, which checks a
+                        conversion, or by Core ML on
                         a Mac (`moelab.ane.doctor.coreml_backend`)
 
-    launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted      attention: x [n, H] of a chunk → [n, H]
+    launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted
+    attention: x [n, H] of a chunk → [n, H]
 
 C is a group's capacity; where its package has a function for each tier, the smallest that has room
 for a launch's fullest expert. The KV cache stays transformers' own; a graph gets it as its
@@ -26,7 +29,8 @@ from torch import Tensor, nn
 from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
 from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import ANEPlan
-from moelab.experts.executor import activate, banks, names, plain
+from moelab.experts.executor import names, plain
+from moelab.experts.located import banks
 from moelab.models.patches import Patches
 
 
@@ -76,10 +80,10 @@ class TorchBackend(Backend):
         def linear(x: Tensor, name: str) -> Tensor:
             weights = banks(experts, name)[members]
             y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
-            return y + getattr(experts, name + "_bias")[members][:, None] if experts.has_bias else y
+            return y + banks(experts, name + "_bias")[members][:, None] if experts.has_bias else y
 
         up, down = names(experts)
-        return linear(activate(experts, linear(buffer, up)), down) * scale[..., None]
+        return linear(experts.activate(linear(buffer, up)), down) * scale[..., None]
 
 
 class ConvertedBackend(Backend):
@@ -195,8 +199,8 @@ def cached(graph: AttentionGraph, cache: Any, layer: int) -> tuple[Tensor, Tenso
         keys, values = cache.layers[layer].keys, cache.layers[layer].values  # [1, KV, length, D]
         if keys.shape[2] != length:
             raise ValueError(
-                f"the cache of layer {layer} holds {keys.shape[2]} of {length} tokens (a sliding window); "
-                f"a graph with a fixed-shape cache needs all"
+                f"the cache of layer {layer} holds {keys.shape[2]} of {length} tokens (a "
+                "sliding window); a graph with a fixed-shape cache needs all"
             )
         k[..., :length], v[..., :length] = keys.mT, values.mT
     return k, v, length

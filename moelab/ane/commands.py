@@ -2,13 +2,18 @@
 Mac.
 
     moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
-    moelab ane plan MODEL --calibration FILE                        with the counts of `moelab calibrate MODEL FILE`
-    moelab ane convert MODEL folder --chunk 256                     resumes an interrupted conversion
+    moelab ane plan MODEL --calibration FILE                        with the counts of `moelab
+                                                                    calibrate MODEL FILE`
+    moelab ane convert MODEL folder --chunk 256                     resumes an interrupted
+                                                                    conversion
     moelab ane lint folder                                          or single packages
-    moelab ane parity folder --prompts 200                          the packages against the model, on any machine
-    moelab ane doctor folder                                        on a Mac: what really runs on the Neural Engine
+    moelab ane parity folder --prompts 200                          the packages against the model,
+                                                                    on any machine
+    moelab ane doctor folder                                        on a Mac: what really runs on
+                                                                    the Neural Engine
     moelab ane bench folder --prompts 1024,4096                     on a Mac: latency and energy
-    moelab ane calibrate samples.json                               on a Mac: refits the device model
+    moelab ane calibrate samples.json                               on a Mac: refits the device
+                                                                    model
 
 Exit status: 0, 1 where a check failed, 2 for bad input and for what needs a Mac.
 """
@@ -19,7 +24,6 @@ import argparse
 import json
 import platform
 from argparse import SUPPRESS
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,74 +46,93 @@ PLANNING = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def command(run: Callable[[argparse.Namespace], int], purpose: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(
+    for run, add_options, purpose in (
+        (
+            plan,
+            _plan_options,
+            "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config",
+        ),
+        (convert, _convert_options, "turn a model into Core ML packages, layer by layer"),
+        (lint, _lint_options, "predict what the Neural Engine does not run of saved packages"),
+        (parity, _parity_options, "compare whole prefills through the packages with the model"),
+        (
+            doctor,
+            _doctor_options,
+            "on a Mac: check that each operation is on the Neural Engine, and computes well",
+        ),
+        (bench, _bench_options, "on a Mac: latency and energy of prefills"),
+        (
+            calibrate,
+            _calibrate_options,
+            "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model",
+        ),
+    ):
+        command = commands.add_parser(
             run.__name__, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
-        one.set_defaults(run=run)
-        return one
+        command.set_defaults(run=run)
+        add_options(command)
 
-    def planning(one: argparse.ArgumentParser) -> None:
-        """The options of planning, absent from the namespace unless they are given."""
-        for name, (kind, metavar, default, purpose) in PLANNING.items():
-            one.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=kind,
-                metavar=metavar,
-                default=SUPPRESS,
-                help=f"{purpose} ({default})",
-            )
+
+def _planning(one: argparse.ArgumentParser) -> None:
+    """The options of planning, absent from the namespace unless they are given."""
+    for name, (kind, metavar, default, purpose) in PLANNING.items():
         one.add_argument(
-            "--max-graph-mb",
-            type=number(above=0),
-            metavar="MB",
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar=metavar,
             default=SUPPRESS,
-            help="weights that one graph holds (1258)",
+            help=f"{purpose} ({default})",
         )
-        popularity = one.add_mutually_exclusive_group()
-        popularity.add_argument(
-            "--calibration",
-            type=Path,
-            metavar="FILE",
-            default=SUPPRESS,
-            help="of the model, by "
-            "`moelab calibrate MODEL FILE`; without it, popularity is assumed",
-        )
-        popularity.add_argument(
-            "--skew", default=SUPPRESS, help="assumed: even, typical or strong (typical)"
-        )
-        one.add_argument(
-            "--weights",
-            default="fp16",
-            help="of the experts: fp16, int8, palette4, palette6 or palette8 (%(default)s)",
-        )
-
-    def comparing(one: argparse.ArgumentParser) -> None:
-        one.add_argument("folder", type=Path, help="a converted model")
-        one.add_argument(
-            "--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted"
-        )
-        one.add_argument(
-            "--prompts",
-            type=whole(1),
-            default=20,
-            metavar="N",
-            help="prefills to compare (%(default)s)",
-        )
-        one.add_argument(
-            "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
-        )
-
-    one = command(
-        plan, "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config"
+    one.add_argument(
+        "--max-graph-mb",
+        type=number(above=0),
+        metavar="MB",
+        default=SUPPRESS,
+        help="weights that one graph holds (1258)",
     )
+    popularity = one.add_mutually_exclusive_group()
+    popularity.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        default=SUPPRESS,
+        help="of the model, by `moelab calibrate MODEL FILE`; without it, popularity is assumed",
+    )
+    popularity.add_argument(
+        "--skew", default=SUPPRESS, help="assumed: even, typical or strong (typical)"
+    )
+    one.add_argument(
+        "--weights",
+        default="fp16",
+        help="of the experts: fp16, int8, palette4, palette6 or palette8 (%(default)s)",
+    )
+
+
+def _comparing(one: argparse.ArgumentParser) -> None:
+    one.add_argument("folder", type=Path, help="a converted model")
+    one.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted"
+    )
+    one.add_argument(
+        "--prompts",
+        type=whole(1),
+        default=20,
+        metavar="N",
+        help="prefills to compare (%(default)s)",
+    )
+    one.add_argument(
+        "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
+    )
+
+
+def _plan_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "model",
         help="a model card (moelab.names('model') lists them), a checkpoint folder or a hub id; "
         "'small' is the shipped model",
     )
-    planning(one)
+    _planning(one)
     one.add_argument(
         "--layers", type=several(whole()), help="MoE layers to print, such as 0,1,47 (default: all)"
     )
@@ -134,14 +157,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--save", type=output, metavar="FILE", help="write the plan as JSON")
 
-    one = command(convert, "turn a model into Core ML packages, layer by layer")
+
+def _convert_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model"
     )
     one.add_argument(
         "destination", type=Path, help="the new folder; until it is complete, DESTINATION.part"
     )
-    planning(one)
+    _planning(one)
     one.add_argument(
         "--plan", type=Path, metavar="FILE", help="a saved plan, instead of the options of planning"
     )
@@ -167,14 +191,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-validation", action="store_true", help="do not evaluate each saved graph"
     )
 
-    one = command(lint, "predict what the Neural Engine does not run of saved packages")
+
+def _lint_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "packages", nargs="+", type=Path, help="packages, or folders of converted models"
     )
     one.add_argument("--json", action="store_true", help="print JSON")
 
-    one = command(parity, "compare whole prefills through the packages with the model")
-    comparing(one)
+
+def _parity_options(one: argparse.ArgumentParser) -> None:
+    _comparing(one)
     one.add_argument(
         "--mode",
         choices=("double", "fp16"),
@@ -182,10 +208,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the evaluator (%(default)s)",
     )
 
-    one = command(
-        doctor, "on a Mac: check that each operation is on the Neural Engine, and computes well"
-    )
-    comparing(one)
+
+def _doctor_options(one: argparse.ArgumentParser) -> None:
+    _comparing(one)
     one.add_argument(
         "--timeout",
         type=number(above=0),
@@ -195,7 +220,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--json", action="store_true", help="print JSON")
 
-    one = command(bench, "on a Mac: latency and energy of prefills")
+
+def _bench_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "folders", nargs="+", type=Path, help="converted models, e.g. one a chunk size"
     )
@@ -211,9 +237,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=Path, metavar="FOLDER", help="if it is not where it was converted"
     )
 
-    one = command(
-        calibrate, "on a Mac: time graphs as NPUMoE Table 5 does, and refit the device model"
-    )
+
+def _calibrate_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("output", type=output, help="where the samples go, as JSON")
     one.add_argument("--grid", default="", help="such as 1x32,4x64,8x128 (default: Table 5's)")
     one.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="(%(default)s)")
@@ -228,7 +253,8 @@ def plan(args: argparse.Namespace) -> int:
 
     if args.samples is not None and args.prompt is None:
         raise ValueError(
-            f"--samples {args.samples} says what a prompt costs; give its length, too, by --prompt N"
+            f"--samples {args.samples} says what a prompt costs; give its length, too, by "
+            "--prompt N"
         )
     device = DeviceModel.of(args.device)
     if args.samples is not None:
@@ -258,10 +284,11 @@ def plan(args: argparse.Namespace) -> int:
         cost = device.prefill(made, args.prompt)
         latency, energy = (100 * cost.error[quantity] for quantity in ("latency", "energy"))
         print(
-            f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled: TTFT {cost.ttft_s:.2f} s, "
-            f"{cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of CPU. Graphs that were left out of the fit "
-            f"are predicted to {latency:.1f} % RMS in latency, {energy:.1f} % in energy; the CPU's times and powers "
-            f"are single figures of unknown error"
+            f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled: TTFT "
+            f"{cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of "
+            f"CPU. Graphs that were left out of the fit are predicted to {latency:.1f} % RMS "
+            f"in latency, {energy:.1f} % in energy; the CPU's times and powers are single "
+            "figures of unknown error"
             + (
                 ""
                 if args.weights == "fp16"
@@ -285,7 +312,8 @@ def convert(args: argparse.Namespace) -> int:
     ]
     if args.plan and given:
         raise ValueError(
-            f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or the other"
+            f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or "
+            "the other"
         )
     made = (
         ANEPlan.load(args.plan) if args.plan else _plan(*_spec(name, "calibration" in args), args)
@@ -299,12 +327,13 @@ def convert(args: argparse.Namespace) -> int:
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
     print(
-        f"{converted.folder}: {len(converted.packages)} packages, {size / MB:,.1f} MB of weights; popularity "
-        f"{made.popularity}"
+        f"{converted.folder}: {len(converted.packages)} packages, {size / MB:,.1f} MB of "
+        f"weights; popularity {made.popularity}"
     )
     if not args.no_validation:
         print(
-            f"In double precision the expert graphs differ from torch by at most {worst:.1e} of the largest output"
+            f"In double precision the expert graphs differ from torch by at most {worst:.1e} "
+            "of the largest output"
         )
     return 0
 

@@ -5,7 +5,8 @@
 whose weights one graph can hold, each group, and attention, on the ANE or on the CPU. `count` says
 what a plan executes, drops and pads.
 
-    counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity   loads [n, L, E]
+    counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity
+    loads [n, L, E]
 
 A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes
 are free, so an expert costs what its tokens cost, nothing is padded or dropped, and a capacity does
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit, why_no_graph
+from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, ANESystem, Unit, why_no_graph
 from moelab.files import absolute, write_text
 from moelab.registry import require
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
@@ -97,8 +98,9 @@ class ANEPlan:
             )
         if self.model_id not in ("", model_id):
             raise ValueError(
-                f"the plan was made from a calibration of {self.spec.name} (identity {self.model_id}), "
-                f"and {spec.name} is another model (identity {model_id}): calibrate and plan this one"
+                f"the plan was made from a calibration of {self.spec.name} (identity "
+                f"{self.model_id}), and {spec.name} is another model (identity {model_id}): "
+                "calibrate and plan this one"
             )
 
     @property
@@ -225,8 +227,8 @@ class ANEPlan:
             f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
             f"popularity {self.popularity}",
             text_table(head, rows),
-            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE, where "
-            f"{self.ane_bytes / 1e9:.1f} GB of expert weights stay.",
+            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the "
+            f"ANE, where {self.ane_bytes / 1e9:.1f} GB of expert weights stay.",
         ]
         return "\n".join(lines + [f"Does not fit: {problem}" for problem in self.problems])
 
@@ -253,106 +255,105 @@ def make_plan(
 ) -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
-    counts, tokens : [L, E] routings to each expert, and of how many tokens:
-        `calibration.counts(PREFILL)` and `calibration.tokens[PREFILL]`, or
-        `popularity.assumed_counts(spec)`.
+    counts, tokens : [L, E] routings to each expert of so many tokens (`Calibration`,
+        `popularity.assumed_counts`).
     chunk, group_size : B, and G for systems that group.
-    levels, rule, slack : as in `capacity_tiers`; tiers : [L] to use instead.
-    max_graph_bytes : weights of one graph; groups shrink to it, and a larger expert goes to the
-        CPU.
-    cold_share, min_rows : for the CPU are the rarest experts that together get at most this share
-        of the routings, and groups that expect fewer tokens of a chunk, too few to pay a launch.
-        NPUMoE §4.3 has the criterion and one example (a group of 2 × 8 is too small), no threshold:
-        both are ours.
-    bytes_per_weight : of the experts; 2 for fp16, 1 for int8, 0.5 for 4-bit palettes. Attention
-        stays fp16.
-    max_graphs : that stay loaded; does not apply where Core ML places graphs. Of more, the groups
-        that the fewest tokens come to go to the CPU.
+    levels, rule, slack : of `capacity_tiers`; tiers : [L] instead.
+    max_graph_bytes : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
+    cold_share, min_rows : the rarest experts that together get at most this share of the routings
+        go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
+        thresholds are ours).
+    bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
+    max_graphs : that stay loaded, unless Core ML places graphs; the least used groups beyond go to
+        the CPU.
     popularity, model_id : as in `ANEPlan`.
     """
     require("system", system, SYSTEMS)
-    for name, value in (
-        ("tokens", tokens),
-        ("chunk", chunk),
-        ("group_size", group_size),
-        ("slack", slack),
-        ("max_graph_bytes", max_graph_bytes),
-        ("bytes_per_weight", bytes_per_weight),
-        ("max_graphs", max_graphs),
-    ):
+    _require_positive(tokens=tokens, chunk=chunk, group_size=group_size, slack=slack)
+    _require_positive(max_graph_bytes=max_graph_bytes, max_graphs=max_graphs)
+    _require_positive(bytes_per_weight=bytes_per_weight)
+    how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
+    _require_layers(spec, counts)
+    given = tiers or capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    tiers = _tiers_of_system(spec, how, given, chunk)
+    expert_bytes = round(spec.expert_params * bytes_per_weight)
+    fit, allowed, problems = _experts_of_graph(spec, how, group_size, expert_bytes, max_graph_bytes)
+    attention, more = _attention_unit(spec, how, max_graph_bytes)
+    where = _Placement(
+        group_size if how.grouped else 1,
+        fit,
+        cold_share if how.placement else -1.0,  # no expert is cold
+        (min_rows if how.placement else 0.0) if allowed else np.inf,
+        expert_bytes,
+    )
+    layers = [
+        LayerPlan(of, where.groups(of, row, (row * (chunk / tokens)).tolist()), attention)
+        for of, row in zip(tiers, counts)
+    ]
+    layers, left = _within(layers, spec.num_layers, max_graphs) if how.managed else (layers, [])
+    problems = (*problems, *more, *left)
+    return ANEPlan(spec, chunk, system, tuple(layers), popularity, problems, model_id)
+
+
+def _require_positive(**values: float) -> None:
+    for name, value in values.items():
         if not 0 < value < float("inf"):  # also nan
             raise ValueError(f"{name} is {value}; it must be positive and finite")
-    counts = np.asarray(counts, dtype=float)
+
+
+def _require_layers(spec: MoESpec, counts: np.ndarray) -> None:
     if counts.shape != (spec.L, spec.E):
         raise ValueError(
             f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
             f"experts"
         )
-    tiers = list(
-        tiers or capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
-    )
+
+
+def _tiers_of_system(
+    spec: MoESpec, how: ANESystem, tiers: Sequence[Tiers], chunk: int
+) -> Sequence[Tiers]:
+    """The capacities [L] that a system uses: the given ones, or one for all experts."""
     if len(tiers) != spec.L or any(len(layer.capacity) != spec.E for layer in tiers):
         raise ValueError(f"tiers are not those of {spec.L} MoE layers of {spec.E} experts")
-    how = SYSTEMS[system]
-    if how.experts == "cpu" or not how.tiers:  # on the CPU any expert may get all tokens
-        capacity = (
-            round_up(chunk, 16) if how.experts == "cpu" else max(layer.levels[0] for layer in tiers)
-        )
-        tiers = [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
+    if how.experts == "cpu":  # where any expert may get all tokens
+        capacity = round_up(chunk, 16)
+    elif how.tiers:
+        return tiers
+    else:
+        capacity = max(layer.levels[0] for layer in tiers)
+    return [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
 
-    problems = []
-    expert_bytes, attention_bytes = (
-        round(spec.expert_params * bytes_per_weight),
-        2 * attention_params(spec),
-    )
-    expert_problem = _why_not_on_ane(
-        spec, "experts", expert_bytes, max_graph_bytes, max(spec.H, spec.I)
-    )
-    attention_problem = _why_not_on_ane(
-        spec, "attention", attention_bytes, max_graph_bytes, max(spec.H, spec.heads * spec.head_dim)
-    )
-    size, fit = group_size if how.grouped else 1, max(int(max_graph_bytes // expert_bytes), 1)
-    if how.experts == "ane" and expert_problem:
-        problems.append(f"all experts stay on the CPU: {expert_problem}")
-    elif how.experts == "ane" and fit < size:
-        problems.append(
-            f"groups of {fit} instead of {size} experts: one graph holds {max_graph_bytes / 1e6:,.0f} MB, "
+
+def _experts_of_graph(
+    spec: MoESpec, how: ANESystem, size: int, expert_bytes: int, limit: float
+) -> tuple[int, bool, list[str]]:
+    """(experts that one graph holds, whether experts may run on the ANE, what does not fit)."""
+    fit = max(int(limit // expert_bytes), 1)
+    if how.experts == "cpu":
+        return fit, False, []
+    if reason := _why_not_on_ane(spec, "experts", expert_bytes, limit, max(spec.H, spec.I)):
+        return fit, False, [f"all experts stay on the CPU: {reason}"]
+    size = size if how.grouped else 1
+    if fit >= size:
+        return fit, True, []
+    return (
+        fit,
+        True,
+        [
+            f"groups of {fit} instead of {size} experts: one graph holds {limit / 1e6:,.0f} MB, "
             f"an expert has {expert_bytes / 1e6:,.1f} MB"
-        )
-    attention = how.attention
-    if attention == "ane" and attention_problem:
-        attention = "cpu"
-        problems.append(f"attention stays on the CPU: {attention_problem}")
+        ],
+    )
 
-    if not how.placement:
-        cold_share, min_rows = -1.0, 0.0  # −1: no expert is cold
-    if how.experts == "cpu" or expert_problem:
-        min_rows = np.inf
-    layers = [
-        LayerPlan(
-            of_layer,
-            _placed(
-                of_layer,
-                row,
-                (row * (chunk / tokens)).tolist(),
-                size,
-                fit,
-                cold_share,
-                min_rows,
-                expert_bytes,
-            ),
-            attention,
-        )
-        for of_layer, row in zip(tiers, counts)
-    ]
-    attentions = spec.num_layers * (attention == "ane")
-    layers, left = _within(layers, max(max_graphs - attentions, 0) if how.managed else None)
-    if left:
-        problems.append(
-            f"{left} groups of experts stay on the CPU: all of them and attention would be more than "
-            f"{max_graphs:,} graphs"
-        )
-    return ANEPlan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
+
+def _attention_unit(spec: MoESpec, how: ANESystem, limit: float) -> tuple[Unit, list[str]]:
+    """(where attention runs, why it does not run where the system wants it)."""
+    channels = max(spec.H, spec.heads * spec.head_dim)
+    if how.attention == "ane" and (
+        reason := _why_not_on_ane(spec, "attention", 2 * attention_params(spec), limit, channels)
+    ):
+        return "cpu", [f"attention stays on the CPU: {reason}"]
+    return how.attention, []
 
 
 def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
@@ -365,40 +366,41 @@ def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
     return frozenset(order[: min(within, len(order) - 1)].tolist())
 
 
-def _placed(
-    tiers: Tiers,
-    counts: Sequence[float],
-    expected: Sequence[float],
-    size: int,
-    fit: int,
-    cold_share: float,
-    min_rows: float,
-    expert_bytes: int,
-) -> tuple[PlannedGroup, ...]:
-    """A layer's groups: hot ones first, those of cold experts (always on the CPU) last."""
+@dataclass(frozen=True)
+class _Placement:
+    """How the experts of a layer are grouped and placed; `fit` experts a graph at most, groups that
+    expect fewer than `min_rows` tokens on the CPU."""
 
-    def planned(group: Group, hot: bool) -> PlannedGroup:
-        rows = sum(expected[e] for e in group.experts)
-        return PlannedGroup(
-            group.experts,
-            group.capacity,
-            "ane" if hot and rows >= min_rows else "cpu",
-            expert_bytes * len(group.experts),
-            rows,
+    size: int
+    fit: int
+    cold_share: float
+    min_rows: float
+    expert_bytes: int
+
+    def groups(
+        self, tiers: Tiers, counts: Sequence[float], expected: Sequence[float]
+    ) -> tuple[PlannedGroup, ...]:
+        """A layer's groups: hot ones first, those of cold experts (always on the CPU) last."""
+        cold = cold_experts(counts, self.cold_share)
+        hot = [e for e in range(len(tiers.capacity)) if e not in cold]
+        return tuple(
+            self._planned(group, sum(expected[e] for e in group.experts), members is hot)
+            for members in (hot, cold)
+            for group in form_groups(tiers, counts, self.size, self.fit, members)
         )
 
-    cold = cold_experts(counts, cold_share)
-    hot = [e for e in range(len(tiers.capacity)) if e not in cold]
-    return tuple(
-        planned(group, members is hot)
-        for members in (hot, cold)
-        for group in form_groups(tiers, counts, size, fit, members)
-    )
+    def _planned(self, group: Group, rows: float, hot: bool) -> PlannedGroup:
+        unit: Unit = "ane" if hot and rows >= self.min_rows else "cpu"
+        weight_bytes = self.expert_bytes * len(group.experts)
+        return PlannedGroup(group.experts, group.capacity, unit, weight_bytes, rows)
 
 
-def _within(layers: list[LayerPlan], graphs: int | None) -> tuple[list[LayerPlan], int]:
-    """(layers with that many groups on the ANE, most expected tokens first; how many have gone to
-    the CPU)."""
+def _within(
+    layers: list[LayerPlan], attentions: int, most: int
+) -> tuple[list[LayerPlan], list[str]]:
+    """(layers with at most `most` graphs on the ANE, attention first, then the groups with the most
+    expected tokens; what does not fit)."""
+    left = max(most - attentions * (layers[0].attention == "ane"), 0)
     wanted = sorted(
         (
             (l, g)
@@ -408,7 +410,8 @@ def _within(layers: list[LayerPlan], graphs: int | None) -> tuple[list[LayerPlan
         ),
         key=lambda at: -layers[at[0]].groups[at[1]].expected,
     )
-    away = set(() if graphs is None else wanted[graphs:])
+    if not (away := set(wanted[left:])):
+        return layers, []
     return [
         replace(
             layer,
@@ -418,7 +421,10 @@ def _within(layers: list[LayerPlan], graphs: int | None) -> tuple[list[LayerPlan
             ),
         )
         for l, layer in enumerate(layers)
-    ], len(away)
+    ], [
+        f"{len(away)} groups of experts stay on the CPU: all of them and attention would be more "
+        f"than {most:,} graphs"
+    ]
 
 
 def _why_not_on_ane(
@@ -428,8 +434,8 @@ def _why_not_on_ane(
         return reason
     if weight_bytes > limit:
         return (
-            f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB of weights, a graph "
-            f"holds {limit / 1e6:,.0f} MB"
+            f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB "
+            f"of weights, a graph holds {limit / 1e6:,.0f} MB"
         )
     if channels > MAX_CHANNELS:
         return f"a matrix has {channels:,} input channels, the ANE takes {MAX_CHANNELS:,}"
@@ -442,8 +448,7 @@ def attention_params(spec: MoESpec) -> int:
     return spec.H * spec.head_dim * 2 * (spec.heads + spec.kv_heads)
 
 
-# ----------------------------------------------------------------------------------------------
-# what a plan does
+# ---- what a plan does
 
 
 @dataclass
@@ -503,10 +508,12 @@ def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
     loads = np.asarray(loads)
     if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
         raise ValueError(
-            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by {plan.spec.E} experts"
+            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by "
+            f"{plan.spec.E} experts"
         )
     if loads.max() > plan.chunk:
         raise ValueError(
-            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the loads for it"
+            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the "
+            "loads for it"
         )
     return loads

@@ -77,8 +77,8 @@ class PlannedExperts(StaticExecutor):
             return out
         if len(x) > self.plan.chunk:
             raise ValueError(
-                f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run the model "
-                f"inside `with prefill_through(…)`, which cuts prompts into chunks"
+                f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run "
+                "the model inside `with prefill_through(…)`, which cuts prompts into chunks"
             )
         group_of, slice_of, room = self._places[layer]
         kept = routed
@@ -208,67 +208,83 @@ def prefill_through(
 def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
     """Within the block, every forward pass of a decoder stack reads `chunk` tokens at a time into
     one KV cache."""
+    with Patches() as patches:
+        patches.wrap(
+            decoder,
+            "forward",
+            lambda below: partial(_forward_in_chunks, below, decoder.config, chunk),
+        )
+        yield
+
+
+def _forward_in_chunks(
+    forward: Any,
+    config: Any,
+    chunk: int,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    **options: Any,
+) -> Any:
+    """A decoder stack's `forward`, `chunk` tokens at a time; its arguments and result are
+    transformers'."""
     from transformers import DynamicCache, StaticCache
 
-    def chunked(
-        forward: Any,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **options: Any,
-    ) -> Any:
-        given = input_ids if input_ids is not None else inputs_embeds
-        batch, S = given.shape[:2]
-        if batch > 1:
-            raise ValueError(
-                f"a batch of {batch} prompts, which would compete for the same static capacities: run "
-                f"them one by one (batch_size=1)"
-            )
-        if attention_mask is not None and (
-            attention_mask.dim() != 2 or not bool((attention_mask != 0).all())
-        ):
-            raise ValueError(
-                "the prompt is padded or masked; give one prompt at a time and no padding"
-            )
-        wanted, cache, parts, out = use_cache, past_key_values, [], None
-        if cache is None and chunk < S:
-            cache, use_cache = DynamicCache(config=decoder.config), True
-        if isinstance(cache, StaticCache):
-            raise ValueError(
-                f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
-                f"cache_implementation='static'"
-            )
-        past = 0 if cache is None else cache.get_seq_length()
-        for start in range(0, S, chunk):
-            at, end = slice(start, start + chunk), past + min(start + chunk, S)
-            out = forward(
-                input_ids=None if input_ids is None else input_ids[:, at],
-                inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, at],
-                attention_mask=None if attention_mask is None else attention_mask[:, :end],
-                position_ids=None if position_ids is None else position_ids[..., at],
-                past_key_values=cache,
-                use_cache=use_cache,
-                **options,
-            )
-            parts.append(out.last_hidden_state)
-        if chunk < S:
-            if partial := [
-                name
-                for name in ("hidden_states", "attentions", "router_logits")
-                if out.get(name) is not None
-            ]:
-                raise ValueError(
-                    f"{', '.join(partial)} of a prompt in chunks: not collected, run it without "
-                    f"output_{partial[0]}"
-                )
-            out.last_hidden_state = torch.cat(parts, dim=1)
-            if wanted is False:
-                out.past_key_values = None
-        return out
+    given = input_ids if input_ids is not None else inputs_embeds
+    batch, S = given.shape[:2]
+    if batch > 1:
+        raise ValueError(
+            f"a batch of {batch} prompts, which would compete for the same static capacities: run "
+            f"them one by one (batch_size=1)"
+        )
+    _require_unmasked(attention_mask)
+    wanted, cache, parts, out = use_cache, past_key_values, [], None
+    if cache is None and chunk < S:
+        cache, use_cache = DynamicCache(config=config), True
+    if isinstance(cache, StaticCache):
+        raise ValueError(
+            f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
+            f"cache_implementation='static'"
+        )
+    past = 0 if cache is None else cache.get_seq_length()
+    for start in range(0, S, chunk):
+        at, end = slice(start, start + chunk), past + min(start + chunk, S)
+        out = forward(
+            input_ids=None if input_ids is None else input_ids[:, at],
+            inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, at],
+            attention_mask=None if attention_mask is None else attention_mask[:, :end],
+            position_ids=None if position_ids is None else position_ids[..., at],
+            past_key_values=cache,
+            use_cache=use_cache,
+            **options,
+        )
+        parts.append(out.last_hidden_state)
+    if chunk < S:
+        _require_last_only(out)
+        out.last_hidden_state = torch.cat(parts, dim=1)
+        if wanted is False:
+            out.past_key_values = None
+    return out
 
-    with Patches() as patches:
-        patches.wrap(decoder, "forward", lambda below: partial(chunked, below))
-        yield
+
+def _require_unmasked(attention_mask: Tensor | None) -> None:
+    if attention_mask is not None and (
+        attention_mask.dim() != 2 or not bool((attention_mask != 0).all())
+    ):
+        raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
+
+
+def _require_last_only(out: Any) -> None:
+    """ValueError where a forward pass was asked for more than its last hidden states."""
+    if partial := [
+        name
+        for name in ("hidden_states", "attentions", "router_logits")
+        if out.get(name) is not None
+    ]:
+        raise ValueError(
+            f"{', '.join(partial)} of a prompt in chunks: not collected, run it without "
+            f"output_{partial[0]}"
+        )

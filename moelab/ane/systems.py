@@ -137,8 +137,10 @@ GROUPED_QUERY = (*ATTENTION_GRAPHS, "deepseek", "gpt_oss", "llama4_text")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 #: architectures whose experts no graph here can stand for → why
 NO_EXPERT_GRAPHS = {
-    "llama4_text": "in Llama 4 the routing weights scale the experts' input, and a graph's output is what is weighted",
-    "switch_transformers": "Switch Transformers are encoder-decoders, and prefill in chunks is for decoders",
+    "llama4_text": "in Llama 4 the routing weights scale the experts' input, and a graph's output "
+    "is what is weighted",
+    "switch_transformers": "Switch Transformers are encoder-decoders, and prefill in chunks is for "
+    "decoders",
 }
 
 
@@ -146,7 +148,10 @@ def why_no_graph(block: str, model_type: str) -> str:
     """Why the "attention" or the "experts" of an architecture have no graph for the ANE; "" where
     they have one."""
     if block == "attention" and model_type not in ATTENTION_GRAPHS:
-        return f"there is no graph for the attention of {model_type!r}, only for that of {', '.join(ATTENTION_GRAPHS)}"
+        return (
+            f"there is no graph for the attention of {model_type!r}, only for that of "
+            f"{', '.join(ATTENTION_GRAPHS)}"
+        )
     return NO_EXPERT_GRAPHS.get(model_type, "") if block == "experts" else ""
 
 

@@ -2,9 +2,12 @@
 ceiling.
 
     what you bring                               on                                     the ceiling
-    cache policy: touch and victim               three kinds of text, token by token    Belady's optimum
-    predictor: a `moelab.speculate` Predictor    the same texts                         every expert predicted
-    schedule: a `moelab.ndp.systems` System      three models, simulated                `moelab.ndp.bound`
+    cache policy: touch and victim               three kinds of text, token by token
+    Belady's optimum
+    predictor: a `moelab.speculate` Predictor    the same texts
+    every expert predicted
+    schedule: a `moelab.ndp.systems` System      three models, simulated
+    `moelab.ndp.bound`
 
 It is a class that can be made without further arguments (a predictor: of the model and of the
 ingredients that it names), or an object. Whatever it raises ends its own part only, and is told
@@ -212,8 +215,7 @@ def _fresh(mine: Any) -> Any:
     return mine() if isinstance(mine, type) else copy.deepcopy(mine)
 
 
-# -------------------------------------------------------------------------------------------------
-# cache policies
+# ---- cache policies
 
 
 def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: float) -> Contest:
@@ -288,8 +290,7 @@ def _said(key: ExpertKey) -> str:
     return f"expert {key.expert} of layer {key.layer}"
 
 
-# -----------------------------------------------------------------------------------------------------
-# predictors
+# ---- predictors
 
 
 def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTrace]) -> Contest:
@@ -355,8 +356,7 @@ def _at(recall: torch.Tensor, layer: int) -> float:
     return float(torch.nan_to_num(recall, nan=-1.0)[layer]) if layer < len(recall) else -1.0
 
 
-# ------------------------------------------------------------------------------------------------------
-# schedules
+# ---- schedules
 
 
 def _schedules(name: str, mine: Any) -> Contest:

@@ -72,7 +72,7 @@ class Bench:
         seed: int,
     ) -> None:
         self.store, self.disk, self.workers, self.rounds = (
-            kept_store(model or None),
+            kept_store(model or None, codec="huffman"),
             disk,
             workers,
             rounds,
@@ -122,8 +122,7 @@ class Bench:
             **self.length | how,
         )
 
-    # ------------------------------------------------------------------------------------------------
-    # states and ranks
+    # ---- states and ranks
 
     @cached_property
     def states(self) -> list[Record]:
@@ -172,8 +171,7 @@ class Bench:
         q = selection_probabilities(self.f, self.K)
         return q, float(np.abs(inclusion(q, self.K)[0] - self.f).max())
 
-    # ------------------------------------------------------------------------------------------------
-    # plans, simulated
+    # ---- plans, simulated
 
     def room(self, share: float) -> int:
         """Bytes that the pools may take, of a share of the memory."""
@@ -242,8 +240,7 @@ class Bench:
             quiet=True,
         )
 
-    # ---------------------------------------------------------------------------------------------------------
-    # run
+    # ---- run
 
     def open(self, pools: Pools, policy: str = POLICY, scheduler: str = "default") -> Any:
         """The model within the pools' memory, an empty cache."""
@@ -360,8 +357,7 @@ def tpot(found: Simulation) -> float:
     )
 
 
-# -------------------------------------------------------------------------------------------------------
-# whole sections
+# ---- whole sections
 
 
 class Planned(NamedTuple):

@@ -21,7 +21,7 @@ import os
 import random
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -111,8 +111,8 @@ def parts(arm: str) -> list[str]:
     names = [] if arm == BASE else [name.strip() for name in arm.split("+")]
     if unknown := [name for name in names if name not in TECHNIQUES]:
         raise ValueError(
-            f"{arm!r} names {', '.join(unknown)}; a configuration is {BASE!r} or, with + between them, "
-            f"some of {', '.join(TECHNIQUES)}"
+            f"{arm!r} names {', '.join(unknown)}; a configuration is {BASE!r} or, with + "
+            f"between them, some of {', '.join(TECHNIQUES)}"
         )
     for one, other in combinations(names, 2):
         if both := TECHNIQUES[one].options.keys() & TECHNIQUES[other].options.keys():
@@ -447,13 +447,13 @@ def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]]
     }
     small = max((row.get("least GB") or 0 for row in memory.values()), default=0) < 0.1
     unit, scale, found = *(("MB", 1e3) if small else ("GB", 1)), {}
-    for axis, x, scale, rows in (  # noqa: B020
+    for axis, x, times, every in (
         (f"memory needed ({unit})", "least GB", scale, memory),
         ("KL (nats a token)", "KL", 1, next(iter(there.values()))),
     ):
-        rows = {name: row for name, row in rows.items() if name != RESIDENT}
+        rows = {name: row for name, row in every.items() if name != RESIDENT}
         points = {
-            name: (scale * row[x], row["TPOT s"])
+            name: (times * row[x], row["TPOT s"])
             for name, row in rows.items()
             if row.get(x) is not None and "TPOT s" in row
         }
@@ -481,60 +481,36 @@ def run(
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
     load, engines = measure.load_average(), interpreters(python)
-    sections: dict[str, Rows] = {}
-    profiles: dict[Any, Any] = {}
+    sections, profiles = {}, {}
     with measure.working(folder) as place:
         count = max(batches) * (max(contexts) + decode)
-        source, spec, tokens = (
-            text_for(model, count, seed)
-            if model
-            else (None, spec, random.Random(seed).choices(range(spec.vocab), k=count))
-        )
+        source, tokens = None, random.Random(seed).choices(range(spec.vocab), k=count)
+        if model:
+            source, spec, tokens = text_for(model, count, seed)
         conditions = {
             "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
-            "tokens": f"{'of a text' if model else 'random'}, given; contexts of {_words(contexts)}, then {decode} "
-            f"more; batches of {_words(batches)}",
-            "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and what is a "
-            "token's, of all sequences",
-            "processes": "one for all" if here else "one for each configuration and budget",
-            "rounds": rounds,
-            "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read"
-            if joules()
-            else f"none can be read from {RAPL} or by NVML; Apple's is not read",
+            "tokens": f"{'of a text' if model else 'random'}, given; contexts of "
+            f"{_words(contexts)}, then {decode} more; batches of {_words(batches)}",
+            **_about(here, rounds),
             "load average before": load,
             "cores": os.cpu_count(),
         }
         place.mkdir(parents=True, exist_ok=True)
-        apart = (
-            nullcontext((place, "as it is")) if here else disk(place, 9 * spec.experts_bytes + 3e9)
-        )
-        with apart as (place, conditions["file system"]):
-            if source and not (place / "model").exists():
-                (place / "model").symlink_to(source.resolve(), target_is_directory=True)
-            if source and not (place / "model").samefile(source):
-                raise ValueError(f"{folder} has another model's forms; give another folder")
+        with _disk(place, spec, here) as (place, conditions["file system"]):
+            if source:
+                _use_model(place, source, folder)
             bench = EngineBenchmark(spec, place, 0, decode, rounds, engines, here=here, prompts=1)
             qwen = spec.model_type == "qwen3_moe" and not here and not alone
             bench.prepare(external=qwen, forms=sorted(forms))
             try:
                 for context, batch in product(contexts, batches):
-                    axes = [f"context {context}"] * (len(contexts) > 1) + [f"batch {batch}"] * (
-                        len(batches) > 1
-                    )
-                    rows = [
-                        tokens[i * (context + decode) :][: context + decode] for i in range(batch)
-                    ]
-                    for found in tables(
-                        replace(bench, prompt=context, tokens=rows),
-                        arms,
-                        budgets,
-                        [1e6 * rate for rate in rates],
-                        alone,
-                        qwen,
-                        simulated,
-                        axes,
-                        profiles,
-                    ):
+                    axes = [f"context {context}"] * (len(contexts) > 1)
+                    axes += [f"batch {batch}"] * (len(batches) > 1)
+                    n = context + decode
+                    rows = [tokens[i * n :][:n] for i in range(batch)]
+                    one = replace(bench, prompt=context, tokens=rows)
+                    given = (arms, budgets, [1e6 * rate for rate in rates], alone, qwen, simulated)
+                    for found in tables(one, *given, axes, profiles):
                         sections |= found
             except KeyboardInterrupt:  # it takes minutes: what is done is kept
                 of = len(budgets) * len(rates) * len(contexts) * len(batches)
@@ -547,8 +523,45 @@ def run(
     }
 
 
+def _about(here: bool, rounds: int) -> Record:
+    """What is measured, and how."""
+    return {
+        "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and "
+        "what is a token's, of all sequences",
+        "processes": "one for all" if here else "one for each configuration and budget",
+        "rounds": rounds,
+        "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read"
+        if joules()
+        else f"none can be read from {RAPL} or by NVML; Apple's is not read",
+    }
+
+
+def _use_model(place: Path, source: Path, folder: str | Path | None) -> None:
+    """Link a given checkpoint into the working folder; ValueError if another one is there."""
+    if not (place / "model").exists():
+        (place / "model").symlink_to(source.resolve(), target_is_directory=True)
+    if not (place / "model").samefile(source):
+        raise ValueError(f"{folder} has another model's forms; give another folder")
+
+
+def _disk(place: Path, spec: MoESpec, here: bool) -> AbstractContextManager[tuple[Path, str]]:
+    if here:
+        return nullcontext((place, "as it is"))
+    return disk(place, 9 * spec.experts_bytes + 3e9)
+
+
 def _words(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _reference(bench: EngineBenchmark, engine: str, options: Record) -> Record:
+    """What transformers' own experts report."""
+    reference = bench.report((engine, options, None))
+    if "result" in reference:
+        raise RuntimeError(
+            f"transformers' eager experts could not be run to compare with: {reference['result']}"
+        )
+    return reference
 
 
 def tables(
@@ -566,56 +579,41 @@ def tables(
     `axes` end titles."""
     spec, kept, batch = bench.spec, bench.folder / "logits.npy", len(bench.tokens)
     more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
-    room = (
-        max(parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets)
-        + PROCESS
-    )
+    sizes = [parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets]
+    room = max(sizes) + PROCESS
     fits = not bench.here or spec.experts_bytes <= room
     engine, options = ("eager", {}) if fits else ("mapped", {"opened": "external"})
-    reference = bench.report((engine, options | {"logits": str(kept)}, None))
-    if "result" in reference:
-        raise RuntimeError(
-            f"transformers' eager experts could not be run to compare with: {reference['result']}"
-        )
+    reference = _reference(bench, engine, options | {"logits": str(kept)})
     bench.reference = reference | {"logits": np.load(kept)}
-    gone = {} if alone else absent(external, batch)
+    why_not = {} if alone else absent(external, batch)
+    gone = {name: {"result": why} for name, why in why_not.items()}
     resident = {RESIDENT: ("eager", {}, None)} if fits and not alone else {}
-    unfit = (
-        {}
-        if fits or alone
-        else {
-            RESIDENT: {
-                "result": (
-                    f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has {room / 1e9:.2f} GB for them"
-                )
-            }
-        }
-    )
-    for budget in budgets:
-        share = parse_budget(budget, spec.experts_bytes, bench.dense_bytes) / spec.experts_bytes
+    unfit = {}
+    if RESIDENT not in resident and not alone:
+        why = (
+            f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has "
+            f"{room / 1e9:.2f} GB for them"
+        )
+        unfit = {RESIDENT: {"result": why}}
+    for share in (size / spec.experts_bytes for size in sizes):
         budget = int(share * spec.experts_bytes)
         limit = int(budget + bench.dense_bytes + more)
         ours = {arm: own(bench, arm, share, limit, rates) for arm in arms}
-        others = (
-            {}
-            if alone
-            else {
-                name: (engine, options | {"logits": str(kept)}, most)
-                for name, (engine, options, most) in bench.others(budget, limit).items()
-                if name not in gone
-            }
-        )
+        others = {} if alone else bench.others(budget, limit)
+        others = {
+            name: (engine, options | {"logits": str(kept)}, most)
+            for name, (engine, options, most) in others.items()
+            if name not in gone
+        }
         reports, found = collect(bench, ours | others) | {RESIDENT: [[reference | {"kl": 0.0}]]}, {}
         for i, rate in enumerate(rates):
             base = row(bench, ours[BASE], reports[BASE], i, None).get("TPOT s")
-            found[section(share, rate, axes)] = (
-                {
-                    name: row(bench, arm, reports[name], i, base)
-                    for name, arm in (ours | ({} if rate else others) | resident).items()
-                }
-                | ({} if rate else {name: {"result": why} for name, why in gone.items()})
-                | unfit
-            )
+            peers, missing = ({}, {}) if rate else (others, gone)  # they read at the disk's rate
+            found[section(share, rate, axes)] = {
+                name: row(bench, arm, reports[name], i, base)
+                for name, arm in (ours | peers | resident).items()
+            }
+            found[section(share, rate, axes)] |= missing | unfit
         if simulated:
             predict(bench, arms, share, rates, found, axes, profiles)
         yield found
@@ -676,7 +674,8 @@ OPTIONS = {
     "model": (None, "your own: a checkpoint's folder or a hub id"),
     "folder": (
         None,
-        "where the model's forms are kept for the next time, ten times its size; else they are temporary",
+        "where the model's forms are kept for the next time, ten times its size; else they "
+        "are temporary",
     ),
     "alone": ({"action": "store_true"}, "without the other engines"),
     "simulated": (

@@ -157,8 +157,8 @@ def peers(bench: EngineBenchmark) -> Record:
         budget = int(memory - bench.dense_bytes - PROCESS)
         if budget <= 0:
             raise ValueError(
-                f"{share:.0%} of the checkpoint are {memory / 1e6:,.0f} MB, not enough for a process "
-                "alone; compare peers on a larger model"
+                f"{share:.0%} of the checkpoint are {memory / 1e6:,.0f} MB, not enough for a "
+                "process alone; compare peers on a larger model"
             )
         arms: dict[str, Arm] = {
             "moelab": bench.moelab("raw", budget, memory),

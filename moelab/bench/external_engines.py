@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ class Llama(BenchmarkedEngine):
     """llama.cpp through llama-cpp-python; options: "gguf", a file."""
 
     def __init__(self, options: Record) -> None:
-        import gguf  # noqa: F401, by which the file was written
         import llama_cpp
 
+        import_module("gguf")  # by which the file was written
         self.api = llama_cpp
         self.model = llama_cpp.Llama(
             options["gguf"],

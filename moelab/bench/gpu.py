@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -67,7 +67,8 @@ def recovery(device: torch.device, rounds: int) -> Record:
     from moelab.store import bf12_triton
 
     weights = (0.02 * torch.randn(WEIGHTS // 16, device=device)).bfloat16().repeat(16)
-    copy = timed(lambda to=torch.empty_like(weights): to.copy_(weights), rounds)  # noqa: B008
+    copied = torch.empty_like(weights)
+    copy = timed(lambda: copied.copy_(weights), rounds)
     rate = 4 * WEIGHTS / copy
     low, high = torch.empty(2, WEIGHTS, dtype=torch.uint8, device=device)
     words, out = weights.view(torch.int16), torch.empty_like(weights)
@@ -266,6 +267,33 @@ def llama(program: str, gguf: Path, layers: int, prompt: int, decode: int, round
     return {"TTFT ms": 1e3 * prompt / speeds[False], "TPOT ms": 1e3 / speeds[True]}
 
 
+def _peers(
+    place: Path, ids: Sequence[int], spec: MoESpec, shares: Sequence[int], prompt: int
+) -> Record:
+    """accelerate with so many layers on the GPU."""
+    return {
+        f"accelerate, {layers} of {spec.num_layers} layers on the GPU": accelerate(
+            place, ids[: prompt + 8], layers, prompt
+        )
+        for layers in shares
+    }
+
+
+def _llama(
+    program: str, place: Path, spec: MoESpec, shares: Sequence[int], how: tuple[int, int, int]
+) -> Record:
+    """llama.cpp with the experts of so many layers on the GPU; how : prompt, decode, rounds."""
+    model = place / "model.gguf"
+    if not model.exists():
+        write_gguf(place / "model", model)
+    return {
+        f"llama.cpp, experts of {layers} of {spec.num_layers} layers on the GPU": llama(
+            program, model, spec.num_layers - layers, *how
+        )
+        for layers in shares
+    }
+
+
 def run(
     only: Iterable[str] = SECTIONS,
     folder: str | None = None,
@@ -318,21 +346,12 @@ def run(
                 tokens(place, device, ids, rate, rounds, prompt, shares, spec.experts_bytes)
             )
         if "peers" in only:
-            rows = found["peers"] = {}
-            for of in shares:
-                layers = int(of * spec.num_layers)
-                rows[f"accelerate, {layers} of {spec.num_layers} layers on the GPU"] = accelerate(
-                    place, ids[: prompt + 8], layers, prompt
-                )
+            layers = [int(of * spec.num_layers) for of in shares]
+            found["peers"] = _peers(place, ids, spec, layers, prompt)
             if llama_bench:
-                gguf = place / "model.gguf"
-                if not gguf.exists():
-                    write_gguf(place / "model", gguf)
-                for of in (*shares, 1.0):
-                    layers = int(of * spec.num_layers)
-                    rows[
-                        f"llama.cpp, experts of {layers} of {spec.num_layers} layers on the GPU"
-                    ] = llama(llama_bench, gguf, spec.num_layers - layers, prompt, decode, rounds)
+                layers.append(spec.num_layers)
+                how = (prompt, decode, rounds)
+                found["peers"] |= _llama(llama_bench, place, spec, layers, how)
     return found | {"aims": aims}
 
 

@@ -84,7 +84,10 @@ class EngineBenchmark:
             lay_out(model, self.folder / "experts.bin")
         missing = {kind: file for kind, file in GGUF.items() if not (self.folder / file).exists()}
         if external and missing and self._imports("llama.cpp", "gguf, llama_cpp"):
-            program = "import sys; from moelab.bench.external_engines import write_gguf; write_gguf(*sys.argv[1:])"
+            program = (
+                "import sys; from moelab.bench.external_engines import write_gguf; "
+                "write_gguf(*sys.argv[1:])"
+            )
             for kind, file in missing.items():
                 done = _python(
                     self.python.get("llama.cpp"),
@@ -154,7 +157,8 @@ class EngineBenchmark:
             if done.returncode:
                 last = (done.stderr.strip() or "no word").splitlines()[-1]
                 return {
-                    "result": f"failed: {'killed, out of memory?' if done.returncode == -9 else last}"
+                    "result": "failed: "
+                    f"{'killed, out of memory?' if done.returncode == -9 else last}"
                 }
             report = json.loads(done.stdout.strip().splitlines()[-1])
             return self._told(

@@ -38,8 +38,8 @@ class LRUBaseline(Transformers):
         )
         if len(memory) < self.E:
             raise ValueError(
-                f"the LRU baseline has {len(memory)} slots; it needs one for each of a layer's {self.E} "
-                "experts"
+                f"the LRU baseline has {len(memory)} slots; it needs one for each of a "
+                f"layer's {self.E} experts"
             )
         self.memory = [memoryview(slot) for slot in memory]
         self.tensors = [

@@ -78,8 +78,7 @@ class Board:
             self.device, self.model, RHO, self.dense, decompress_gbs=decode_gbs
         )
 
-    # ------------------------------------------------------------------------------------------------------
-    # orders
+    # ---- orders
 
     def orders(self, states: str) -> tuple[Any, Any]:
         """Events of one layer's step in Algorithm 1's order, and by ascending expert."""
@@ -132,8 +131,7 @@ class Board:
             order(step, self.delays, self.workers)
         return found, (time.perf_counter() - began) / len(steps)
 
-    # ------------------------------------------------------------------------------------------------------
-    # models
+    # ---- models
 
     def _run(
         self, steps: Any, forwards: Any, cache: Residency, delays: Any, other: Any
@@ -171,21 +169,7 @@ class Board:
         """Four ways of caching `MODEL` within so many GB, by a popularity curve f [ranks]; five
         times as many tokens as are timed warm the cache."""
         model, n = self.model, 6 * tokens
-        stretched = np.interp(
-            (np.arange(model.E) + 0.5) / model.E, (np.arange(len(f)) + 0.5) / len(f), f
-        )
-        stretched *= model.K / stretched.sum()
-        drawn = sample(selection_probabilities(stretched, model.K), model.K, n * model.L, seed)
-        dealt = [
-            np.random.default_rng(seed + layer).permutation(model.E) for layer in range(model.L)
-        ]
-        steps = [
-            [
-                (layer, {int(e): 1 for e in sorted(dealt[layer][drawn[t * model.L + layer]])})
-                for layer in range(model.L)
-            ]
-            for t in range(n)
-        ]
+        stretched, steps = self._drawn(f, n, seed)
         full, sm, e = model.expert_bytes, self.delays.sm_bytes, self.delays.e_bytes
         began = time.perf_counter()
         plans = {
@@ -233,6 +217,26 @@ class Board:
             planning,
             model.L * (sum(self.other) + model.K * self.delays.expert(1)),
         )
+
+    def _drawn(self, f: np.ndarray, n: int, seed: int) -> tuple[np.ndarray, Any]:
+        """(f stretched over the experts of `MODEL` [E], n tokens drawn by it)."""
+        model = self.model
+        stretched = np.interp(
+            (np.arange(model.E) + 0.5) / model.E, (np.arange(len(f)) + 0.5) / len(f), f
+        )
+        stretched *= model.K / stretched.sum()
+        drawn = sample(selection_probabilities(stretched, model.K), model.K, n * model.L, seed)
+        dealt = [
+            np.random.default_rng(seed + layer).permutation(model.E) for layer in range(model.L)
+        ]
+        steps = [
+            [
+                (layer, {int(e): 1 for e in sorted(dealt[layer][drawn[t * model.L + layer]])})
+                for layer in range(model.L)
+            ]
+            for t in range(n)
+        ]
+        return stretched, steps
 
     def compressed_bytes(self) -> int:
         """Of all experts of `MODEL`."""

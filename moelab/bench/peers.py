@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -25,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def run(name: str, options: Record) -> Any:
     start = time.perf_counter()
     try:
         module, kind = ENGINES[name]
-        engine = getattr(importlib.import_module(module), kind)(options)
+        engine = getattr(import_module(module), kind)(options)
     except ImportError as error:
         return {"missing": f"not installed ({error})"}
     loaded = time.perf_counter() - start
@@ -231,8 +231,7 @@ class Moelab(Transformers):
     budget is divided into staging, which must be given, and experts kept compressed."""
 
     def __init__(self, options: Record) -> None:
-        import transformers.models.auto.modeling_auto  # noqa: F401  the imports' own memory is reported apart
-
+        import_module("transformers.models.auto.modeling_auto")  # its memory is reported apart
         from moelab import open_model
 
         self.options, self.imports = options, process()["peak_rss_bytes"]
@@ -287,20 +286,7 @@ class Moelab(Transformers):
             else None
         )
         if self.options.get("trace"):
-            steps = [
-                [[layer, list(experts.items())] for layer, experts in forward]
-                for forward in this.steps
-            ]
-            settings = this.run.settings
-            whole = {
-                "steps": steps,
-                "forwards": forwards,
-                "pools": list(astuple(settings.pools)),
-                "workers": workers,
-                "staging": settings.staging,
-                "found": [getattr(metrics, key) for key in FOUND],
-            }
-            Path(self.options["trace"]).write_text(json.dumps(whole))
+            self._write_trace(metrics, forwards, workers)
         this.close()
         return {
             "imports_rss_bytes": self.imports,
@@ -319,6 +305,23 @@ class Moelab(Transformers):
             "on_demand_s": on_demand_limit(records, rate, decoded, workers) if decoded else None,
             "overlapped_s": overlapped_limit(records, rate, decoded, workers) if decoded else None,
         }
+
+    def _write_trace(self, metrics: Any, forwards: list[Any], workers: int) -> None:
+        """What the simulator needs to play this run again."""
+        this = self.offloading
+        steps = [
+            [[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps
+        ]
+        settings = this.run.settings
+        whole = {
+            "steps": steps,
+            "forwards": forwards,
+            "pools": list(astuple(settings.pools)),
+            "workers": workers,
+            "staging": settings.staging,
+            "found": [getattr(metrics, key) for key in FOUND],
+        }
+        Path(self.options["trace"]).write_text(json.dumps(whole))
 
     def measure(
         self, tokens: Sequences, prompts: list[int], logits_to: str | None = None
@@ -419,10 +422,10 @@ class Accelerate(Transformers):
     memory; the others are "far", by default on the disk, in the folder "offload"."""
 
     def __init__(self, options: Record) -> None:
-        import accelerate  # noqa: F401
         import torch
         import transformers
 
+        import_module("accelerate")
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(options["model"], trust_remote_code=False)
         near, far = options.get("near", "cpu"), options.get("far", "disk")

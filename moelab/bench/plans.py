@@ -151,25 +151,7 @@ def stationary(
     """One budget: every other test prompt, all at once, with `before` new tokens in all fills the
     caches, the others with `tokens` each are timed one by one. RuntimeError: an engine decided
     otherwise than another, or than the simulator."""
-    planned, alone = (
-        bench.plan(share).pools,
-        {state: bench.plan(share, state).pools for state in STATES},
-    )
-    if ablation:
-        arms = {
-            "plan": Arm(planned),
-            "plan, Algorithm 1": Arm(planned, order="affinity"),
-            "plan, naive order": Arm(planned, order="naive"),
-            "C": Arm(alone["C"]),
-            "F": Arm(alone["F"]),
-            "F, LRU": Arm(alone["F"], "lru"),
-        }
-    else:
-        tried = {of.pools: of.tpot for of in bench.tried(share)}
-        least = min(tried[of] for of in alone.values())
-        arms = {"plan": Arm(planned), "auto": Arm(next(iter(tried)))} | {
-            state: Arm(of) for state, of in alone.items() if tried[of] <= WITHIN * least
-        }
+    arms = _arms(bench, share, ablation)
     fill, timed = bench.unseen[::2], bench.unseen[1::2].split(1)
     took: dict[Arm, list[float]] = {of: [] for of in arms.values()}
     played: dict[Arm, Any] = {}
@@ -179,11 +161,8 @@ def stationary(
             models = {of: stack.enter_context(bench.open(*of)) for of in group}
             engines = {}
             for of, model in models.items():
-                session, reader = model.moelab, model.moelab.engine.loader.reader
-                session.reset()
-                reader.bandwidth = None
-                bench.text(model, fill, max(2, before // len(fill)))
-                reader.bandwidth = bench.disk
+                session = model.moelab
+                _fill(bench, model, fill, before)
                 steps.append(session.steps)
                 cold.append(session.forwards)
                 engines[of] = steps[-1], at_disk(fitted(session.run), bench.delays)
@@ -193,29 +172,63 @@ def stationary(
                 forwards = models[of].moelab.forwards[1 - tokens :]
                 took[of].append(float(np.mean([x.end - x.start for x in forwards])))
             for of, (filled, machine) in engines.items():
-                session, residency = (
-                    models[of].moelab,
-                    Residency(bench.L, bench.E, of.pools, of.policy),
-                )
+                session = models[of].moelab
                 later.append(session.steps)
                 measure.agree("the experts that tokens need", filled, steps[0])
                 measure.agree("the experts that tokens need", session.steps, later[0])
-                for step in flat(filled):
-                    residency.begin(*step)
-                played[of] = bench.simulated(
-                    session.steps, session.forwards, residency, of.order, machine
-                )
-                measure.agree(
-                    "hits and evictions of the engine and the simulator",
-                    session.run.counters,
-                    played[of].counters,
-                )
+                played[of] = _played(bench, of, session, filled, machine)
     return Warm(
         arms,
         {name: np.array(took[of]) for name, of in arms.items()},
         {name: tpot(played[of]) for name, of in arms.items()},
         since_start(bench, steps[0], cold[0], arms),
     )
+
+
+def _arms(bench: Bench, share: float, ablation: bool) -> dict[str, Arm]:
+    """The plan of a budget, and what it is compared with."""
+    planned, alone = (
+        bench.plan(share).pools,
+        {state: bench.plan(share, state).pools for state in STATES},
+    )
+    if ablation:
+        return {
+            "plan": Arm(planned),
+            "plan, Algorithm 1": Arm(planned, order="affinity"),
+            "plan, naive order": Arm(planned, order="naive"),
+            "C": Arm(alone["C"]),
+            "F": Arm(alone["F"]),
+            "F, LRU": Arm(alone["F"], "lru"),
+        }
+    tried = {of.pools: of.tpot for of in bench.tried(share)}
+    least = min(tried[of] for of in alone.values())
+    return {"plan": Arm(planned), "auto": Arm(next(iter(tried)))} | {
+        state: Arm(of) for state, of in alone.items() if tried[of] <= WITHIN * least
+    }
+
+
+def _fill(bench: Bench, model: Any, prompts: Any, before: int) -> None:
+    """Fill a model's cache by `before` new tokens after prompts, as fast as the disk is."""
+    reader = model.moelab.engine.loader.reader
+    model.moelab.reset()
+    reader.bandwidth = None
+    bench.text(model, prompts, max(2, before // len(prompts)))
+    reader.bandwidth = bench.disk
+
+
+def _played(bench: Bench, of: Arm, session: Any, filled: Any, machine: Any) -> Any:
+    """A run in the simulator, from the cache that the same tokens filled; RuntimeError where the
+    engine decided otherwise."""
+    residency = Residency(bench.L, bench.E, of.pools, of.policy)
+    for step in flat(filled):
+        residency.begin(*step)
+    played = bench.simulated(session.steps, session.forwards, residency, of.order, machine)
+    measure.agree(
+        "hits and evictions of the engine and the simulator",
+        session.run.counters,
+        played.counters,
+    )
+    return played
 
 
 def run(

@@ -82,8 +82,8 @@ class Popularity(NamedTuple):
         sources or new tokens."""
         if len(names) < 2 or new_tokens < 2:
             raise ValueError(
-                f"sources {', '.join(names)} and {new_tokens} new tokens: both must be at least two, to "
-                "compare data sets and to have a decode step"
+                f"sources {', '.join(names)} and {new_tokens} new tokens: both must be at "
+                "least two, to compare data sets and to have a decode step"
             )
         how = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
         traces = {

@@ -55,10 +55,8 @@ def run(
 ) -> Records:
     import psutil
 
-    spec, stored = (
-        scaled(load_model(model) if isinstance(model, str) else model, scale),
-        list(stored),
-    )
+    spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
+    stored = list(stored)
     conditions = {
         "model": f"{spec.name}, {spec.num_layers} layers, synthetic",
         "experts in bf16 GB": spec.experts_bytes / 1e9,
@@ -78,12 +76,8 @@ def run(
         )
         for name in stored:
             if new := not (bench.folder / name).exists():
-                synthesize(
-                    bench.folder / name,
-                    model,
-                    scale,
-                    **{"quantize" if name in fewbit.FORMATS else "codec": name},
-                )
+                form = "quantize" if name in fewbit.FORMATS else "codec"
+                synthesize(bench.folder / name, model, scale, **{form: name})
             load = load_average()
             found, reports = bench.compare(
                 name, {name: bench.moelab(name, memory, executor=executor)}, name

@@ -254,7 +254,10 @@ class DropCosts(NamedTuple):
     def verdict(self, way: str) -> str:
         """Whether the loss of a way differs at 95 % from that at random, in words."""
         _, low, high = self.against("random", way)
-        return f"{'better than' if high < 0 else 'worse than' if low > 0 else 'indistinguishable from'} random"
+        return (
+            f"{'better than' if high < 0 else 'worse than' if low > 0 else 'indistinguishable from'} "
+            "random"
+        )
 
     def nearest(self, drop: float) -> str:
         """The way whose drop rate on the loss's windows is nearest to `drop`."""

@@ -305,7 +305,8 @@ class Sample(NamedTuple):
         dtype = NAMES[tensors[0].dtype]
         if dtype not in FORMATS or len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError(
-                f"the experts of {spec.name} are {dtype}; their entropy is known of {', '.join(FORMATS)}"
+                f"the experts of {spec.name} are {dtype}; their entropy is known of "
+                f"{', '.join(FORMATS)}"
             )
         counts = np.zeros(1 << 16, np.int64)
         for tensor in tensors:
@@ -346,9 +347,9 @@ class Sample(NamedTuple):
         weights = self.source(layer, expert)[tensor]
         counts, (size, same) = joint_counts(weights, self.dtype), round_trip(weights, codec)
         return counts, (
-            f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy bound "
-            f"{describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} of the size; round "
-            f"trip {'bit-identical' if same else 'FAILED'} (exact)."
+            f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy "
+            f"bound {describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} "
+            f"of the size; round trip {'bit-identical' if same else 'FAILED'} (exact)."
         )
 
     def round_trips(self) -> bool:

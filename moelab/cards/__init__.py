@@ -34,13 +34,15 @@ UNITS = {
 def load_card(name: str) -> dict[str, Any]:
     """The card of a model or a device as it stands in its file, with sources and notes. ValueError:
     there is none."""
-    return _read("models", name) if name in MODELS else _read("devices", name, [*MODELS, *DEVICES])
+    require("card", name, [*MODELS, *DEVICES])
+    return _parse(files(__name__) / ("models" if name in MODELS else "devices") / f"{name}.toml")
 
 
 @cache
 def load_model(name: str) -> MoESpec:
     """The spec of a model card. ValueError: an unknown name."""
-    card = _read("models", name)
+    require("card", name, MODELS)
+    card = load_card(name)
     geometry = {key: value for key, value in card["geometry"].items() if key != "source"}
     where = geometry.pop("moe_layers")
     layers = range(where["first"], geometry["num_layers"], where["step"])
@@ -55,7 +57,8 @@ def load_device(name: str | Path) -> DeviceSpec:
 
 @cache
 def _shipped(name: str) -> DeviceSpec:
-    return _spec(name, _read("devices", name))
+    require("card", name, DEVICES)
+    return _spec(name, load_card(name))
 
 
 def _spec(name: str | Path, card: dict[str, Any]) -> DeviceSpec:
@@ -64,8 +67,8 @@ def _spec(name: str | Path, card: dict[str, Any]) -> DeviceSpec:
         for key, figure in found["figures"].items():
             if UNITS.get(key.rpartition("_")[2]) != figure.unit or figure.value <= 0:
                 raise ValueError(
-                    f"figures.{key} is {figure.value} {figure.unit}; it must be above 0 and in the unit "
-                    f"that its name ends in: _{', _'.join(UNITS)}"
+                    f"figures.{key} is {figure.value} {figure.unit}; it must be above 0 and "
+                    f"in the unit that its name ends in: _{', _'.join(UNITS)}"
                 )
         return DeviceSpec(found["name"], found["figures"])
 
@@ -75,45 +78,33 @@ class _DeviceCard(TypedDict):
     figures: dict[str, Figure]
 
 
-def entries_of(kind: str, load: Any, told: Any) -> dict[str, Entry]:
-    """Card name → what loads it, of the folder `kind`; `told` says in a phrase what is on a
-    card."""
-    found = (file.name for file in (files(__name__) / kind).iterdir())
-    names = sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
-    return {name: Entry(partial(load, name), partial(told, name)) for name in names}
+def entries_of(kind: str, load: Any, describe: Any) -> dict[str, Entry]:
+    """Card name → what loads it, of the folder `kind`; `describe` says in a phrase what is on
+    it."""
+    cards = (Path(file.name) for file in (files(__name__) / kind).iterdir())
+    names = sorted(card.stem for card in cards if card.suffix == ".toml")
+    return {name: Entry(partial(load, name), partial(describe, name)) for name in names}
 
 
-def _model_told(name: str) -> str:
-    spec = load_model(name)
-    sizes = [
+def _describe_model(name: str) -> str:
+    spec, figures = load_model(name), load_card(name)["figures"]
+    sizes = ", ".join(
         f"{figure['value'] / 1e9:.3g}B {key.removesuffix('_params')}"
-        for key, figure in load_card(name)["figures"].items()
-    ]
-    return (
-        f"{', '.join(sizes)} parameters; {spec.L} MoE layers of {spec.E} experts, {spec.K} a token"
+        for key, figure in figures.items()
     )
+    return f"{sizes} parameters; {spec.L} MoE layers of {spec.E} experts, {spec.K} a token"
 
 
-def _device_told(name: str) -> str:
+def _describe_device(name: str) -> str:
     device = load_device(name)
-    figures = [
-        f"{device[key]:,g} {told}"
-        for key, told in (
-            ("memory_gb", "GB"),
-            ("memory_bandwidth_gbs", "GB/s from memory"),
-            ("link_bandwidth_gbs", "GB/s from the host"),
-            ("storage_read_gbs", "GB/s from disk"),
-        )
-        if key in device.figures
-    ]
-    return f"{device.name}: {', '.join(figures)}"
-
-
-def _read(kind: str, name: str, known: Any = ()) -> dict[str, Any]:
-    of_kind = MODELS if kind == "models" else DEVICES
-    if name not in of_kind:
-        require("card", name, known or of_kind)
-    return _parse(files(__name__) / kind / f"{name}.toml")
+    units = {
+        "memory_gb": "GB",
+        "memory_bandwidth_gbs": "GB/s from memory",
+        "link_bandwidth_gbs": "GB/s from the host",
+        "storage_read_gbs": "GB/s from disk",
+    }
+    known = [f"{device[key]:,g} {unit}" for key, unit in units.items() if key in device.figures]
+    return f"{device.name}: {', '.join(known)}"
 
 
 def _parse(file: Any) -> dict[str, Any]:
@@ -122,5 +113,5 @@ def _parse(file: Any) -> dict[str, Any]:
 
 
 #: card name → what loads its spec
-MODELS = entries_of("models", load_model, _model_told)
-DEVICES = entries_of("devices", load_device, _device_told)
+MODELS = entries_of("models", load_model, _describe_model)
+DEVICES = entries_of("devices", load_device, _describe_device)

@@ -6,10 +6,13 @@ experts), on text and questions that need no network. All modes see the same win
 differences are *paired*.
 
     score        mean ± s/√n over windows or prompts (s: sample standard deviation)
-    difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these differences
-    relative     of the loss, in per cent of the baseline's; its error is that of a ratio of means (delta method)
+    difference   mean of mode − baseline over the same windows or prompts, ± s/√n of these
+                 differences
+    relative     of the loss, in per cent of the baseline's; its error is that of a ratio of means
+                 (delta method)
     p            of right answers: exact two-sided McNemar test on the answers lost and gained
-    interval     95 %: of right answers that of Agresti and Min (2005), which is never empty; of losses Student's
+    interval     95 %: of right answers that of Agresti and Min (2005), which is never empty; of
+                 losses Student's
 Windows of one library file are taken as independent, which makes errors of the loss slightly small.
 """
 
@@ -77,24 +80,7 @@ def compare(
     modes that count it; "pairs": {task: {"mode − other": row}} of any two that are not the
     baseline; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
     fewer than two samples, an encoder-decoder, no tokenizer."""
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown or not tasks:
-        raise ValueError(
-            f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are {', '.join(TASKS)}"
-        )
-    if not modes:
-        raise ValueError(
-            "there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}"
-        )
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, which it "
-            "doesn't do; lm-eval's tasks can be used"
-        )
-    if getattr(model, "tokenizer", None) is None:
-        raise ValueError(
-            "the model has no tokenizer; put one beside its weights, or set model.tokenizer"
-        )
+    _require_scorable(model, modes, tasks)
     texts = {
         task: scores.text_windows(model.tokenizer, "test", windows, tokens, seed)
         if task == "loss"
@@ -105,13 +91,10 @@ def compare(
     recalls: dict[tuple[str, str], float] = {}
     for mode, context in modes.items():
         for task, items in texts.items():
-            label, last = f"{mode}: {task}", tokens // 4 if decode else 0
             size = 1 if mode in singly else batch_size
             with context() as running:
-                samples[task][mode] = (
-                    scores.language_loss(model, items, size, last, label)
-                    if task == "loss"
-                    else np.array(scores.right_answers(model, items, size, decode, label))
+                samples[task][mode] = _scores(
+                    model, task, items, size, tokens, decode, f"{mode}: {task}"
                 )
                 if hasattr(running, "recall") and (
                     known := [share for share in running.recall().tolist() if not math.isnan(share)]
@@ -128,6 +111,36 @@ def compare(
     for (task, mode), share in recalls.items():
         found["scores"][task][mode]["recall"] = share
     return found
+
+
+def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown or not tasks:
+        raise ValueError(
+            f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are "
+            f"{', '.join(TASKS)}"
+        )
+    if not modes:
+        raise ValueError(
+            "there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}"
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, "
+            "which it doesn't do; lm-eval's tasks can be used"
+        )
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError(
+            "the model has no tokenizer; put one beside its weights, or set model.tokenizer"
+        )
+
+
+def _scores(
+    model: Any, task: str, items: Any, size: int, tokens: int, decode: bool, label: str
+) -> np.ndarray:
+    if task == "loss":
+        return scores.language_loss(model, items, size, tokens // 4 if decode else 0, label)
+    return np.array(scores.right_answers(model, items, size, decode, label))
 
 
 def compare_dropping(
@@ -206,8 +219,8 @@ def summarise(samples: Samples) -> dict[str, Records]:
         for mode, values in by_mode.items():
             if len(values) < 2 or len(values) != len(base):
                 raise ValueError(
-                    f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; a standard "
-                    f"error needs at least two, and pairs as many of each"
+                    f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; "
+                    "a standard error needs at least two, and pairs as many of each"
                 )
             unit = (
                 "share of right answers" if answers else {"loss": "nats a token"}.get(task, "score")
@@ -287,7 +300,8 @@ def table(found: Record) -> str:
                 lines.append(line + ["–"] * 4)
                 continue
             line.append(
-                f"{scale * row['difference']:+.{digits}f} ± {scale * row['difference error']:.{digits}f}"
+                f"{scale * row['difference']:+.{digits}f} ± "
+                f"{scale * row['difference error']:.{digits}f}"
             )
             line.append(
                 "[" + ", ".join(f"{scale * side:+.{digits}f}" for side in row["interval"]) + "]"

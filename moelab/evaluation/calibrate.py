@@ -124,8 +124,9 @@ def summary(found: Calibration) -> str:
         if found.tokens[phase]:
             r = found.imbalance(phase)
             lines.append(
-                f"{name}: {found.tokens[phase]:,} tokens; the {hot} most popular experts of a layer get "
-                f"{hot_share(found, phase):.0%} of the routings ({hot / spec.E:.0%} if all were alike), the "
-                f"busiest one {r.nanquantile(0):.2f} to {r.nanquantile(1):.2f} times the mean"
+                f"{name}: {found.tokens[phase]:,} tokens; the {hot} most popular experts of a "
+                f"layer get {hot_share(found, phase):.0%} of the routings ({hot / spec.E:.0%} "
+                f"if all were alike), the busiest one {r.nanquantile(0):.2f} to "
+                f"{r.nanquantile(1):.2f} times the mean"
             )
     return "\n".join(lines)

@@ -1,10 +1,11 @@
 """`moelab evaluate [MODEL|STORE]`: accuracy of running a model in several modes, each against the
 baseline.
 
-    moelab evaluate                                                     the small model, moelab's own tasks
-    moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator estimator.safetensors
-    moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k,boolq --limit 100
-    moelab evaluate --modes executor:capacity:factor=1.25
+    moelab evaluate
+    the small model, moelab's own tasks
+    moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator
+    estimator.safetensors moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks
+    loss,gsm8k,boolq --limit 100 moelab evaluate --modes executor:capacity:factor=1.25
     moelab evaluate --memory 50% --decode-only --modes executor:fast,cache-aware:0.5
 
 Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts,
@@ -39,150 +40,98 @@ DEFAULT_PREDICTOR = "quasi"  # Router-PF, which needs no training
 EXECUTOR, CACHE_AWARE = "executor", "cache-aware"  # the modes that are no ways of speculating
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", help="a checkpoint folder, a hub id or a store; else the small model"
-    )
-    parser.add_argument(
-        "--tasks",
-        default=",".join(accuracy.TASKS),
-        help="moelab's own, moelab_NAME (the same under "
+#: option → arguments of `add_argument`
+OPTIONS: Record = {
+    "model": {
+        "nargs": "?",
+        "help": "a checkpoint folder, a hub id or a store; else the small model",
+    },
+    "--tasks": {
+        "default": ",".join(accuracy.TASKS),
+        "help": "moelab's own, moelab_NAME (the same under "
         "lm-eval), or lm-eval's: humaneval, mbpp+, gsm8k, aime24, strategyqa, boolq, hellaswag, "
         "ruler … (default: all of moelab's own)",
-    )
-    parser.add_argument(
-        "--modes",
-        default="",
-        help="compared with the baseline: hint[:PREDICTOR], "
+    },
+    "--modes": {
+        "default": "",
+        "help": "compared with the baseline: hint[:PREDICTOR], "
         "speculative[:PREDICTOR], router-free, executor:NAME[:OPTION=VALUE], cache-aware:MARGIN",
-    )
-    parser.add_argument(
-        "--limit",
-        type=whole(2),
-        metavar="N",
-        help="questions a task, at least two for a standard "
+    },
+    "--limit": {
+        "type": whole(2),
+        "metavar": "N",
+        "help": "questions a task, at least two for a standard "
         "error; if not given, 200 of moelab's own and all of lm-eval's",
-    )
-    parser.add_argument(
-        "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
-    )
-    parser.add_argument(
-        "--decode-only",
-        action="store_true",
-        help="speculate in decode steps only, as a server would; "
+    },
+    "--tokens": {"type": whole(1), "default": 256, "help": "length of a prompt (%(default)s)"},
+    "--decode-only": {
+        "action": "store_true",
+        "help": "speculate in decode steps only, as a server would; "
         "moelab's own tasks are then scored in decode steps",
-    )
-    parser.add_argument(
-        "--memory",
-        type=memory,
-        help="for experts, such as 50%% or 2GB, the others stay "
+    },
+    "--memory": {
+        "type": memory,
+        "help": "for experts, such as 50%% or 2GB, the others stay "
         "on disk; of a store, what this machine has left if not given",
-    )
-    parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
-    parser.add_argument(
-        "--batch",
-        type=whole(1),
-        default=8,
-        metavar="B",
-        help="texts a forward pass (%(default)s); 1 where an executor drops tokens",
-    )
-    parser.add_argument(
-        "--vectors", type=Path, metavar="FILE", help="default vectors, measured if not given"
-    )
-    parser.add_argument(
-        "--estimator",
-        type=Path,
-        metavar="FILE",
-        help="a trained one: estimator, hybrid and router-free need it",
-    )
-    parser.add_argument(
-        "--calibration",
-        type=whole(1),
-        default=64,
-        metavar="N",
-        help="prompts of the training split that measure what a predictor needs (%(default)s)",
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="lm-eval's questions in the tokenizer's chat template"
-    )
-    parser.add_argument(
-        "--run-code",
-        action="store_true",
-        help="let tasks execute the code that the model writes, here and without a sandbox",
-    )
-    parser.add_argument(
-        "--seed", type=whole(), default=0, help="of prompts and of the random predictor"
-    )
-    parser.add_argument(
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="of the JSON (results/runs/evaluate/TIME.json)",
-    )
+    },
+    "--device": {"default": "cpu", "help": "(default: %(default)s)"},
+    "--batch": {
+        "type": whole(1),
+        "default": 8,
+        "metavar": "B",
+        "help": "texts a forward pass (%(default)s); 1 where an executor drops tokens",
+    },
+    "--vectors": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "default vectors, measured if not given",
+    },
+    "--estimator": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "a trained one: estimator, hybrid and router-free need it",
+    },
+    "--calibration": {
+        "type": whole(1),
+        "default": 64,
+        "metavar": "N",
+        "help": "prompts of the training split that measure what a predictor needs (%(default)s)",
+    },
+    "--chat": {
+        "action": "store_true",
+        "help": "lm-eval's questions in the tokenizer's chat template",
+    },
+    "--run-code": {
+        "action": "store_true",
+        "help": "let tasks execute the code that the model writes, here and without a sandbox",
+    },
+    "--seed": {"type": whole(), "default": 0, "help": "of prompts and of the random predictor"},
+    "--output": {
+        "type": output,
+        "metavar": "FILE",
+        "help": "of the JSON (results/runs/evaluate/TIME.json)",
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, about in OPTIONS.items():
+        parser.add_argument(name, **about)
 
 
 def main(args: argparse.Namespace) -> int:
     if args.output is not None:
         writable(args.output)
-    if not (wanted := list(dict.fromkeys(name for name in args.tasks.split(",") if name))):
-        raise ValueError(
-            f"--tasks names none; there are {', '.join(accuracy.TASKS)}, and lm-eval's"
-        )
-    own = [name for name in wanted if name in accuracy.TASKS]
-    others = [name for name in wanted if name not in accuracy.TASKS]
-    pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
-    if args.estimator is None and {"estimator", "hybrid"} & {predictor for _, predictor in pairs}:
-        raise ValueError(
-            "the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
-            "moelab.speculate.training.train makes one (notebook 04)"
-        )
-    n = 200 if args.limit is None else args.limit
-    if any(mode == CACHE_AWARE for mode, _ in pairs) and not args.decode_only:
-        raise ValueError("cache-aware routing acts in decode steps: give --decode-only, too")
+    own, others = _tasks_of(args.tasks)
+    pairs = _modes_of(args)
     stored = args.model is not None and (Path(args.model).expanduser() / INDEX).is_file()
     with moelab.open_model(
         args.model, memory=args.memory or ("auto" if stored else None), device=args.device
     ) as model:
-        modes: Record = {"baseline": nullcontext}
-        parts, batch = Ingredients(model, args), args.batch
-        for name in (
-            "vectors",
-            "estimator",
-        ):  # files that cannot be read, before anything is measured
-            _ = getattr(args, name) and getattr(parts, name)
-        for mode, predictor in pairs:
-            if mode == EXECUTOR:
-                name, options = executor_options(predictor)
-                modes[f"{mode}:{predictor}"] = partial(
-                    moelab.using, model, executor=name, **options
-                )
-                run = make_executor(model, name, **options)
-                batch = batch if run is None or run.lossless else 1
-            elif mode == CACHE_AWARE:
-                modes[f"{mode}:{predictor}"] = partial(
-                    moelab.using, model, executor="fast", cache_aware=float(predictor)
-                )
-            else:
-                name = mode if mode == "router-free" else f"{mode}:{predictor}"
-                modes[name] = partial(
-                    speculation, model, mode, predictor, parts.of(predictor), not args.decode_only
-                )
-        samples: accuracy.Samples = {}
-        if others:  # first: a task that cannot be loaded fails before hours of work
-            from moelab.evaluation import lm_eval_adapter
-
-            tasks = lm_eval_adapter.load(
-                others, model, n=n, tokens=args.tokens, seed=args.seed, run_code=args.run_code
-            )
-            still = [task.task_name for task in tasks if task.OUTPUT_TYPE != "generate_until"]
-            if args.decode_only and still:
-                raise ValueError(
-                    f"{', '.join(still)} generates nothing, so --decode-only would change nothing; leave "
-                    "it out, or choose tasks that generate"
-                )
-            samples = lm_eval_adapter.compare(
-                model, modes, tasks, limit=args.limit, batch_size=batch, chat=args.chat
-            )
+        modes, batch = _contexts(model, args, pairs)
+        n = 200 if args.limit is None else args.limit
+        # first: a task that cannot be loaded fails before hours of work
+        samples = _lm_eval(model, modes, others, args, n, batch) if others else {}
         found = accuracy.result(samples, {})
         if own:
             mine = accuracy.compare(
@@ -207,10 +156,76 @@ def main(args: argparse.Namespace) -> int:
     }
     found["settings"] = settings | found["settings"] | {"model": model.spec.name, "batch": batch}
     now = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
-    print(
-        f"\n{write_json(args.output or results_root() / 'runs' / 'evaluate' / f'{now}.json', found)}"
-    )
+    path = args.output or results_root() / "runs" / "evaluate" / f"{now}.json"
+    print(f"\n{write_json(path, found)}")
     return 0
+
+
+def _tasks_of(text: str) -> tuple[list[str], list[str]]:
+    """(moelab's own tasks, lm-eval's) of names with commas between them."""
+    wanted = list(dict.fromkeys(name for name in text.split(",") if name))
+    if not wanted:
+        raise ValueError(
+            f"--tasks names none; there are {', '.join(accuracy.TASKS)}, and lm-eval's"
+        )
+    own = [name for name in wanted if name in accuracy.TASKS]
+    return own, [name for name in wanted if name not in accuracy.TASKS]
+
+
+def _modes_of(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(mode, predictor) of each mode but the baseline; ValueError for what other options lack."""
+    pairs = [parse_mode(text) for text in args.modes.split(",") if text and text != "baseline"]
+    if args.estimator is None and {"estimator", "hybrid"} & {predictor for _, predictor in pairs}:
+        raise ValueError(
+            "the predictors estimator and hybrid, and the mode router-free, need --estimator FILE: "
+            "moelab.speculate.training.train makes one (notebook 04)"
+        )
+    if any(mode == CACHE_AWARE for mode, _ in pairs) and not args.decode_only:
+        raise ValueError("cache-aware routing acts in decode steps: give --decode-only, too")
+    return pairs
+
+
+def _contexts(
+    model: Any, args: argparse.Namespace, pairs: list[tuple[str, str]]
+) -> tuple[Record, int]:
+    """({mode: what makes its context}, the batch size at which all of them can run)."""
+    modes: Record = {"baseline": nullcontext}
+    parts, batch = Ingredients(model, args), args.batch
+    if args.vectors:  # a file that cannot be read is refused before anything is measured
+        _ = parts.vectors
+    for mode, predictor in pairs:
+        if mode == EXECUTOR:
+            name, options = executor_options(predictor)
+            context = partial(moelab.using, model, executor=name, **options)
+            run = make_executor(model, name, **options)
+            batch = batch if run is None or run.lossless else 1
+        elif mode == CACHE_AWARE:
+            context = partial(moelab.using, model, executor="fast", cache_aware=float(predictor))
+        else:
+            context = partial(
+                speculation, model, mode, predictor, parts.of(predictor), not args.decode_only
+            )
+        modes[mode if mode == "router-free" else f"{mode}:{predictor}"] = context
+    return modes, batch
+
+
+def _lm_eval(
+    model: Any, modes: Record, names: list[str], args: argparse.Namespace, n: int, batch: int
+) -> accuracy.Samples:
+    from moelab.evaluation import lm_eval_adapter
+
+    tasks = lm_eval_adapter.load(
+        names, model, n=n, tokens=args.tokens, seed=args.seed, run_code=args.run_code
+    )
+    still = [task.task_name for task in tasks if task.OUTPUT_TYPE != "generate_until"]
+    if args.decode_only and still:
+        raise ValueError(
+            f"{', '.join(still)} generates nothing, so --decode-only would change nothing; leave "
+            "it out, or choose tasks that generate"
+        )
+    return lm_eval_adapter.compare(
+        model, modes, tasks, limit=args.limit, batch_size=batch, chat=args.chat
+    )
 
 
 def parse_mode(text: str) -> tuple[str, str]:

@@ -72,8 +72,8 @@ def compare(
             samples.setdefault(name, {})[mode] = values
     if not samples:
         raise ValueError(
-            f"no metric of {', '.join(task.task_name for task in tasks)} is a mean over questions, so "
-            f"modes cannot be compared in pairs; use lm-eval itself"
+            f"no metric of {', '.join(task.task_name for task in tasks)} is a mean over "
+            "questions, so modes cannot be compared in pairs; use lm-eval itself"
         )
     for name, of in samples.items():
         if lacking := [mode for mode in modes if mode not in of]:
@@ -143,14 +143,12 @@ def load(
     tasks, missing, unsafe, manager = [], [], [], None
     for name in names:
         if name in LOCAL:
-            tasks.append(
-                ConfigurableTask(config=local_config(name, model.tokenizer, n, tokens, seed))
-            )
+            config = local_config(name, model.tokenizer, n, tokens, seed)
+            tasks.append(ConfigurableTask(config=config))
             continue
         if manager is None:
-            manager = TaskManager(
-                metadata={"max_seq_lengths": [tokens], "pretrained": model.name_or_path}
-            )
+            about = {"max_seq_lengths": [tokens], "pretrained": model.name_or_path}
+            manager = TaskManager(metadata=about)
         known = BENCHMARKS.get(name.lower(), name)
         if known not in manager.all_tasks:
             raise ValueError(
@@ -163,12 +161,16 @@ def load(
             if ALLOW_CODE in str(error):
                 unsafe.append(name)
                 continue
-            missing.append(
-                f"{name} ({type(error).__name__}: {(str(error).splitlines() or ['no details'])[0]})"
-            )
+            why = (str(error).splitlines() or ["no details"])[0]
+            missing.append(f"{name} ({type(error).__name__}: {why})")
     unsafe += [
         task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False) and not run_code
     ]
+    _require_loaded(unsafe, missing)
+    return tasks
+
+
+def _require_loaded(unsafe: Sequence[str], missing: Sequence[str]) -> None:
     if unsafe:
         raise ValueError(
             f"{', '.join(unsafe)}: the code that the model writes is executed, on this machine and "
@@ -176,11 +178,10 @@ def load(
         )
     if missing:
         raise RuntimeError(
-            f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. Data need a "
-            f"network, or a cache that was filled before (HF_HOME); without one, use "
-            f"{', '.join(LOCAL)}"
+            f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. "
+            "Data need a network, or a cache that was filled before (HF_HOME); without one, "
+            f"use {', '.join(LOCAL)}"
         )
-    return tasks
 
 
 def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> Record:

@@ -32,7 +32,8 @@ def last_logits(model: Any, ids: torch.Tensor, n: int, decode: bool = False) -> 
     first = ids.shape[1] - n - 1  # the token whose logits predict the first of the n
     if first < 0 or decode and first < 1:
         raise ValueError(
-            f"{n} of {ids.shape[1]} tokens cannot be predicted from tokens before them; ask for fewer"
+            f"{n} of {ids.shape[1]} tokens cannot be predicted from tokens before them; ask "
+            "for fewer"
         )
     with torch.no_grad():
         if not decode:

@@ -1,7 +1,8 @@
 """`moelab check`: compares the newest run of every notebook with the committed baseline.
 
     exact, paper          equal
-    simulated, modelled   within a relative tolerance, 2 % unless the baseline's metric has its own "tolerance"
+    simulated, modelled   within a relative tolerance, 2 % unless the baseline's metric has its own
+                          "tolerance"
     measured              never fails; shown as a ratio to the baseline
 
 A metric that is missing, one whose kind or unit changed, and a run with other parameters than the

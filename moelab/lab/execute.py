@@ -89,13 +89,8 @@ class _Watch:
     peak : its anonymous memory, so without mapped files, in bytes; None where there is no /proc."""
 
     def __init__(self, bar: progress, kernels: list[int]) -> None:
-        self.bar, self.kernels, self.cell, self.end, self.peak = (
-            bar,
-            kernels,
-            None,
-            threading.Event(),
-            None,
-        )
+        self.bar, self.kernels, self.end = bar, kernels, threading.Event()
+        self.cell = self.peak = None
         for watching in (self._tick, self._measure):
             threading.Thread(target=watching, daemon=True).start()
 
@@ -139,7 +134,30 @@ def execute(
 
     timeout : seconds that one cell may take. pictures : also draw the figures as PNG.
     """
-    nbformat = import_nbformat()
+    import_nbformat()  # the packages of moelab[lab], or an error that names them
+    source, output = Path(notebook), Path(directory) / Path(notebook).name
+    cells = sum(cell["cell_type"] == "code" for cell in cells_of(source)) + bool(parameters)
+    error, kernels = None, []
+    for _attempt in (1, 2):
+        with progress(total=cells, desc=source.stem, unit="cells") as bar:
+            watch = _Watch(bar, kernels)
+            try:
+                _run_cells(source, output, parameters, timeout, watch)
+                error = None
+            except Exception as failure:
+                error = explain(failure, watch.cell, timeout)
+            finally:
+                watch.end.set()
+        if error is None or watch.cell is not None:
+            break  # again only where the kernel did not even start
+    if watch.peak is not None:
+        write_json(Path(directory) / "run.json", {"peak_anonymous_bytes": watch.peak})
+    return _finished(output, error, pictures) if output.exists() else error
+
+
+def _run_cells(
+    source: Path, output: Path, parameters: dict[str, Any], timeout: float, watch: _Watch
+) -> None:
     import papermill
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client.kernelspec import KernelSpec
@@ -155,53 +173,38 @@ def execute(
 
         async def _async_launch_kernel(self, *command: Any, **how: Any) -> None:
             await super()._async_launch_kernel(*command, **how)
-            kernels.append(self.provisioner.pid)
+            watch.kernels.append(self.provisioner.pid)
 
     papermill_engines.register("moelab", _saving_twice_a_minute(NBClientEngine))
-    source, output = Path(notebook), Path(directory) / Path(notebook).name
-    cells = sum(cell["cell_type"] == "code" for cell in cells_of(source)) + bool(parameters)
-    error, kernels = None, []
-    for _attempt in (1, 2):
-        with progress(total=cells, desc=source.stem, unit="cells") as bar:
-            watch = _Watch(bar, kernels)
-            try:
-                papermill.execute_notebook(
-                    str(source),
-                    str(output),
-                    parameters,
-                    engine_name="moelab",
-                    kernel_name="python3",
-                    language="python",
-                    progress_bar=False,
-                    execution_timeout=timeout,
-                    kernel_manager_class=ThisInterpreter,
-                    on_cell_start=watch.started,
-                    on_cell_executed=lambda **_: bar.update(),
-                )
-                error = None
-            except Exception as failure:
-                error = explain(failure, watch.cell, timeout)
-            finally:
-                watch.end.set()
-        if (
-            error is None or watch.cell is not None
-        ):  # again only where the kernel did not even start
-            break
-    if watch.peak is not None:
-        write_json(Path(directory) / "run.json", {"peak_anonymous_bytes": watch.peak})
-    if output.exists():
-        executed = nbformat.read(output, 4)
-        if error is None:
-            error = "\n\n".join(widget_errors(executed)) or None
-        executed.metadata.pop(
-            "widgets", None
-        )  # only a live kernel could use them; their text stays
-        for shown in _displays(executed):
-            shown.data.pop(WIDGET_VIEW, None)
-        if error is None and pictures:
-            add_pictures(executed, Path(directory))
-        with atomic(output) as part:
-            nbformat.write(executed, part)
+    papermill.execute_notebook(
+        str(source),
+        str(output),
+        parameters,
+        engine_name="moelab",
+        kernel_name="python3",
+        language="python",
+        progress_bar=False,
+        execution_timeout=timeout,
+        kernel_manager_class=ThisInterpreter,
+        on_cell_start=watch.started,
+        on_cell_executed=lambda **_: watch.bar.update(),
+    )
+
+
+def _finished(output: Path, error: str | None, pictures: bool) -> str | None:
+    """Strip an executed notebook of what only a live kernel could use, and add pictures; returns
+    the error, which widgets may have had."""
+    nbformat = import_nbformat()
+    executed = nbformat.read(output, 4)
+    if error is None:
+        error = "\n\n".join(widget_errors(executed)) or None
+    executed.metadata.pop("widgets", None)  # their text stays
+    for shown in _displays(executed):
+        shown.data.pop(WIDGET_VIEW, None)
+    if error is None and pictures:
+        add_pictures(executed, output.parent)
+    with atomic(output) as part:
+        nbformat.write(executed, part)
     return error
 
 
@@ -219,9 +222,15 @@ def explain(error: Exception, cell: Any, timeout: float) -> str:
         trace = strip_color("\n".join(error.traceback))
         return f"{error.ename}: {strip_color(error.evalue)} ({where})\n\n{trace}"
     if isinstance(error, CellTimeoutError):
-        return f"a cell took longer than {timeout:g} s, {where}; allow more with --timeout, or try -p smoke=true"
+        return (
+            f"a cell took longer than {timeout:g} s, {where}; allow more with --timeout, or try "
+            "-p smoke=true"
+        )
     if isinstance(error, DeadKernelError):
-        return f"the kernel died {where}; most often the machine ran out of memory, so try smaller parameters"
+        return (
+            f"the kernel died {where}; most often the machine ran out of memory, so try smaller "
+            "parameters"
+        )
     return f"{type(error).__name__}: {error} ({where})"
 
 
@@ -236,7 +245,10 @@ def widget_errors(notebook: Any) -> Iterator[str]:
         for output in model.get("state", {}).get("outputs", ()):
             if output.get("output_type") == "error":
                 trace = strip_color("\n".join(output.get("traceback", ())))
-                yield f"{output['ename']}: {output['evalue']} (inside the callback of a widget)\n\n{trace}"
+                yield (
+                    f"{output['ename']}: {output['evalue']} (inside the callback of a "
+                    f"widget)\n\n{trace}"
+                )
 
 
 def add_pictures(notebook: Any, directory: Path) -> None:

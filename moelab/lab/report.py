@@ -16,7 +16,7 @@ from typing import Any
 
 from moelab import claims
 from moelab.files import finished_runs, read_json, results_root, write_text
-from moelab.records import FigureFile, MetricsFile, RunFile
+from moelab.records import FigureFile, Metric, MetricsFile, RunFile
 from moelab.table import format_value
 
 STYLE = """
@@ -111,11 +111,6 @@ def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
     parameters."""
     about = read_json(run / "run.json", RunFile)
     found = read_json(run / "metrics.json", MetricsFile) if (run / "metrics.json").exists() else {}
-    env = about["env"]
-    commit = (env["git"] or "no commit")[:12] + (
-        "+changes" if (env["git"] or "").endswith("+changes") else ""
-    )
-    versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
     said = dict.fromkeys(takeaway["text"] for takeaway in found.get("takeaways", ()))
     verdicts = [row for row in answered if row.claim.metric[:1] == (name,)]
     drawn = [
@@ -123,13 +118,7 @@ def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
         for key, figure in found.get("figures", {}).items()
     ]
     tables = [_table(title, head, rows) for title, (head, *rows) in found.get("tables", {}).items()]
-    numbers = _table(
-        "Metrics",
-        ["metric", "value", "unit", "kind"],
-        [[k, m["value"], m["unit"], m["kind"]] for k, m in found.get("metrics", {}).items()],
-    )
-    ran = f"""<p class="note">Run {escape(run.name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])}
-({escape(str(env["cores"]))} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
+    numbers = _metrics_table(found.get("metrics", {}))
     parts = [
         f'<section aria-labelledby="{escape(name)}"><h2 id="{escape(name)}">{escape(name)}</h2>',
         f"<ul>{''.join(f'<li>{_markdown(text)}</li>' for text in said)}</ul>" if said else "",
@@ -138,15 +127,27 @@ def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
         else "",
         _folded(f"Figures ({len(drawn)})", "".join(drawn)) if drawn else "",
         _folded("Numbers", numbers + "".join(tables)) if numbers or tables else "",
-        _folded(
-            "Parameters and machine",
-            ran
-            + _table(
-                "Parameters", ["name", "value"], [[k, v] for k, v in about["parameters"].items()]
-            ),
-        ),
+        _folded("Parameters and machine", _provenance(run.name, about)),
     ]
     return "\n".join(part for part in parts if part) + "</section>"
+
+
+def _metrics_table(metrics: dict[str, Metric]) -> str:
+    rows = [[name, m["value"], m["unit"], m["kind"]] for name, m in metrics.items()]
+    return _table("Metrics", ["metric", "value", "unit", "kind"], rows)
+
+
+def _provenance(name: str, about: RunFile) -> str:
+    """Where, on what and with which parameters a run was made."""
+    env = about["env"]
+    commit = (env["git"] or "no commit")[:12] + (
+        "+changes" if (env["git"] or "").endswith("+changes") else ""
+    )
+    versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
+    ran = f"""<p class="note">Run {escape(name)}, {about["seconds"]:.1f} s on {escape(env["cpu"])}
+({escape(str(env["cores"]))} cores, {escape(env["device"])}); {escape(commit)}; {escape(versions)}</p>"""
+    rows = [[key, value] for key, value in about["parameters"].items()]
+    return ran + _table("Parameters", ["name", "value"], rows)
 
 
 def _folded(summary: str, content: str) -> str:

@@ -116,8 +116,8 @@ def check_injected(cells: list[str]) -> None:
                 )
                 if default is not None and not same:
                     raise ValueError(
-                        f"parameter {name} is {value!r}; it must be of type {type(default).__name__}, "
-                        f"for example {name}={default!r}"
+                        f"parameter {name} is {value!r}; it must be of type "
+                        f"{type(default).__name__}, for example {name}={default!r}"
                     )
             known[name] = value
 
@@ -216,7 +216,8 @@ class Run:
 
         if rows := self.answered(metrics):
             say(
-                f"**{claims.summary(rows)}** Rules are those of `moelab.claims`, numbers of this run's parameters."
+                f"**{claims.summary(rows)}** Rules are those of `moelab.claims`, numbers of "
+                "this run's parameters."
             )
             table(claims.HEAD, *(row.cells for row in rows))
 

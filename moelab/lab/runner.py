@@ -2,9 +2,12 @@
 atomically.
 
     results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
-    results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/, run.json
-    results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a notebook
-    results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came, error.txt
+    results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/,
+                                                         run.json
+    results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a
+                                                         notebook
+    results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came,
+                                                         error.txt
 
 A notebook whose parameters cell is tagged `side-by-side` measures no times but those of its own
 processor use, so that others may run meanwhile."""
@@ -249,12 +252,26 @@ def run_notebook(
         "timeout": timeout,
         "pictures": in_force.get("smoke") is not True,
     }
+    start = time.monotonic()
+    status = _in_a_process(job)
+    took = time.monotonic() - start
+    peak = read_json(part / "run.json") if (part / "run.json").exists() else {}
+    write_json(part / "run.json", about(path.stem, in_force, took) | peak)
+    if status != 0:
+        failed = folder / f"{run_id}.failed"
+        os.replace(part, failed)
+        raise NotebookFailed(path.stem, _error_of(failed, status), failed)
+    os.replace(part, folder / run_id)
+    return folder / run_id
+
+
+def _in_a_process(job: Record) -> int:
+    """Execute a notebook in a process of its own; returns its exit status."""
     variables = {
         "MOELAB_HEADLESS": "1",
-        "MOELAB_RUN_DIR": str(part),
+        "MOELAB_RUN_DIR": job["directory"],
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
-    start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"],
         stdin=subprocess.PIPE,
@@ -269,21 +286,14 @@ def run_notebook(
     finally:
         process.stdin.close()  # the sign to end, if it has not
         process.wait()
-    took = time.monotonic() - start
-    peak = read_json(part / "run.json") if (part / "run.json").exists() else {}
-    write_json(part / "run.json", about(path.stem, in_force, took) | peak)
-    if process.returncode != 0:
-        failed = folder / f"{run_id}.failed"
-        os.replace(part, failed)
-        report = failed / "error.txt"
-        error = (
-            report.read_text(encoding="utf-8").strip()
-            if report.exists()
-            else (f"its process ended with status {process.returncode} and left no word; see above")
-        )
-        raise NotebookFailed(path.stem, error, failed)
-    os.replace(part, folder / run_id)
-    return folder / run_id
+    return process.returncode
+
+
+def _error_of(failed: Path, status: int) -> str:
+    report = failed / "error.txt"
+    if report.exists():
+        return report.read_text(encoding="utf-8").strip()
+    return f"its process ended with status {status} and left no word; see above"
 
 
 def child_environment(**variables: str) -> dict[str, str]:
@@ -345,6 +355,7 @@ def main(args: argparse.Namespace) -> int:
         return 1
     ran = read_json(directory / "run.json", RunFile)
     print(
-        f"{path.stem} finished in {ran['seconds']:.1f} s, {memory_of(ran) or 'memory unknown'}: {directory}"
+        f"{path.stem} finished in {ran['seconds']:.1f} s, "
+        f"{memory_of(ran) or 'memory unknown'}: {directory}"
     )
     return 0

@@ -1,7 +1,8 @@
 """The git filter of notebooks: what is committed is the source, whatever JupyterLab has saved
 beside it.
 
-    git config filter.nbstripout.clean ".venv/bin/python -m moelab.lab.strip"         (`make` does it)
+    git config filter.nbstripout.clean ".venv/bin/python -m moelab.lab.strip"
+    (`make` does it)
 
 `make lab` has `after_saving` called too, or `git status` would list every notebook that was run:
 git takes another size for a change, before it asks any filter. And `before_saving`: Lab puts a PNG
@@ -87,7 +88,8 @@ def main() -> None:
         strip()
     except Exception as error:  # nbstripout looks no closer than at what is JSON
         sys.exit(
-            f"this is no notebook of Jupyter's format 4 ({type(error).__name__}: {error}); save it with Jupyter"
+            f"this is no notebook of Jupyter's format 4 ({type(error).__name__}: {error}); "
+            "save it with Jupyter"
         )
 
 

@@ -60,7 +60,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
@@ -139,7 +139,8 @@ def bench_point(name: str, point: Point) -> Record:
     """Run a bench with these options in a process of its own, which ends if this one does."""
     code = (
         "import sys, threading; from moelab.lab.execute import exit_with_the_runner as end; "
-        "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import main; sys.exit(main())"
+        "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import "
+        "main; sys.exit(main())"
     )
     with TemporaryFile("w+") as told:
         with subprocess.Popen(
@@ -242,8 +243,9 @@ def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
         ]
         if several:
             raise ValueError(
-                f"{', '.join(several)} would run several points at once, and their times disturb each "
-                "other; start workers with --nthreads 1, more of them where that does not matter"
+                f"{', '.join(several)} would run several points at once, and their times "
+                "disturb each other; start workers with --nthreads 1, more of them where "
+                "that does not matter"
             )
         futures = {client.submit(attempt, work, point, pure=False): point for point in points}
         try:
@@ -271,7 +273,8 @@ def reach(scheduler: str) -> None:
     there = re.fullmatch(r"(tcp|tls)://(?:\[(.+)\]|([^:]+)):(\d{1,5})", scheduler)
     if there is None:
         raise ValueError(
-            f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, tcp://HOST:PORT"
+            f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, "
+            "tcp://HOST:PORT"
         )
     protocol, host, port = there[1], there[2] or there[3], int(there[4])
     missing = (
@@ -295,8 +298,8 @@ def reach(scheduler: str) -> None:
         raise ConnectionError(f"there is no scheduler at {scheduler}: {error}") from None
     if protocol == "tcp" and not here:
         print(
-            f"moelab: {scheduler} has no certificates: whoever reaches it can run code on its workers, and on this "
-            "machine; `moelab sweep --help` says how to use tls://",
+            f"moelab: {scheduler} has no certificates: whoever reaches it can run code on its "
+            "workers, and on this machine; `moelab sweep --help` says how to use tls://",
             file=sys.stderr,
         )
 
@@ -361,34 +364,29 @@ def write(path: Path, rows: list[Row]) -> None:
     fields, columns = [], []
     for role in Row._fields:
         for name in dict.fromkeys(name for row in rows for name in getattr(row, role)):
-            cells, about = (
-                [getattr(row, role).get(name) for row in rows],
-                {"role": role, "name": name},
-            )
+            cells = [getattr(row, role).get(name) for row in rows]
+            about = {"role": role, "name": name}
             if role == "metrics":
                 one = next(cell for cell in cells if cell)
                 about |= {"kind": one["kind"], "unit": one["unit"]}
                 cells = [cell and cell["value"] for cell in cells]
-            types = {type(cell) for cell in cells if cell is not None}
-            if not (types <= {int, float} or len(types) == 1 and types <= {str, bool}):
-                cells = [
-                    cell if cell is None or isinstance(cell, str) else json.dumps(cell)
-                    for cell in cells
-                ]
             label = f"at {name}" if role == "at" else name
             while label in (field.name for field in fields):
                 label = f"{role} {label}"
-            columns.append(
-                pyarrow.array(
-                    [
-                        float(cell) if cell is not None and float in types <= {int, float} else cell
-                        for cell in cells
-                    ]
-                )
-            )
+            columns.append(pyarrow.array(_of_one_type(cells)))
             fields.append(pyarrow.field(label, columns[-1].type, metadata=about))
     with atomic(path) as part:
         parquet.write_table(pyarrow.Table.from_arrays(columns, schema=pyarrow.schema(fields)), part)
+
+
+def _of_one_type(cells: list[Any]) -> list[Any]:
+    """Cells of a column: texts where they are of several types, numbers all whole or none."""
+    types = {type(cell) for cell in cells if cell is not None}
+    if types == {int, float}:
+        return [None if cell is None else float(cell) for cell in cells]
+    if len(types) <= 1 and types <= {int, float, str, bool}:
+        return cells
+    return [cell if cell is None or isinstance(cell, str) else json.dumps(cell) for cell in cells]
 
 
 def read(path: str | Path) -> list[Row]:

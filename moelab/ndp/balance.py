@@ -9,7 +9,8 @@ an integer multiple of N.
     (2)  T_w·E_g + T_g·E_g' + (S−1)·T_a·N   = (N+1)·T_a + T_n·(K − E_g)
     (3)  T_g·E_max                          = (K − E_max)·T_n + (1+N)·T_a
 
-    T_w, T_g, T_n, T_a   seconds: an expert over the link, on the GPU, on N units together, a token over the link
+    T_w, T_g, T_n, T_a   seconds: an expert over the link, on the GPU, on N units together, a token
+                         over the link
     K, N, S              experts a token, units, tokens of the forward
 
 The left side is a saw whose teeth overlap, so two E_g can balance, just below and just above a
@@ -43,7 +44,8 @@ def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: i
         )
     if min(np.min(T_w), np.min(T_g), np.min(T_n)) <= 0 or np.min(T_a) < 0:
         raise ValueError(
-            f"T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s must be above 0, and T_a = {T_a} s not below it"
+            f"T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s must be above 0, and T_a = {T_a} s not "
+            "below it"
         )
     right = np.asarray(
         (N + 1) * T_a + T_n * K - (S - 1) * T_a * N

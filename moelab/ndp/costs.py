@@ -5,7 +5,8 @@ Every time is a roofline: bytes over a bandwidth or operations over a rate, whic
 in seconds. A number of tokens n may be an array.
 
     transfer()             T_w  one expert's weights over the link
-    gpu(n), unit(n), cpu(n)     one expert of n tokens on the GPU, T_g; on one unit, T_n · N; on the host
+    gpu(n), unit(n), cpu(n)     one expert of n tokens on the GPU, T_g; on one unit, T_n · N; on the
+                                host
     activation             T_a  one token's hidden state over the link, one way
 
 A message over the link takes `Hardware.latency` before its first byte: each hidden state and each
@@ -143,17 +144,20 @@ class Costs:
         room = h.units * h.unit_memory if home == "units" else h.host_memory
         if s.experts_bytes > room:
             raise NotSupported(
-                f"{s.name}: {s.experts_bytes / 1e9:.1f} GB of experts, but the {home} of {h.name} hold "
-                f"{room / 1e9:.1f} GB" + ("; use more units" if home == "units" else "")
+                f"{s.name}: {s.experts_bytes / 1e9:.1f} GB of experts, but the {home} of "
+                f"{h.name} hold {room / 1e9:.1f} GB"
+                + ("; use more units" if home == "units" else "")
             )
         if home == "units" and fullest * s.expert_bytes > h.unit_memory:
             raise NotSupported(
-                f"{s.name}: one unit would hold {fullest * s.expert_bytes / 1e9:.1f} GB of whole "
-                f"experts, but a unit of {h.name} has {h.unit_memory / 1e9:.1f} GB; use more units, or "
-                "a system with tensor parallelism, which spreads every expert over all of them"
+                f"{s.name}: one unit would hold {fullest * s.expert_bytes / 1e9:.1f} GB of "
+                f"whole experts, but a unit of {h.name} has {h.unit_memory / 1e9:.1f} GB; use "
+                "more units, or a system with tensor parallelism, which spreads every expert "
+                "over all of them"
             )
         if self.free_gpu_bytes(tokens) < 0:
             raise NotSupported(
-                f"{s.name}: {self.dense_bytes / 1e9:.1f} GB of attention, embeddings and shared experts "
-                f"do not leave room to work in the GPU's {h.gpu_memory / 1e9:.0f} GB"
+                f"{s.name}: {self.dense_bytes / 1e9:.1f} GB of attention, embeddings and "
+                "shared experts do not leave room to work in the GPU's "
+                f"{h.gpu_memory / 1e9:.0f} GB"
             )

@@ -28,88 +28,94 @@ def simulate_layer(
     plan: Plan, costs: Costs, layer: int = -1, start: float = 0.0
 ) -> tuple[float, list[Event]]:
     """Seconds that the layer takes, and its events from `start` on."""
-    env, events = simpy.Environment(), []
-    link, gpu, first_token = simpy.PriorityResource(env), simpy.Resource(env), env.event()
-    step, receivers = plan.step, plan.receivers.tolist()
-    experts, gpu_work, sending = (
-        step.experts.tolist(),
-        costs.gpu(step.tokens),
-        send_seconds(plan, costs),
-    )
+    run = _Layer(plan, costs, layer, start)
+    run.env.run()
+    return run.env.now, sorted(run.events, key=lambda event: event.start)
 
-    def work(resource: str, kind: str, expert: int, seconds: float, bytes: int = 0) -> Iterator:
-        began = start + env.now
-        yield env.timeout(float(seconds))
-        events.append(Event(resource, kind, layer, expert, began, start + env.now, bytes))
+
+class _Layer:
+    """The processes of one layer, ready to run."""
+
+    def __init__(self, plan: Plan, costs: Costs, layer: int, start: float) -> None:
+        self.plan, self.costs, self.layer, self.start = plan, costs, layer, start
+        self.env, self.events = simpy.Environment(), []
+        self.link, self.gpu = simpy.PriorityResource(self.env), simpy.Resource(self.env)
+        self.first_token = self.env.event()
+        step, self.receivers = plan.step, plan.receivers.tolist()
+        self.experts, self.gpu_work = step.experts.tolist(), costs.gpu(step.tokens)
+        self.sending = send_seconds(plan, costs)
+        for a in np.flatnonzero(plan.resident):
+            self.env.process(self.on_gpu(a, plan.resident[a] * self.gpu_work[a]))
+        self.env.process(self.send())
+        waits = dram_seconds(plan, costs).tolist()
+        for u, shares in enumerate(plan.units.T):
+            if tokens := self.receivers[u]:
+                seconds = costs.unit(step.tokens)
+                self.env.process(self.unit(f"unit {u}", shares, seconds, tokens, waits[u]))
+        if tokens := self.receivers[-1]:
+            self.env.process(self.unit("host", plan.host, costs.cpu(step.tokens), tokens))
+
+    def work(
+        self, resource: str, kind: str, expert: int, seconds: float, bytes: int = 0
+    ) -> Iterator:
+        began = self.start + self.env.now
+        yield self.env.timeout(float(seconds))
+        end = self.start + self.env.now
+        self.events.append(Event(resource, kind, self.layer, expert, began, end, bytes))
 
     def over_link(
-        kind: str, seconds: float, bytes: int, priority: int, expert: int = -1
+        self, kind: str, seconds: float, bytes: int, priority: int, expert: int = -1
     ) -> Iterator:
-        with link.request(priority=priority) as turn:
+        with self.link.request(priority=priority) as turn:
             yield turn
-            yield from work("link", kind, expert, seconds, bytes)
+            yield from self.work("link", kind, expert, seconds, bytes)
 
-    def activations(tokens: int) -> Iterator:
+    def activations(self, tokens: int) -> Iterator:
         if tokens:
-            yield from over_link(
-                "read activations",
-                tokens * costs.activation,
-                tokens * costs.activation_bytes,
-                ACTIVATIONS,
-            )
+            seconds, size = tokens * self.costs.activation, tokens * self.costs.activation_bytes
+            yield from self.over_link("read activations", seconds, size, ACTIVATIONS)
 
-    def on_gpu(a: int, seconds: float) -> Iterator:
-        with gpu.request() as turn:
+    def on_gpu(self, a: int, seconds: float) -> Iterator:
+        with self.gpu.request() as turn:
             yield turn
-            yield from work("gpu", "expert", experts[a], seconds)
+            yield from self.work("gpu", "expert", self.experts[a], seconds)
 
-    def send() -> Iterator:
+    def send(self) -> Iterator:
         """GPU to units: the first token, the others; then weights to the GPU, piece by piece."""
-        first = (
-            min(1, plan.tokens_in) if plan.broadcast else sum(tokens > 0 for tokens in receivers)
-        )
-        yield from activations(first)
-        first_token.succeed()
-        yield from activations(plan.tokens_in - first)
+        plan, size = self.plan, self.costs.spec.expert_bytes
+        reached = sum(tokens > 0 for tokens in self.receivers)
+        first = min(1, plan.tokens_in) if plan.broadcast else reached
+        yield from self.activations(first)
+        self.first_token.succeed()
+        yield from self.activations(plan.tokens_in - first)
         for a in np.flatnonzero(plan.moved):
             share, pieces = plan.moved[a], plan.pieces
-            marks = (
-                np.rint(share * costs.spec.expert_bytes * np.arange(pieces + 1) / pieces)
-                .astype(int)
-                .tolist()
-            )
+            marks = np.rint(share * size * np.arange(pieces + 1) / pieces).astype(int).tolist()
             for before, after in zip(marks, marks[1:]):
                 if after > before:
-                    yield from over_link(
-                        "read weights", sending[a] / pieces, after - before, WEIGHTS, experts[a]
+                    yield from self.over_link(
+                        "read weights",
+                        self.sending[a] / pieces,
+                        after - before,
+                        WEIGHTS,
+                        self.experts[a],
                     )
-                env.process(on_gpu(a, share * gpu_work[a] / pieces))
+                self.env.process(self.on_gpu(a, share * self.gpu_work[a] / pieces))
 
     def unit(
-        name: str, shares: np.ndarray, seconds: np.ndarray, tokens: int, waits: float = 0.0
+        self, name: str, shares: np.ndarray, seconds: np.ndarray, tokens: int, waits: float = 0.0
     ) -> Iterator:
         """A unit or the host: its experts in order, outputs on the way."""
-        yield first_token
+        yield self.first_token
         if waits:
-            yield from work(name, "wait", -1, waits)
+            yield from self.work(name, "wait", -1, waits)
         mine = np.flatnonzero(shares)
         rounds, sent = min(tokens, len(mine)), 0
         for i, a in enumerate(mine, 1):
-            yield from work(name, "expert", experts[a], shares[a] * seconds[a])
+            yield from self.work(name, "expert", self.experts[a], shares[a] * seconds[a])
             due = tokens * max(0, i - (len(mine) - rounds)) // rounds
-            env.process(activations(due - sent))
+            self.env.process(self.activations(due - sent))
             sent = due
-
-    for a in np.flatnonzero(plan.resident):
-        env.process(on_gpu(a, plan.resident[a] * gpu_work[a]))
-    env.process(send())
-    for u, (shares, waits) in enumerate(zip(plan.units.T, dram_seconds(plan, costs).tolist())):
-        if receivers[u]:
-            env.process(unit(f"unit {u}", shares, costs.unit(step.tokens), receivers[u], waits))
-    if receivers[-1]:
-        env.process(unit("host", plan.host, costs.cpu(step.tokens), receivers[-1]))
-    env.run()
-    return env.now, sorted(events, key=lambda event: event.start)
 
 
 def event_seconds(plan: Plan, costs: Costs) -> float:

@@ -46,16 +46,18 @@ HALVES = {"fit": FIT, "judge": JUDGED}
 
 #: inconsistencies of the paper's text
 ODDITIES = (
-    "The abstract calls 2.41× the average end-to-end speedup over MoNDE; §IV-D gives the same number for the experts' "
-    "decode alone, and end to end cannot gain as much on average as its experts do.",
+    "The abstract calls 2.41× the average end-to-end speedup over MoNDE; §IV-D gives the "
+    "same number for the experts' decode alone, and end to end cannot gain as much on "
+    "average as its experts do.",
     "§III-D prefetches as many experts as fit, §IV-D TopK of them (one for Mixtral).",
-    "§III-C balances whole numbers of experts (E_g is 'the number of experts assigned to the GPU'), §I moves 'partial "
-    "expert parameters'.",
+    "§III-C balances whole numbers of experts (E_g is 'the number of experts assigned to the "
+    "GPU'), §I moves 'partial expert parameters'.",
     "E_g' gives a whole number that N does not divide no unhidden GPU work at all.",
-    "Table II swaps Phi's hidden and intermediate size, counts DeepSeek's shared experts among its parameters, and "
-    "gives Mixtral's in units of 2^30.",
-    "The host's 89.6 GB/s needs DDR5-5600; Table I's modules are DDR4-3200, two channels of which give 51.2 GB/s, less "
-    "than PCIe 5.0 x16 takes, and six modules are more than such a board has slots for.",
+    "Table II swaps Phi's hidden and intermediate size, counts DeepSeek's shared experts "
+    "among its parameters, and gives Mixtral's in units of 2^30.",
+    "The host's 89.6 GB/s needs DDR5-5600; Table I's modules are DDR4-3200, two channels of "
+    "which give 51.2 GB/s, less than PCIe 5.0 x16 takes, and six modules are more than such "
+    "a board has slots for.",
 )
 
 #: figures that the fitted assumptions miss, and why
@@ -82,22 +84,30 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 #: assumption → where its choices come from
 SOURCES = {
     "zipf": "skew of the experts' popularity; §II-A says highly uneven, gives no figure",
-    "bias": "how much a prompt has its own favourites; §III-D and Fig. 6 say so, the text gives no figure",
-    "mapping": "a module's streaming rate: §IV-A states 102.4 GB/s inside; the others are what ramulator2, which the "
-    "paper modified, gives by address mapping",
-    "clock_ghz": "of a module's multipliers: Table I counts 64 and gives no clock; 0.8 matches 102.4 GB/s",
+    "bias": "how much a prompt has its own favourites; §III-D and Fig. 6 say so, the text gives no "
+    "figure",
+    "mapping": "a module's streaming rate: §IV-A states 102.4 GB/s inside; the others are what "
+    "ramulator2, which the paper modified, gives by address mapping",
+    "clock_ghz": "of a module's multipliers: Table I counts 64 and gives no clock; 0.8 matches "
+    "102.4 GB/s",
     "efficiency": "of GPU, link and CPU: peaks (§IV-A), AttAcc's simulator (0.85, 0.8), in between",
     "gpu_gb": "Table I's 16GB in 10^9 bytes, or as memory is sold, 2^30",
     "placement": "§III-B: MoNDE puts entire experts on distinct modules, no rule is given",
-    "monde_prefill": "§IV-B: MoNDE distributes by arithmetic intensity; §III-B: part of the work goes to the GPU; how "
-    "much of a prompt is not said: nothing, the bandwidths' share, the best of each layer",
-    "monde_relieves": "§III-B, Fig. 3a: which module loses the experts that the GPU gets is not said",
+    "monde_prefill": "§IV-B: MoNDE distributes by arithmetic intensity; §III-B: part of the work "
+    "goes to the GPU; how much of a prompt is not said: nothing, the bandwidths' "
+    "share, the best of each layer",
+    "monde_relieves": "§III-B, Fig. 3a: which module loses the experts that the GPU gets is not "
+    "said",
     "monde_rounding": "MoNDE §3 gives a ratio, experts are whole",
-    "rounding": "§III-C: E_g is 'the number of experts', and has a fractional part; §I moves partial experts",
-    "eq2_tokens": "§III-C: E_n + E_g = TopK also for a prompt, whose tokens choose different experts",
+    "rounding": "§III-C: E_g is 'the number of experts', and has a fractional part; §I moves "
+    "partial experts",
+    "eq2_tokens": "§III-C: E_n + E_g = TopK also for a prompt, whose tokens choose different "
+    "experts",
     "limit": "experts of a layer that are prefetched: TopK (§IV-D), or what fits (§III-D)",
-    "cached": "popular experts in GPU memory all along: Fiddler's own paper has them, GPU-NDP does not mention it",
-    "averaged": "numbers of modules that the averages run over: which bars Figs. 8 to 11 show is not in the text",
+    "cached": "popular experts in GPU memory all along: Fiddler's own paper has them, GPU-NDP does "
+    "not mention it",
+    "averaged": "numbers of modules that the averages run over: which bars Figs. 8 to 11 show is "
+    "not in the text",
 }
 
 

@@ -4,8 +4,10 @@ the same plan.
 A `Plan` gives each expert of a `LayerStep` as shares of its columns: 1 in one place is a whole
 expert, 1/N on each of N units is tensor parallelism; every row adds up to 1.
 
-    units [A, N]   computed on unit u from its own memory        host [A]    computed on the CPU from its own memory
-    resident [A]   computed on the GPU from its own memory       moved [A]   sent over the link, computed on the GPU
+    units [A, N]   computed on unit u from its own memory        host [A]
+    computed on the CPU from its own memory
+    resident [A]   computed on the GPU from its own memory       moved [A]
+    sent over the link, computed on the GPU
 """
 
 from __future__ import annotations
@@ -133,30 +135,15 @@ def problems(
     host has."""
     if not isinstance(plan, Plan):
         return [f"it is no plan but {plan!r}"]
-    step, A = plan.step, len(plan.step)
-    columns = {
-        "units": plan.units,
-        "resident": plan.resident,
-        "moved": plan.moved,
-        "host": plan.host,
-    }
-    wrong = [
-        f"{name} has the shape {np.shape(column)}"
-        for name, column in columns.items()
-        if np.shape(column)[:1] != (A,) or np.ndim(column) != 1 + (name == "units")
-    ]
-    if wrong or N is not None and plan.units.shape[1] != N:
-        return [
-            f"{', '.join(wrong) or f'units has the shape {plan.units.shape}'} for {A} experts"
-            + (f" on {N} units" if N is not None else "")
-        ]
-    found = []
+    if wrong := _wrong_shapes(plan, N):
+        return [wrong]
+    found, step = [], plan.step
     if asked is not None and asked is not step and not _same(asked, step):
         found.append(
             "it is of "
             + ", and asked was for ".join(
-                f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} tokens, at {one.home.tolist()}, "
-                f"resident {one.resident.tolist()}"
+                f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} "
+                f"tokens, at {one.home.tolist()}, resident {one.resident.tolist()}"
                 for one in (step, asked)
             )
         )
@@ -164,9 +151,33 @@ def problems(
         found.append(
             f"experts are sent in {plan.pieces} pieces; it must be a whole number, at least 1"
         )
-    found += [
+    return found + _wrong_shares(plan, *held)
+
+
+def _columns(plan: Plan) -> dict[str, np.ndarray]:
+    return {name: getattr(plan, name) for name in ("units", "resident", "moved", "host")}
+
+
+def _wrong_shapes(plan: Plan, N: int | None) -> str:
+    A = len(plan.step)
+    wrong = [
+        f"{name} has the shape {np.shape(column)}"
+        for name, column in _columns(plan).items()
+        if np.shape(column)[:1] != (A,) or np.ndim(column) != 1 + (name == "units")
+    ]
+    if not wrong and (N is None or plan.units.shape[1] == N):
+        return ""
+    where = "" if N is None else f" on {N} units"
+    said = ", ".join(wrong) or f"units has the shape {plan.units.shape}"
+    return f"{said} for {A} experts{where}"
+
+
+def _wrong_shares(plan: Plan, units: np.ndarray | float, host: float) -> list[str]:
+    """Experts that are not computed exactly once, or where they are not."""
+    step = plan.step
+    found = [
         f"a share of {name} is negative or no number"
-        for name, column in columns.items()
+        for name, column in _columns(plan).items()
         if not column.min(initial=0) >= -1e-12
     ]
     once = plan.units.sum(1) + plan.resident + plan.moved + plan.host
@@ -179,12 +190,14 @@ def problems(
         for e in step.experts[(plan.resident > 0) & ~step.resident]
     ]
     found += [
-        f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not have so much of it"
-        for a, u in zip(*(plan.units > held[0] + 1e-9).nonzero())
+        f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not "
+        "have so much of it"
+        for a, u in zip(*(plan.units > units + 1e-9).nonzero())
     ]
     found += [
-        f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have so much of it"
-        for a in (plan.host > held[1] + 1e-9).nonzero()[0]
+        f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have "
+        "so much of it"
+        for a in (plan.host > host + 1e-9).nonzero()[0]
     ]
     return found
 

@@ -6,7 +6,8 @@ log-normal bias of its own, which makes its prefill a better predictor of its de
 prompts are (GPU-NDP §III-D, Fig. 6). Tokens choose independently of each other; in recorded traces
 neighbouring tokens and layers choose alike.
 
-    weight[l, e] = rank(l, e)^(−zipf) · exp(bias · normal[l, e])        K a token, without replacement
+    weight[l, e] = rank(l, e)^(−zipf) · exp(bias · normal[l, e])
+    K a token, without replacement
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def batched(routings: Sequence[PromptRouting]) -> PromptRouting:
         or routings[0].batch != 1
     ):
         raise ValueError(
-            "a batch is of at least one prompt, all of one model, prompts and answers of equal length"
+            "a batch is of at least one prompt, all of one model, prompts and answers of "
+            "equal length"
         )
     return PromptRouting(
         routings[0].spec,
@@ -125,8 +127,9 @@ def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
     parts = [trace.select(mine & (trace.phase == phase)).ids.numpy() for phase in (PREFILL, DECODE)]
     if not all(map(len, parts)):
         raise ValueError(
-            f"sequence {sequence} of the trace has {len(parts[0])} prefill and {len(parts[1])} decode "
-            f"tokens and both are needed; the trace has sequences 0 to {trace.sequences - 1}"
+            f"sequence {sequence} of the trace has {len(parts[0])} prefill and "
+            f"{len(parts[1])} decode tokens and both are needed; the trace has sequences 0 to "
+            f"{trace.sequences - 1}"
         )
     return PromptRouting(
         trace.spec, *parts, history=trace.select(~mine).counts().numpy().astype(float)

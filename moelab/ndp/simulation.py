@@ -118,8 +118,8 @@ class NDPRun:
         if found := problems(plan, step, N, self.system.held(getattr(plan, "step", step), N)):
             more = f"; and {len(found) - 3} more" if found[3:] else ""
             raise ValueError(
-                f"{type(self.system).__name__}.plan of a step of {len(step)} experts and {step.S} tokens "
-                f"is wrong: {'; '.join(found[:3])}{more}"
+                f"{type(self.system).__name__}.plan of a step of {len(step)} experts and "
+                f"{step.S} tokens is wrong: {'; '.join(found[:3])}{more}"
             )
         return plan
 
@@ -266,8 +266,9 @@ class NDPRun:
         """
         if not self.timeless:
             raise ValueError(
-                f"{type(self.system).__name__} prefetches what pays, which is predicted by planning the "
-                "prompt's tokens again: it needs `situations` and cannot have `after`"
+                f"{type(self.system).__name__} prefetches what pays, which is predicted by "
+                "planning the prompt's tokens again: it needs `situations` and cannot have "
+                "`after`"
             )
         ids, place, D = (
             self.routing.prefill_by_popularity,

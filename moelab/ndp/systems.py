@@ -4,11 +4,15 @@ balancing, prefetching.
 A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has
 two versions:
 
-    literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because E_n + E_g = TopK;
-              after a prefetch hit the misses stay on the units; K experts a layer are prefetched (§IV-D).
-    improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are balanced too, as
-              many experts move in prefill as pay, and as many of those that fit are prefetched as are predicted to pay
-              (`simulation.experts_that_pay`). The split ends both sides at once, by bisection on the closed form.
+    literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because
+              E_n + E_g = TopK;
+              after a prefetch hit the misses stay on the units; K experts a layer are prefetched
+              (§IV-D).
+    improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are
+              balanced too, as
+              many experts move in prefill as pay, and as many of those that fit are prefetched as
+              are predicted to pay (`simulation.experts_that_pay`). The split ends both sides at
+              once, by bisection on the closed form.
 
 Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves
 is taken from the busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
@@ -22,7 +26,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -31,13 +35,22 @@ from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_secon
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
 from moelab.ndp.prefetch import most_used
+from moelab.ndp.routing import PromptRouting
 from moelab.registry import require
-
-if TYPE_CHECKING:
-    from moelab.ndp.simulation import NDPRun
 
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
 SHARES = ROUND | {"none": np.positive}  # of an expert
+
+
+class Run(Protocol):
+    """What a system may ask of the run that it plans (`moelab.ndp.simulation.NDPRun`)."""
+
+    routing: PromptRouting
+    costs: Costs
+    most: int
+    cached: np.ndarray
+
+    def experts_that_pay(self, usual: int) -> int: ...
 
 
 class System(ABC):
@@ -58,12 +71,12 @@ class System(ABC):
     @abstractmethod
     def plan(self, step: LayerStep, costs: Costs) -> Plan: ...
 
-    def resident(self, run: NDPRun) -> np.ndarray:
+    def resident(self, run: Run) -> np.ndarray:
         """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most
         popular ones."""
         return most_used(run.routing.history, run.most * self.cached)
 
-    def prefetched(self, run: NDPRun) -> np.ndarray:
+    def prefetched(self, run: Run) -> np.ndarray:
         """Which it has when decoding begins, bool [L, E]; what it had not is loaded before. Here,
         if the system `prefetches`, the ones that the prompt used most, and else those that it
         has."""

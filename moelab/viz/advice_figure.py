@@ -28,12 +28,8 @@ def pareto(advice: Advice) -> Figure:
     Each form of the experts has its colour and symbol, larger where measured; the legend says what
     it loses, and it or the axis what was modelled, simulated or measured. The ring is what is
     advised."""
-    ways, best, groups = [*advice.ways, *advice.elsewhere], advice.best, {}
+    ways, best = [*advice.ways, *advice.elsewhere], advice.best
     kind = best.kind if len({way.kind for way in ways}) == 1 else ""
-    for way in sorted(ways, key=lambda way: (SERIES.index(way.form), way.kind)):
-        groups.setdefault(f"{way.form}, {way.loses}{'' if kind else f', {way.kind}'}", []).append(
-            way
-        )
     times = sorted(way.tpot for way in ways)
     (small, B), (fast, s) = unit_of(min(way.memory for way in ways), "B"), unit_of(times[0], "s")
     axes = {f"memory of the process ({small})": lambda way: way.memory / B}
@@ -45,7 +41,7 @@ def pareto(advice: Advice) -> Figure:
         figure.update_yaxes(type="log", tickvals=ROUND)
     for (title, of), place in zip(axes.items(), places):
         figure.update_xaxes(title=title, **place)
-        for name, group in groups.items():
+        for name, group in _groups(ways, not kind).items():
             known = [way for way in group if way.loss is not None or place is places[0]]
             add_points(
                 figure,
@@ -57,10 +53,7 @@ def pareto(advice: Advice) -> Figure:
                 marker=_look(group[0]),
                 text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in known],
             )
-    line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
-    line += [
-        (max(way.memory for way in ways), tpot) for _, tpot in line[-1:]
-    ]  # what fits less memory fits more
+    line = _front(ways)
     figure.add_scatter(
         x=[x / B for x, _ in line],
         y=[y / s for _, y in line],
@@ -80,6 +73,22 @@ def pareto(advice: Advice) -> Figure:
         **places[0],
     )
     return finish(figure, height=440)
+
+
+def _groups(ways: list[Way], kinds: bool) -> dict[str, list[Way]]:
+    """Name in the legend → its ways, form by form; with their kind if there are several."""
+    groups: dict[str, list[Way]] = {}
+    for way in sorted(ways, key=lambda way: (SERIES.index(way.form), way.kind)):
+        name = f"{way.form}, {way.loses}"
+        groups.setdefault(f"{name}, {way.kind}" if kinds else name, []).append(way)
+    return groups
+
+
+def _front(ways: list[Way]) -> list[tuple[float, float]]:
+    """(bytes, seconds) of the fastest lossless way in so much memory, to the end of the axis: what
+    fits less memory fits more."""
+    line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
+    return line + [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]
 
 
 def _look(way: Way) -> dict[str, Any]:
@@ -103,10 +112,11 @@ def draw(advice: Advice) -> None:
     tried = len(advice.ways) + len(advice.elsewhere)
     show(
         pareto(advice),
-        f"{name} on {advice.device.name}: time of a token and memory of the process, of every way "
-        f"that was tried. The line is the fastest lossless one in so much memory, the ring what is advised.",
-        f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes {duration(best.tpot)} a "
-        f"token in {size(best.memory)}",
+        f"{name} on {advice.device.name}: time of a token and memory of the process, of every "
+        "way that was tried. The line is the fastest lossless one in so much memory, the "
+        "ring what is advised.",
+        f"Points: {tried} ways of running {name}; the advised one, {best.name}, takes "
+        f"{duration(best.tpot)} a token in {size(best.memory)}",
         "advice",
     )
     rows, common = advice.rounded()

@@ -7,6 +7,7 @@ Sizes come in bytes and are drawn in GB of 10⁹ bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,47 +71,9 @@ def gantt(
         row_heights=heights,
         vertical_spacing=min(0.5 / len(runs), 1.6 / (sum(heights) + 2)),
     )
-    brief = 2e-3 * max(
-        (end - start for start, end in spans), default=0
-    )  # seconds that are hardly a pixel
+    brief = 2e-3 * max((end - start for start, end in spans), default=0)
     for at, events, resources, (start, end) in zip(places, runs.values(), rows, spans):
-        for name, (colour, shape, text) in KINDS.items():
-            if not (of := [e for e in events if e.kind == name]):
-                continue
-            edge = "#bbbbbb" if name == "wait" else "white"
-            edges = [
-                colour if e.end - e.start < brief else edge for e in of
-            ]  # a white one would hide it
-            # a number on less than a digit's width would be measured and then hidden
-            shown = [
-                -1 if e.end - e.start < 6 * brief else e.layer if numbers == "layers" else e.expert
-                for e in of
-            ]
-            figure.add_bar(
-                y=[e.resource for e in of],
-                base=[1e3 * (e.start - start) for e in of],
-                orientation="h",
-                name=name,
-                x=[1e3 * (e.end - e.start) for e in of],
-                text=["" if n < 0 else str(n) for n in shown],
-                textposition="inside",
-                textangle=0,
-                insidetextanchor="middle",
-                textfont={"color": text, "size": 12},
-                customdata=[(e.layer, e.expert) for e in of],
-                marker={
-                    "color": colour,
-                    "line": {"color": edges if colour in edges else edge, "width": 0.8},
-                    "pattern": pattern(
-                        shape, "#999999" if name == "wait" else "white", size=6, fgopacity=0.5
-                    ),
-                },
-                hovertemplate="%{y}, "
-                + name
-                + ", layer %{customdata[0]}, expert %{customdata[1]}: %{x:.4f} ms from "
-                "%{base:.4f} ms<extra></extra>",
-                **at,
-            )
+        _add_work(figure, events, start, brief, numbers, at)
         figure.add_vline(
             x=1e3 * (end - start), line={"color": theme.BLACK, "dash": "dash", "width": 1.5}, **at
         )
@@ -134,6 +97,53 @@ def gantt(
     return figure.update_layout(legend_traceorder="normal")
 
 
+def _add_work(
+    figure: Figure,
+    events: Sequence[Event],
+    start: float,
+    brief: float,
+    numbers: str,
+    at: Mapping[str, Any],
+) -> None:
+    """The bars of a run, a look a kind; `brief` seconds are hardly a pixel."""
+    for name, (colour, shape, text) in KINDS.items():
+        if not (of := [e for e in events if e.kind == name]):
+            continue
+        edge = "#bbbbbb" if name == "wait" else "white"
+        # a white one would hide it
+        edges = [colour if e.end - e.start < brief else edge for e in of]
+        # a number on less than a digit's width would be measured and then hidden
+        shown = [
+            -1 if e.end - e.start < 6 * brief else e.layer if numbers == "layers" else e.expert
+            for e in of
+        ]
+        figure.add_bar(
+            y=[e.resource for e in of],
+            base=[1e3 * (e.start - start) for e in of],
+            orientation="h",
+            name=name,
+            x=[1e3 * (e.end - e.start) for e in of],
+            text=["" if n < 0 else str(n) for n in shown],
+            textposition="inside",
+            textangle=0,
+            insidetextanchor="middle",
+            textfont={"color": text, "size": 12},
+            customdata=[(e.layer, e.expert) for e in of],
+            marker={
+                "color": colour,
+                "line": {"color": edges if colour in edges else edge, "width": 0.8},
+                "pattern": pattern(
+                    shape, "#999999" if name == "wait" else "white", size=6, fgopacity=0.5
+                ),
+            },
+            hovertemplate="%{y}, "
+            + name
+            + ", layer %{customdata[0]}, expert %{customdata[1]}: %{x:.4f} ms from "
+            "%{base:.4f} ms<extra></extra>",
+            **at,
+        )
+
+
 def budget_curve(
     curves: Mapping[str, Sequence[tuple[float, float, float]]],
     ceiling: Sequence[tuple[float, float, float]] = (),
@@ -150,7 +160,8 @@ def budget_curve(
         Belady's optimum.
     limits : {name: [(bytes, seconds), …]}, lower bounds of the TPOT. marks : {name: bytes},
         vertical lines.
-    most_hits : [(bytes, hit rate), …], an upper bound.    measured : [(policy, as of `curves`), …], points.
+    most_hits : [(bytes, hit rate), …], an upper bound.
+    measured : [(policy, as of `curves`), …], points.
     target : (seconds, what it is), a horizontal line.
     """
     curves = {name: [point[:3] for point in points] for name, points in curves.items()}
@@ -169,6 +180,34 @@ def budget_curve(
         name: (sorted(points), line_look(i)) for i, (name, points) in enumerate(curves.items())
     }
     looks |= {"Belady, whole experts": (sorted(ceiling), optimum)} if ceiling else {}
+    _add_policies(figure, looks, (scale, unit), upper, lower)
+    _add_limits(figure, limits or {}, most_hits, (scale, unit), upper, lower)
+    if measured:
+        _add_measured(figure, measured, (scale, unit), upper, lower)
+    if target is not None:
+        figure.add_hline(
+            y=1e3 * target[0],
+            line=DASHED | {"dash": "dot"},
+            annotation_text=target[1],
+            annotation_position="top right",
+            annotation_font=NOTE,
+            **upper,
+        )
+    _add_marks(figure, marks or {}, scale)
+    figure.update_yaxes(title="TPOT (ms)", **upper)
+    figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
+    return finish(figure, legend="policies: simulated", height=560)
+
+
+def _add_policies(
+    figure: Figure,
+    looks: Mapping[str, tuple[Points, Mapping[str, Any]]],
+    scaled: tuple[float, str],
+    upper: Mapping[str, Any],
+    lower: Mapping[str, Any],
+) -> None:
+    """A line a policy in both panels."""
+    scale, unit = scaled
     for name, (points, look) in looks.items():
         size, tpot, hits = np.array(points, dtype=float).T
         for at, y, what in ((upper, 1e3 * tpot, "ms"), (lower, 100 * hits, "%")):
@@ -180,7 +219,19 @@ def budget_curve(
                 **at,
                 hovertemplate=hover("%{x:.2f} " + unit + ": %{y:.1f} " + what, name),
             )
-    for i, (name, points) in enumerate((limits or {}).items()):
+
+
+def _add_limits(
+    figure: Figure,
+    limits: Mapping[str, Points],
+    most_hits: Points,
+    scaled: tuple[float, str],
+    upper: Mapping[str, Any],
+    lower: Mapping[str, Any],
+) -> None:
+    """Lower bounds of the TPOT, and the upper bound of the hit rate."""
+    scale, unit = scaled
+    for i, (name, points) in enumerate(limits.items()):
         x, y = np.array(sorted(points)).T
         figure.add_scatter(
             x=x / scale,
@@ -202,28 +253,33 @@ def budget_curve(
             line={"color": GREY, "dash": "longdashdot", "width": 2},
             hovertemplate=hover("%{x:.2f} " + unit + ": %{y:.1f} %", "ceiling"),
         )
+
+
+def _add_measured(
+    figure: Figure,
+    measured: Sequence[tuple[str, Sequence[float]]],
+    scaled: tuple[float, str],
+    upper: Mapping[str, Any],
+    lower: Mapping[str, Any],
+) -> None:
+    """A star for each real run."""
+    scale, unit = scaled
     for at, place, factor, what in ((upper, 1, 1e3, "ms"), (lower, 2, 100, "%")):
-        if measured:
-            figure.add_scatter(
-                x=[point[0] / scale for _, point in measured],
-                mode="markers",
-                name="measured",
-                y=[factor * point[place] for _, point in measured],
-                text=[name for name, _ in measured],
-                marker={"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE},
-                **at,
-                hovertemplate=hover("%{text}, %{x:.2f} " + unit + ": %{y:.1f} " + what, "measured"),
-            )
-    if target is not None:
-        figure.add_hline(
-            y=1e3 * target[0],
-            line=DASHED | {"dash": "dot"},
-            annotation_text=target[1],
-            annotation_position="top right",
-            annotation_font=NOTE,
-            **upper,
+        figure.add_scatter(
+            x=[point[0] / scale for _, point in measured],
+            mode="markers",
+            name="measured",
+            y=[factor * point[place] for _, point in measured],
+            text=[name for name, _ in measured],
+            marker={"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE},
+            **at,
+            hovertemplate=hover("%{text}, %{x:.2f} " + unit + ": %{y:.1f} " + what, "measured"),
         )
-    for i, (name, size) in enumerate((marks or {}).items()):
+
+
+def _add_marks(figure: Figure, marks: Values, scale: float) -> None:
+    """Vertical lines at sizes, with their names above."""
+    for i, (name, size) in enumerate(marks.items()):
         figure.add_vline(x=size / scale, line=DASHED)
         figure.add_annotation(
             x=size / scale,
@@ -235,9 +291,6 @@ def budget_curve(
             yshift=13 * (i % 2),
             font=NOTE,
         )  # neighbours may be close
-    figure.update_yaxes(title="TPOT (ms)", **upper)
-    figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
-    return finish(figure, legend="policies: simulated", height=560)
 
 
 def memory_bar(parts: Values, on_disk: str) -> Figure:

@@ -334,17 +334,13 @@ def bars(
     figure, places = panels(
         groups, columns, x, y, horizontal_spacing=0.07, vertical_spacing=80 / height
     )
-    names, scale = (
-        list(dict.fromkeys(name for of in groups.values() for name in of)),
-        100 if percent else 1,
-    )
+    scale = 100 if percent else 1
+    names = list(dict.fromkeys(name for of in groups.values() for name in of))
     for at, (panel, of) in zip(places, groups.items()):
         for name, by_group in of.items():
             there = {group: spread for group, spread in by_group.items() if spread is not None}
-            value, low, high = (
-                scale
-                * np.array([tuple(spread) for spread in there.values()], float).reshape(-1, 3).T
-            )
+            spreads = [tuple(spread) for spread in there.values()]
+            value, low, high = scale * np.array(spreads, float).reshape(-1, 3).T
             n = names.index(name)
             figure.add_bar(
                 x=list(there),
@@ -356,44 +352,11 @@ def bars(
                 hovertemplate=hover("%{x}: %{y:.3g}", name),
                 **at,
             )
-            said = (paper or {}).get(panel, {}).get(name, {})
-            ends = [
-                (group, v) for group, values in said.items() for v in (*values, np.nan)
-            ]  # NaN ends a line
-            if said:
-                figure.add_scatter(
-                    x=[group for group, _ in ends],
-                    y=[scale * v for _, v in ends],
-                    mode="lines+markers",
-                    name="the paper",
-                    offsetgroup=str(n),
-                    marker=PAPER,
-                    line=EDGE | {"dash": "solid"},
-                    hovertemplate=hover("%{x}: %{y:.3g}", f"{name}, paper"),
-                    **at,
-                )
+            if said := (paper or {}).get(panel, {}).get(name):
+                _add_paper(figure, said, name, n, scale, at)
         every = list(dict.fromkeys(group for by_group in of.values() for group in by_group))
         figure.update_xaxes(categoryarray=every, **at)
-        for group in every:
-            missing = [
-                name
-                for name, by_group in of.items()
-                if group in by_group and by_group[group] is None
-            ]
-            if missing:
-                figure.add_scatter(
-                    x=[group],
-                    y=[0],
-                    mode="text",
-                    text="N.S.",
-                    textposition="top center",
-                    offsetgroup=str(names.index(missing[len(missing) // 2])),
-                    showlegend=False,
-                    textfont={"size": 11, "color": GREY},
-                    hoverinfo="skip",
-                    name="not supported",
-                    **at,
-                )
+        _add_unsupported(figure, of, every, names, at)
         if line:
             figure.add_hline(y=scale * line[0], line=DASHED, **at)
     figure.update_xaxes(type="category", categoryorder="array", showgrid=False)
@@ -406,6 +369,58 @@ def bars(
         bargap=0.18,
         height=height,
     )
+
+
+def _add_paper(
+    figure: Figure,
+    said: Mapping[str, Sequence[float]],
+    name: str,
+    n: int,
+    scale: float,
+    at: Mapping[str, Any],
+) -> None:
+    """A series' published values, open diamonds on its bars; two are the ends of a line."""
+    # NaN ends a line
+    ends = [(group, v) for group, values in said.items() for v in (*values, np.nan)]
+    figure.add_scatter(
+        x=[group for group, _ in ends],
+        y=[scale * v for _, v in ends],
+        mode="lines+markers",
+        name="the paper",
+        offsetgroup=str(n),
+        marker=PAPER,
+        line=EDGE | {"dash": "solid"},
+        hovertemplate=hover("%{x}: %{y:.3g}", f"{name}, paper"),
+        **at,
+    )
+
+
+def _add_unsupported(
+    figure: Figure,
+    of: Mapping[str, Mapping[str, Spread | None]],
+    groups: Sequence[str],
+    names: Sequence[str],
+    at: Mapping[str, Any],
+) -> None:
+    """N.S. in each group that has a series without a value."""
+    for group in groups:
+        missing = [
+            name for name, by_group in of.items() if group in by_group and by_group[group] is None
+        ]
+        if missing:
+            figure.add_scatter(
+                x=[group],
+                y=[0],
+                mode="text",
+                text="N.S.",
+                textposition="top center",
+                offsetgroup=str(names.index(missing[len(missing) // 2])),
+                showlegend=False,
+                textfont={"size": 11, "color": GREY},
+                hoverinfo="skip",
+                name="not supported",
+                **at,
+            )
 
 
 def lines(

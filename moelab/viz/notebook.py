@@ -78,7 +78,10 @@ def interact(
                 f"the control {name!r} has no description; name the quantity and its unit"
             )
         control.style.description_width, control.layout.width = LABEL, "auto"
-    text = f"[To be turned in JupyterLab: {', '.join(control.description for control in controls.values())}]"
+    text = (
+        "[To be turned in JupyterLab: "
+        f"{', '.join(control.description for control in controls.values())}]"
+    )
     if os.environ.get("MOELAB_HEADLESS"):
         if not shown:
             function(**{name: control.value for name, control in controls.items()})

@@ -21,7 +21,8 @@ OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top", 
 
 
 class Figure:
-    """traces : dictionaries.   frame : what plotly calls the layout.   columns : of panels, from the top left."""
+    """traces : dictionaries.   frame : what plotly calls the layout.
+    columns : of panels, from the top left."""
 
     def __init__(
         self,

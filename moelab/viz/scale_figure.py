@@ -7,7 +7,7 @@ python -m moelab.viz.scale_figure results/bench/scale.json results/bench/scale.p
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,35 @@ def beside_memory(
             "no arm has run, so there is nothing to draw: "
             + "; ".join(f"{name}: {row['result']}" for name, row in rows.items())
         )
-    others = limits[names[0]]["other weights GB"]
-    sizes = {"bf16": others + conditions["experts in bf16 GB"]} | {
-        name: others + conditions["experts in bf16 GB"] * limits[name]["stored fraction"]
-        for name in names
-    }
     figure, (left, right) = panels(
         ["the whole model", f"a token, executor {conditions['executor']}"],
         2,
         horizontal_spacing=0.14,
     )
+    _add_sizes(figure, names, conditions, rows, limits, left)
+    _add_times(figure, names, limits, right)
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(title="GB", **left)
+    figure.update_yaxes(title="TPOT (ms)", **right)
+    return finish(figure, height=460, width=900, bargap=0.3).update_layout(
+        legend_y=1.1, margin={"t": 90}
+    )
+
+
+def _add_sizes(
+    figure: Figure,
+    names: Sequence[str],
+    conditions: Mapping[str, Any],
+    rows: Mapping[str, Mapping[str, Any]],
+    limits: Mapping[str, Values],
+    left: Mapping[str, Any],
+) -> None:
+    """The model in each form, the peak of the process, and the machine's memory."""
+    others = limits[names[0]]["other weights GB"]
+    sizes = {"bf16": others + conditions["experts in bf16 GB"]} | {
+        name: others + conditions["experts in bf16 GB"] * limits[name]["stored fraction"]
+        for name in names
+    }
     figure.add_bar(
         x=list(sizes),
         y=list(sizes.values()),
@@ -72,6 +91,15 @@ def beside_memory(
         **left,
         hovertemplate=hover("%{y:.1f} GB", "this machine's memory"),
     )
+
+
+def _add_times(
+    figure: Figure,
+    names: Sequence[str],
+    limits: Mapping[str, Values],
+    right: Mapping[str, Any],
+) -> None:
+    """The mean time of a token, and the limit of the same tokens."""
     times = [1e3 * limits[name]["mean TPOT s"] for name in names]
     figure.add_bar(
         x=names,
@@ -91,12 +119,6 @@ def beside_memory(
         6,
         "%{x}: %{y:.1f} ms",
         **right,
-    )
-    figure.update_xaxes(type="category", showgrid=False)
-    figure.update_yaxes(title="GB", **left)
-    figure.update_yaxes(title="TPOT (ms)", **right)
-    return finish(figure, height=460, width=900, bargap=0.3).update_layout(
-        legend_y=1.1, margin={"t": 90}
     )
 
 

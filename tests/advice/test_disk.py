@@ -6,21 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moelab import advise
-from moelab.advice import disk
 from moelab.advice.advise import parse_loss
 from moelab.advice.answer import unmeasured
 from moelab.advice.machine import here
-from moelab.advice.model import AS_IS, find_model
-from moelab.advice.space import card_costs
+from moelab.advice.model import AS_IS
 from moelab.advice.verify import Kept
 from moelab.advice.ways import Way
-from moelab.cards import load_device
-from moelab.checkpoint.opening import open_checkpoint
-from moelab.files import small_model
 
 GB = 10**9
 WAY = Way(AS_IS, 0.0, 58 * GB, 10 * GB, 14 * GB, 0.5, 1.0, 1.0, 1.0)
@@ -32,17 +25,6 @@ def free(monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=nbytes))
 
     return has
-
-
-@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 200))
-def test_what_goes_to_one_disk_is_added_up(download, written, gigabytes):
-    model = replace(find_model("Qwen3-30B-A3B"), download=download * GB)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=gigabytes * GB))
-        patch.setattr(disk, "nearest", lambda path: small_model())  # all are on one
-        words = disk.lacking(model, replace(WAY, form="bf12", written=written * GB))
-    missing = download + written - gigabytes
-    assert bool(words) == (missing > 0) and (not words or f"{missing} GB more are needed" in words)
 
 
 def test_a_store_for_which_the_disk_has_no_room_is_not_advised(free, monkeypatch):
@@ -115,32 +97,3 @@ def test_notes_that_cannot_be_kept_stop_no_advice(tmp_path, monkeypatch):
             loss=None,
         )
     assert Kept("a").corrected(WAY, 1).tpot == 2.0 and (tmp_path / "file").read_text() == ""
-
-
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "qwen3-30b-a3b", "MIXTRAL-8X7B"])
-def test_a_card_has_no_weights_to_open(name):
-    with pytest.raises(
-        ValueError, match="is a card, .*without its weights: give its hub id, .*synthesize"
-    ) as error:
-        open_checkpoint(name)
-    assert len(str(error.value).splitlines()) == 1 and error.value.__cause__ is None
-    assert find_model(name).spec.name.lower() == name.lower()
-
-
-def test_simulated_advice_looks_at_the_disk_for_a_model_that_is_not_here_too(free, monkeypatch):
-    device = load_device("m2-max")
-    monkeypatch.setattr("moelab.advice.advise.here", lambda folder: device)
-    monkeypatch.setattr(
-        "moelab.advice.simulated.sample_costs", lambda model, *_: card_costs(device, model)
-    )
-    monkeypatch.setattr("moelab.advice.space.SECONDS", 0.0)
-    free(10**15)
-    plenty = advise("Phi-tiny-MoE", "3GB", simulate=True, loss="any")
-    assert {way.form for way in plenty.ways} > {AS_IS}
-    download = find_model("Phi-tiny-MoE").download
-    free(download + 10**6)
-    scarce = advise("Phi-tiny-MoE", "3GB", simulate=True, loss="any")
-    assert {way.form for way in scarce.ways} == {AS_IS} and any(
-        "Left out" in note for note in scarce.notes
-    )
-    assert not any("experts" in what for what, _ in scarce.more)  # of another form

@@ -13,7 +13,6 @@ from moelab.advice import sample, simulated, space, verify
 from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.verify import Kept, options_of, run
 from moelab.advice.ways import Way
-from moelab.journal import Journal
 from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
 from tests.models import tiny
@@ -65,18 +64,6 @@ def test_what_was_measured_corrects_the_rest_and_says_so():
     assert (known.tpot, known.kind, known.predicted) == (1.5, "measured", 1.0)
     assert again.corrected(way(), 2).kind == "simulated"  # a batch of two is another thing
     assert Kept("def").correction() == (1.0, None)
-
-
-def test_another_machine_knows_nothing_and_a_torn_line_is_left_out(monkeypatch):
-    record(kept := Kept("abc"), way(), 1.5)
-    with open(kept.path, "ab") as file:
-        file.write(b"{half a line")
-    assert len(Kept("abc").records) == 1
-    monkeypatch.setattr(verify, "machine", lambda: "another")
-    assert Kept("abc").records == []
-    journal = Journal(kept.path)
-    journal.close()
-    assert len(journal.lines) == 1
 
 
 def test_the_loss_of_a_form_is_the_last_that_was_measured():

@@ -151,16 +151,6 @@ def test_parity_measures_differences_and_judges_them(folder, halves, model):
         parity(folder, model, [])
 
 
-@torch.no_grad()
-def test_what_graphs_cannot_do_is_refused(folder, halves):
-    with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
-        with pytest.raises(ValueError, match="context"):
-            halves(prompt(CONTEXT + 5))
-    with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
-        with pytest.raises(ValueError, match="StaticCache"):
-            halves.generate(prompt(20), max_new_tokens=2, cache_implementation="static")
-
-
 @pytest.mark.parametrize("part", ["group00", "attention"])
 @torch.no_grad()
 def test_a_package_that_was_changed_is_run_by_nobody(part, folder, halves, tmp_path, monkeypatch):
@@ -201,16 +191,6 @@ def test_another_models_weights_are_refused(folder, model, tmp_path):
         pass
     with prefill_through(model, backend=backend):
         pass
-
-
-def test_damaged_packages_are_not_compared(folder, model, tmp_path):
-    damaged = ConvertedModel(shutil.copytree(folder, tmp_path / "copy"))
-    weights = next((damaged.folder / damaged.packages[-1]["file"]).rglob("weight.bin"))
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    with pytest.raises(ValueError, match="damaged"):
-        parity(damaged, model, [[3, 4, 5]])
 
 
 @torch.no_grad()

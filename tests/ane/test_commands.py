@@ -11,10 +11,9 @@ from moelab.__main__ import main
 from moelab.ane import commands
 from moelab.ane.coreml import convert
 from moelab.ane.coreml.ffn_graph import Expert, save_ffn
-from moelab.ane.device import mac, timing
+from moelab.ane.device import mac
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import TABLE_5
-from moelab.ane.device.rates import leave_one_out, summary
 from moelab.ane.device.timing import save_samples
 from moelab.ane.plan import ANEPlan
 from moelab.calibration import calibrate
@@ -70,26 +69,6 @@ def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
     assert plan.largest_graph_bytes <= 1200 * 2**20
 
 
-def test_what_does_not_fit_is_said(capsys):
-    assert (
-        main(
-            [
-                "ane",
-                "plan",
-                "Mixtral-8x7B",
-                "--max-graph-mb",
-                "500",
-                "--layers",
-                "0",
-                "--prompt",
-                "64",
-            ]
-        )
-        == 0
-    )
-    assert "Does not fit: groups of 1 instead of 8 experts" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "arguments, told",
     [
@@ -101,19 +80,6 @@ def test_what_does_not_fit_is_said(capsys):
 def test_what_cannot_be_is_refused(arguments, told, capsys):
     assert main(["ane", "plan", *arguments]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_costs_say_how_far_graphs_that_were_not_fitted_are_off(capsys):
-    assert main(["ane", "plan", "Phi-3.5-MoE", "--layers", "0", "--prompt", "64"]) == 0
-    out, serial = (
-        capsys.readouterr().out,
-        {
-            quantity: summary(leave_one_out(quantity=quantity, mode="serial"))["RMS"]
-            for quantity in ("latency", "energy")
-        },
-    )
-    assert all(f"{100 * rms:.1f} %" in out and quantity in out for quantity, rms in serial.items())
-    assert "left out of the fit" in out and "unknown error" in out
 
 
 def test_only_what_a_conversion_would_put_on_the_ane_is_costed(tmp_path, monkeypatch):
@@ -245,23 +211,6 @@ def test_without_a_mac_it_says_so_and_ends_with_2(arguments, capsys, monkeypatch
     )
 
 
-def test_the_format_of_weights_is_planned_with(tmp_path, capsys):
-    path, bytes_of = tmp_path / "plan.json", {}
-    for weights in ("fp16", "int8"):
-        assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", weights, "--save", str(path)]) == 0
-        bytes_of[weights] = max(
-            g.weight_bytes / len(g.experts) for g in ANEPlan.load(path).layers[0].groups
-        )
-    assert (
-        main(["ane", "plan", "Phi-3.5-MoE", "--weights", "int8", "--layers", "0", "--prompt", "64"])
-        == 0
-    )
-    assert "of fp16 graphs, nobody has published times of int8" in capsys.readouterr().out
-    assert bytes_of["fp16"] == 2 * bytes_of["int8"] == 2 * ANEPlan.load(path).spec.expert_params
-    assert main(["ane", "plan", "Phi-3.5-MoE", "--weights", "int4"]) == 2
-    assert "palette4" in capsys.readouterr().err
-
-
 def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
     plan = tmp_path / "plan.json"
     assert main(["ane", "plan", "small", "--save", str(plan)]) == 0
@@ -293,18 +242,6 @@ def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
             main(["ane", "plan", "Phi-3.5-MoE", *wrong])
         assert "not allowed with" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-
-
-def test_calibration_says_what_its_parallel_times_are(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(mac, "require_mac", lambda what: None)
-    monkeypatch.setattr(timing, "time_grid", lambda *_, **__: list(TABLE_5))
-    assert main(["ane", "calibrate", str(tmp_path / "samples.json")]) == 0
-    out = capsys.readouterr().out
-    assert (
-        "one Python thread a graph" in out
-        and "held Python's lock" in out
-        and "latency, serial" in out
-    )
 
 
 def test_bad_input(capsys):

@@ -1,8 +1,6 @@
 """Prefill through a plan: against loops over tokens, the model as it is, and the executors of
 static shapes."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -16,8 +14,7 @@ from moelab.ane.runtime import PlannedExperts, prefill_through
 from moelab.calibration import loads_of_ids
 from moelab.models import SeamExperts, discover, plugged
 from moelab.specs import MoESpec
-from moelab.static.static import Grouped
-from moelab.static.tiers import Group, Tiers
+from moelab.static.tiers import Tiers
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny
 
@@ -47,7 +44,7 @@ def oracle(x, ids, weights, experts, importance, capacity):
     """Token by token in double precision: each expert keeps its `capacity` [E] most important
     choices."""
     out, executed = torch.zeros(x.shape, dtype=torch.float64), 0
-    double = {name: p.double() for name, p in experts.named_parameters(recurse=False)}
+    double = {name: p.double() for name, p in experts.module.named_parameters(recurse=False)}
     for e in range(E):
         mine = [(t, k) for t in range(len(x)) for k in range(ids.shape[1]) if ids[t, k] == e]
         mine.sort(key=lambda c: -float(importance[c[0], c[1]]))  # stable: ties in token order
@@ -134,19 +131,6 @@ def test_padding_loses_nothing_and_launches_until_all_are_served(T, seed, layout
     assert found.slots == sum(n * g.slots for n, g in zip(launches, GROUPS)) + found.on_cpu
 
 
-def test_groups_that_are_all_on_the_ane_do_what_grouped_does():
-    groups = (PlannedGroup((2, 0, 5, 1), 16, "ane", 1), PlannedGroup((3, 4, 6, 7), 16, "ane", 1))
-    experts, (ids, weights) = make_experts(E, H, 8), make_routing(60, E, K, 1.0)
-    x, plan = torch.randn(60, H), plan_of(TOY, 64, groups)
-    planned = PlannedExperts(plan, TorchBackend(plan), order="router")
-    grouped = Grouped([[Group(g.experts, g.capacity) for g in groups]], order="router")
-    assert torch.allclose(
-        planned(x, ids, weights, experts), grouped(x, ids, weights, experts), atol=1e-5
-    )
-    assert planned.tally == grouped.tally and planned.tally.dropped > 0
-    assert planned.total.launches == grouped.launched == 2
-
-
 def test_counts_are_those_that_the_plan_accounts_for():
     experts, (ids, weights) = make_experts(E, H, 8), make_routing(64, E, K, 1.0)
     plan = plan_of(TOY, 64)
@@ -163,16 +147,6 @@ def test_counts_are_those_that_the_plan_accounts_for():
     assert found.padded_fraction == pytest.approx(account.padded_fraction)
 
 
-def test_a_single_token_takes_the_cpu_path():
-    experts, plan = make_experts(E, H, 8), plan_of(TOY, 64)
-    backend = SimpleNamespace(experts=lambda *_: pytest.fail("a launch for one token"))
-    executor = PlannedExperts(plan, backend, order="router")
-    x, ids, weights = torch.randn(1, H), torch.tensor([[2, 7, E]]), torch.tensor([[0.5, 0.3, 0.2]])
-    expected = sum(w * experts.ffn(x, experts.weights(e)) for e, w in ((2, 0.5), (7, 0.3)))
-    assert torch.allclose(executor(x, ids, weights, experts), expected, atol=1e-6)
-    assert executor.total == Account() and executor.tally.executed == 2
-
-
 def test_more_tokens_than_a_chunk_and_unknown_options_are_refused():
     experts, plan = make_experts(E, H, 8), plan_of(TOY, 16)
     backend = TorchBackend(plan)
@@ -185,8 +159,7 @@ def test_more_tokens_than_a_chunk_and_unknown_options_are_refused():
             PlannedExperts(plan, backend, **options)
 
 
-# ---------------------------------------------------------------------------------------------------
-# a whole model
+# ---- a whole model
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ prompts."""
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -65,35 +64,6 @@ def test_every_mode_answers_the_same_prompts():
     json.dumps(results, allow_nan=False)
 
 
-def test_prompts_have_chunks_of_their_own(trace):
-    loads = ane_accuracy.prompt_loads(trace, 64)
-    wanted = []
-    for s in range(4):
-        ids = trace.ids[trace.sequence == s].numpy()
-        wanted += [
-            [[(chunk[:, l] == e).sum() for e in range(trace.spec.E)] for l in range(trace.spec.L)]
-            for chunk in np.split(ids, range(64, len(ids), 64))
-        ]
-    assert loads.tolist() == np.array(wanted).tolist()
-
-
-def test_candidates_differ_as_they_should(trace):
-    B, (T, L, K), E = 256, trace.ids.shape, trace.spec.E
-    plans, slack = ane_accuracy.candidates(trace, B, 0.12, 8)
-    busiest = [
-        max(int((trace.ids[:, l] == e).sum()) for e in range(E)) for l in range(L)
-    ]  # tokens of r·mean
-    room = {"printed": 1 / K, "factor_k": 1, "plan": slack}  # × B/T of these
-    for name, factor in room.items():
-        assert [layer.tiers.levels[0] for layer in plans[name].layers] == [
-            16 * math.ceil(round(factor * B / T * n / 16, 9)) for n in busiest
-        ]
-    assert {layer.tiers.levels for layer in plans["one_capacity"].layers} == {
-        (max(layer.tiers.levels[0] for layer in plans["factor_k"].layers),)
-    }
-    assert list(plans) == [*room, "one_capacity"]
-
-
 def test_answers_and_losses_of_a_plan():
     model = open_model()
     with_drops = ane_accuracy.recorded(model, 1, 96, "train")
@@ -118,13 +88,3 @@ def test_answers_and_losses_of_a_plan():
     assert ranked == sorted(ranked) and set(found.at(0.4)) == set(ane_accuracy.MODES.values())
     mean, low, high = found.beside_random[0.4]
     assert low <= mean <= high
-
-
-def test_prompts_are_as_long_as_asked_in_the_models_own_tokens():
-    model = open_model()
-    model.tokenizer = lambda text, **_: {"input_ids": [ord(letter) % 90 + 3 for letter in text]}
-    lengths = ane_accuracy.recorded(model, 2, 700, "train").sequence.bincount()
-    assert (
-        len(lengths) == 2 * len(ane_accuracy.CALIBRATION)
-        and 350 < lengths.min() <= lengths.max() <= 700
-    )

@@ -91,11 +91,6 @@ def test_what_raises_is_told_and_breaks_nothing():
     assert "TypeError" in arena(NeedsMore, **SMALL).own.error
 
 
-def test_an_object_is_copied_so_that_traces_teach_it_nothing():
-    mine = MyLRU()
-    assert arena(mine, **SMALL).own.scores == arena(MyLRU, **SMALL).own.scores and not mine.order
-
-
 def test_predictors():
     class Mine(NextRouter):
         pass
@@ -140,11 +135,6 @@ def test_schedules_stay_above_the_bound(monkeypatch):
         assert all(0 < contest.share(standing, model) <= 1 for model in standing.scores)
     assert set(contest.own.scores) == set(MODELS) and contest.wrong[MODELS[0]]
     assert "Lazy.plan" in arena(Lazy).own.error
-
-
-def test_what_is_neither():
-    with pytest.raises(TypeError, match="dict is neither a cache policy"):
-        arena({})
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,12 +1,10 @@
 """Plans, policies and runs of one model on a slow disk, and the same on a board: against loops, and
 that it runs."""
 
-import numpy as np
 import pytest
 import torch
 
 from moelab.bench import cache_planning as planning
-from moelab.bench import orin
 from moelab.cache.pools import Pools
 
 
@@ -36,41 +34,3 @@ def test_what_runs_is_what_is_simulated(bench):
     wrong = bench.play(Pools(F=1), "zipmoe")
     with pytest.raises(RuntimeError, match="hits and evictions"):
         bench.check((found.pools["plan"], "zipmoe"), wrong)
-
-
-def test_policies_by_memory(bench):
-    curves = planning.Curves.of(bench, {}, 3)
-    rates = curves.hit_rates()
-    assert max(rates, key=rates.get) == "belady" and "lru" in rates
-    # the uniform bound by a loop: so many of all are held
-    assert curves.bounds()["uniform"] == pytest.approx(
-        (bench.L * bench.E // 2) / (bench.L * bench.E)
-    )
-    (size, seconds, _), *_ = curves.points["lru"]
-    assert curves.tpot_at("lru", size) == pytest.approx(seconds)
-
-
-def test_seconds_until_the_nth_token():
-    pace = np.array([[1.0, 2, 3, 4], [2, 2, 2, 2]])
-    assert [(n, mean) for n, mean, *_ in planning.until(pace)] == [
-        (1, 1.5),
-        (2, 3.5),
-        (3, 6),
-        (4, 9),
-    ]
-
-
-def test_the_board(bench):
-    board = orin.Board(2, 1.2)
-    assert board.step("MMMM") > board.step("FFFF") and len(board.orders("FM")) == 2
-    for row in board.exact("MS"):
-        assert (
-            max(row["reading"], row["decoding"], row["computing"])
-            <= row["optimum"]
-            <= row["Algorithm 1"]
-        )
-    gains, seconds = board.gains(3, seed=0)
-    assert set(gains) == {1, 2, 3} and seconds > 0
-    there = board.large_model(bench.f, (4,), 1, seed=0)
-    assert all(tpot > there.nothing_read for of in there.curves().values() for _, tpot, _ in of)
-    assert board.same_model(bench, {"a": (Pools(F=20), "lru")})["a"] > 0

@@ -7,9 +7,6 @@ import torch
 
 import moelab
 from moelab.bench import dataset_free as bench
-from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
-from moelab.specs import ExpertKey, State
 from moelab.trace import DECODE, PREFILL
 
 X, STEPS = 3, 5
@@ -85,17 +82,6 @@ def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
     assert fewer.read_bytes > more.read_bytes
 
 
-def test_the_policy_keeps_the_chosen():
-    policy = bench.Chosen()
-    residency = Residency(1, 8, Pools(F=2), policy, scope="layer")
-    residency.begin(0, {0: 1, 1: 1, 2: 1})  # nothing is chosen yet
-    policy.keys = {ExpertKey(0, 5), ExpertKey(0, 1)}
-    residency.begin(0, {1: 1, 5: 1})
-    for step in ({0: 1, 7: 1}, {1: 1, 3: 1}, {5: 2, 6: 1}):
-        residency.begin(0, step)
-        assert set(residency.resident(State.FULL)) == policy.keys
-
-
 def test_the_table_pairs_prompts():
     def answer(hits):
         return bench.Answer(
@@ -120,26 +106,6 @@ def test_the_table_pairs_prompts():
         [False, True],
         [True, False],
     ]
-
-
-def test_a_checkpoint_need_not_be_converted(found):
-    ids, answers = found
-    with bench.Prefetcher(None, X) as prefetcher:
-        again = prefetcher.answers(ids, STEPS, {"free": lambda counts: bench.most_used(counts, X)})[
-            "free"
-        ]
-    assert np.array_equal(again.tokens, answers["free"].tokens)
-    assert (again.hits, again.requests) == (answers["free"].hits, answers["free"].requests)
-
-
-def test_x_must_be_possible(store):
-    with pytest.raises(ValueError, match="1 to 32"):
-        bench.Prefetcher(store, 33)
-
-
-def test_an_answer_has_steps(store):
-    with bench.Prefetcher(store, 2) as prefetcher, pytest.raises(ValueError, match="at least 1"):
-        prefetcher.answers([1, 2], 0, {})
 
 
 def test_the_hit_curve_is_a_naive_loops(small):

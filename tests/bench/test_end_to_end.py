@@ -1,19 +1,16 @@
 """End to end on a tiny model: no speed without the right output, every figure beside its limit,
 fronts by brute force."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.bench import end_to_end, harness, peers
-from moelab.bench.end_to_end import BASE, RESIDENT, ablation, divergence, front, parts, together
+from moelab.bench.end_to_end import BASE, RESIDENT, divergence, front, together
 from moelab.bench.harness import EngineBenchmark
 from moelab.bench.limits import LayerRecord, on_demand_limit, overlapped_limit
-from moelab.claims import ledger
 from moelab.specs import MoESpec
-from moelab.viz.end_to_end_figures import against, fronts
 
 SPEC = MoESpec(
     "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32
@@ -175,18 +172,6 @@ def test_your_own_model_by_a_text_of_its_own_tokenizer(tmp_path):
     assert found["50% of experts, the disk as it is"][BASE]["output"] == "= eager"
 
 
-def test_a_configuration_is_made_of_techniques_that_go_together():
-    assert parts(BASE) == [] and parts("bf12 + fast") == ["bf12", "fast"]
-    with pytest.raises(ValueError, match="names warp; a configuration is"):
-        parts("bf12 + warp")
-    with pytest.raises(
-        ValueError, match="huffman and bf12 exclude each other: both decide on the codec"
-    ):
-        parts("huffman + bf12")
-    sources = {claim.source for claim in ledger()} | {"moelab"}
-    assert {technique.source for technique in end_to_end.TECHNIQUES.values()} <= sources
-
-
 def test_the_divergence_is_torchs():
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)) * 50
     other = logits + torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
@@ -251,69 +236,6 @@ def test_two_techniques_together_are_compared_with_each_alone():
     }
 
 
-def test_a_table_of_times_has_a_column_for_each_budget_and_rate():
-    sections = {"x": SECTION["x"], "y": {BASE: {"TPOT s": 0.5}, "fast": {"result": "killed"}}}
-    found = {row[""]: row for row in end_to_end.tpots(sections)}
-    assert [*found] == [*ROWS] and found[BASE] == {"": BASE, "x": 8000, "y": 500}
-    assert found["fast"] == {"": "fast", "x": 7000, "y": None}
-
-
-def test_winners_are_the_fastest_of_each_kind():
-    # few bits are no lossless way, however little a random model's KL is
-    rows = {
-        name: of | ({"KL": 0.2} if name == "bf12 + fast" else {"KL": 1e-5})
-        for name, of in SECTION["x"].items()
-    } | {
-        RESIDENT: {"TPOT s": 0.1},
-        "accelerate disk": {"result": "absent"},
-        "transformers mmap": {
-            "TPOT s": 0.1,
-            "result": "no control group can be made here: nothing was limited",
-        },
-    }
-    assert end_to_end.winners({"x": rows}) == {
-        "x": {
-            "lossless, ours": "huffman + prefetch",
-            "lossless, ours, ms": 4000,
-            "lossless, others": "llama.cpp",
-            "lossless, others, ms": 1000,
-            "lossless: ours ÷ others": 4,
-            "lossless: 95 % from": 4,
-            "lossless: to": 4,
-            "any, ours": "mxfp4 + fast",
-            "any, ours, ms": 2000,
-            "any, others": "llama.cpp",
-            "any, others, ms": 1000,
-            "any: ours ÷ others": 2,
-            "any: 95 % from": 2,
-            "any: to": 2,
-        }
-    }
-
-
-def test_an_ablation_takes_one_technique_away():
-    rows = SECTION["x"] | {
-        "bf12 + fast + prefetch": {"TPOT s": 2.0, "each token s": [2.0] * 6},
-        "bf12 + prefetch": {"result": "killed"},
-        "fast + prefetch": {"TPOT s": 5.0, "each token s": [5.0] * 6},
-    }
-    found = ablation({"x": rows})
-    assert {name: of["÷ bf12 + fast + prefetch"] for name, of in found.items()} == {
-        "without bf12, x": 2.5,
-        "without prefetch, x": 1.5,
-        "with none, x": 4,
-    }
-    assert (
-        found["with none, x"]["95 % from"] == 4 * TOKENS[0]
-        and found["with none, x"]["to"] == 4 * TOKENS[-1]
-    )
-    assert (
-        ablation({"x": {BASE: {"result": "killed"}}})
-        == {}
-        == ablation({"x": {BASE: SECTION["x"][BASE]}})
-    )
-
-
 @settings(max_examples=50)
 @given(
     st.dictionaries(
@@ -342,48 +264,3 @@ def test_what_overlaps_wholly_takes_no_longer_than_what_is_read_on_demand(record
     assert less >= max(
         sum(r.bytes for r in records) / 1e9, sum(r.other_s for r in records)
     ) / steps * (1 - 1e-9)
-
-
-def test_the_figures_draw_what_is_in_the_tables(found):
-    sections = {title: rows for title, rows in found.items() if " of experts, " in title}
-    figure = against(sections)
-    drawn = sorted(x for one in figure.data if one.name != "limit" for x in one.x)
-    assert drawn == pytest.approx(
-        sorted(
-            1e3 * row["TPOT s"]
-            for rows in sections.values()
-            for row in rows.values()
-            if "TPOT s" in row
-        )
-    )
-    assert len({one.marker.symbol for one in figure.data}) == 2  # a budget, and the limits
-    rows = sections["75% of experts, 100 MB/s"]
-    points = {name: (row["KL"], row["TPOT s"]) for name, row in rows.items() if "KL" in row}
-    figure = fronts({"KL": (points, front(rows, "KL", "TPOT s"))}, "TPOT (s)")
-    assert sorted(np.concatenate([one.x for one in figure.data if one.mode != "lines"])) == sorted(
-        x for x, _ in points.values()
-    )
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from("abcd"),
-        st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3)),
-        min_size=1,
-    )
-)
-def test_trades_are_those_of_the_first_rate_that_no_other_beats(rows):
-    def table(rows):
-        return {name: {"least GB": gb, "TPOT s": s, "KL": kl} for name, (gb, s, kl) in rows.items()}
-
-    sections = {
-        "25% of experts, 20 MB/s": table(rows),
-        "25% of experts, 80 MB/s": table({"a": (0, 0, 0)}),
-    }
-    for (points, best), at in zip(end_to_end.trades(sections).values(), (0, 2)):
-        assert points == {
-            f"{name}, 25%" if at == 0 else name: (row[at], row[1]) for name, row in rows.items()
-        }
-        for name, (x, y) in points.items():
-            beaten = any(a <= x and b <= y and (a < x or b < y) for a, b in points.values())
-            assert (name in best) != beaten

@@ -6,14 +6,12 @@ import random
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moelab import open_model
 from moelab.bench import (
     engine,
     external_engines,
@@ -24,11 +22,9 @@ from moelab.bench import (
     peers,
     scale,
 )
-from moelab.bench.profile import profile
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.synthesize import synthesize
 from moelab.specs import MoESpec
-from moelab.store import fewbit
 from moelab.viz.scale_figure import beside_memory
 
 SPEC = MoESpec(
@@ -80,7 +76,6 @@ def here(monkeypatch):
 def test_eager_is_what_transformers_computes(place, eager):
     """The oracle feeds each whole prefix to a model of its own, without a cache of keys and
     values."""
-    import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
@@ -229,151 +224,12 @@ def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_miss
     assert not made.aims["everything resident: TPOT ÷ eager"]["met"]
 
 
-def test_few_bits_are_compared_with_like(place, monkeypatch):
-    missing = {"result": "not installed (x)"}
-    told = {
-        "moelab": report(0.2),
-        "eager": report(0.2),
-        "moelab fast": report(0.1, "other"),
-        "llama.cpp": report(0.4),
-        "moelab fast, int8": report(0.07),
-        "llama.cpp Q8_0": report(0.05),
-        "moelab fast, int4": report(0.03),
-        "llama.cpp Q4_0": missing,
-    }
-    made = bench(place, told)
-    (rows,) = engine.few_bits(made).values()
-    assert list(rows) == [
-        "moelab fast",
-        "moelab fast, int8",
-        "moelab fast, int8, dense too",
-        "llama.cpp Q8_0",
-        "moelab fast, int4",
-        "moelab fast, int4, dense too",
-        "llama.cpp Q4_0",
-    ]
-    assert {
-        name: (pytest.approx(aim["measured"]), aim["met"]) for name, aim in made.aims.items()
-    } == {
-        "few bits: TPOT of int8 experts ÷ bf16": (0.7, True),
-        "few bits: TPOT of int8 ÷ llama.cpp Q8_0": (1.4, False),
-        "few bits: TPOT of int4 experts ÷ bf16": (0.3, True),
-    }
-    monkeypatch.setattr(
-        engine, "SHARES", (6130, 3710)
-    )  # of a tiny model, more than a process takes
-    others = dict.fromkeys(("lru baseline", "mapped", "accelerate", "ftllm"), missing)
-    made = bench(
-        place, told | others | {"moelab fast, bf12": report(0.05), "llama.cpp Q4_0": report(0.02)}
-    )
-    more, less = engine.peers(made).items()
-    assert (
-        more[1]["moelab, int4, dense too"]["÷ moelab"]
-        == pytest.approx(0.15)
-        == less[1]["moelab, int4, dense too"]["÷ moelab"]
-    )
-    assert made.aims[f"{more[0]}: TPOT of int4 ÷ llama.cpp Q4_0"]["measured"] == pytest.approx(1.5)
-    assert (
-        made.aims[f"{less[0]}: TPOT of int4, s"]["met"]
-        and f"{more[0]}: TPOT of int4, s" not in made.aims
-    )
-    assert made.aims[f"{less[0]}: TPOT of bf12 ÷ raw, fast, prefetching"][
-        "measured"
-    ] == pytest.approx(0.5)
-
-
-def test_linear_layers_in_few_bits_leave_experts_as_many_bytes_as_they_no_longer_take(place):
-    linears = [
-        module.weight
-        for name, module in open_model(place / "model").named_modules()
-        if type(module) is torch.nn.Linear and not name.endswith("gate")
-    ]
-    less = sum(w.nbytes - len(fewbit.find_format("int4").compress(w)) for w in linears)
-    assert bench(place, {}).rounded_bytes("int4") == pytest.approx(
-        less, rel=0.01
-    )  # blobs are aligned
-
-
-def test_an_arm_that_cannot_run_leaves_out_what_is_compared_with_it(place):
-    killed = ("moelab", "moelab fast", "moelab fast, bf12", "moelab fast, huffman")
-    made = bench(
-        place,
-        dict.fromkeys(killed, {"result": "killed"})
-        | {"eager": report(0.2), "llama.cpp": report(0.1)},
-    )
-    sections = engine.resident(made) | engine.throttled(made)
-    assert all(
-        row == {"result": "killed"}
-        for rows in sections.values()
-        for name, row in rows.items()
-        if name not in ("eager", "llama.cpp")
-    )
-    assert not made.aims
-
-
-def test_times_are_compared_with_those_of_the_same_forwards(place, here, monkeypatch):
-    """A simulated TTFT is the median of both prompts, so the measured one is, too."""
-    monkeypatch.setattr(engine, "SIMULATED", ("raw",))
-    monkeypatch.setattr(engine, "BUDGETS", (0.5,))
-    monkeypatch.setattr("moelab.bench.profile.profile", partial(profile, seconds=0))
-    reports = []
-
-    class Kept(harness.EngineBenchmark):
-        def report(self, arm, decode=None):
-            reports.append(super().report(arm, decode))
-            return reports[-1]
-
-    (row,) = engine.simulated(Kept(SPEC, place, 5, DECODE, 1, {}))["simulated"].values()
-    assert row["equal"].startswith("hits, misses") and row["simulated TTFT s"] > 0
-    assert row["measured TTFT s"] == pytest.approx(sum(reports[0]["ttft_s"]) / 2, rel=0.2)
-
-
-def test_the_model_is_written_in_every_form_once(tmp_path):
-    bench = harness.EngineBenchmark(SPEC, tmp_path, 5, 3, 1, {})
-    bench.prepare(external=False)
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert {path.name for path in written} == {
-        "model",
-        "huffman",
-        "bf12",
-        "raw",
-        "int8",
-        "int4",
-        "experts.bin",
-        "experts.json",
-    }
-    bench.prepare(external=False)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
-
-
-def test_each_form_runs_once_before_anything_is_measured(place, monkeypatch):
-    ran = []
-    monkeypatch.setattr(
-        harness.peers, "run", lambda name, options: ran.append((name, options)) or {}
-    )
-    harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {}, here=True).warm()
-    given = {Path(options["store"]).name: options["options"] for _, options in ran}
-    assert list(given) == list(harness.FORMS) and all(
-        one["executor"] == "fast" for one in given.values()
-    )
-    assert {one.get("dense") for one in given.values()} == {None, "int8", "int4"}
-
-
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
     made = harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {"lru baseline": "/no/such/python"})
     assert made.report(("lru baseline", {}, None))["result"].startswith(
         "not installed (no interpreter"
     )
     assert made.report(("nobody", {}, None))["result"] == "failed: KeyError: 'nobody'"
-
-
-def test_no_control_group_is_said_and_limits_nothing(tmp_path):
-    with memory_limit.memory_limit(10**9, tmp_path) as group:
-        assert (
-            group.procs is None
-            and "nothing was limited" in group.reason
-            and group.peak_bytes is None
-        )
 
 
 def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_path, monkeypatch):
@@ -395,20 +251,6 @@ def test_a_control_group_of_either_version_holds_the_limit_and_is_removed(tmp_pa
                 group.procs.parent / file
             ).read_text() == "12345" and group.procs.parent.parent == root / parent
         assert not group.procs.parent.exists()
-
-
-def test_without_a_separate_file_system_the_folder_is_used_and_the_reason_given(
-    tmp_path, monkeypatch
-):
-    def refuse(*words):
-        raise OSError(f"{words[0]}: Permission denied")
-
-    monkeypatch.setattr(machine, "_command", refuse)
-    with machine.disk(tmp_path / "place", 1e6) as (folder, words):
-        assert (
-            folder == tmp_path / "place" and "Permission denied" in words and "read-ahead" in words
-        )
-    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
@@ -445,7 +287,6 @@ def test_arguments_are_checked_before_anything_is_measured():
 
 
 def test_experts_are_unstacked_as_the_hub_has_them(place, tmp_path):
-    import torch
 
     import moelab
 
@@ -464,7 +305,6 @@ def test_experts_are_unstacked_as_the_hub_has_them(place, tmp_path):
 def test_gguf_holds_the_checkpoint(place, tmp_path):
     gguf = pytest.importorskip("gguf")
     import numpy as np
-    import torch
     from safetensors.torch import load_file
 
     file = external_engines.write_gguf(place / "model", tmp_path / "model.gguf")
@@ -555,57 +395,6 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
     (tmp_path / "scale.json").write_text('{"bench": "gpu", "kind": "measured", "results": {}}')
     with pytest.raises(ValueError, match="holds no result of bench scale"):
         scale.run(SPEC, ("int4",), "60%", None, **how)
-
-
-def test_an_arm_that_fails_takes_the_place_of_its_earlier_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(scale.EngineBenchmark, "report", lambda *_: {"result": "failed: killed"})
-    monkeypatch.setattr(scale, "synthesize", lambda folder, *_, **__: folder.mkdir())
-    conditions, rows, *others = scale.run(SPEC, ("bf12",), "60%", prompt=5, decode=3).values()
-    assert rows["bf12"]["result"] == "failed: killed" and not any(others)
-    with pytest.raises(ValueError, match="no arm has run, .* bf12: failed: killed"):
-        beside_memory(conditions, rows, others[0])
-    arm = {"TPOT s": 1.0}
-    before = {
-        "conditions": conditions,
-        "60% of experts in memory": {"bf12": arm, "int4": arm},
-        "against the limit": {"bf12": arm},
-        "turns": {"bf12": arm},
-        "samples": {"bf12: bf12": [1.0]},
-    }
-    (tmp_path / "scale.json").write_text(
-        json.dumps({"bench": "scale", "kind": "measured", "results": before})
-    )
-    _, rows, *others = scale.run(
-        SPEC, ("bf12",), "60%", prompt=5, decode=3, merge=tmp_path / "scale.json"
-    ).values()
-    assert rows["int4"] == arm and rows["bf12"]["result"] == "failed: killed" and not any(others)
-
-
-def test_a_model_in_several_forms_leaves_nothing_where_no_folder_is_given(
-    tmp_path, here, monkeypatch
-):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    scale.run(SPEC, ("int4",), "60%", None, prompt=5, decode=3, executor="exact")
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_is_done_is_kept_when_a_person_stops_the_bench(monkeypatch, tmp_path):
-    def stopped(bench):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(
-        engine,
-        "SECTIONS",
-        {"one": lambda bench: {"one": {"a": 1}}, "two": stopped, "three": stopped},
-    )
-    monkeypatch.setattr(harness.EngineBenchmark, "prepare", lambda bench, external: None)
-    monkeypatch.setattr(harness.EngineBenchmark, "warm", lambda bench: None)
-    found = engine.run(["one", "two", "three"], tmp_path)
-    assert (
-        found["one"] == {"a": 1}
-        and found["conditions"]["stopped in"] == "two"
-        and "three" not in found
-    )
 
 
 def test_joules_of_gpus_are_counted_where_nvml_tells_them(tmp_path, monkeypatch):

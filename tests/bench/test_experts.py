@@ -1,8 +1,6 @@
 """The measurement of executors: a tiny run has every arm, its ratios are right, its arms compute
 the same."""
 
-import threading
-
 import torch
 
 from moelab.bench import experts
@@ -64,70 +62,6 @@ def test_rows_of_known_timings():
         rows["fast"]["GB/s"] == 4
         and rows["fast"]["of bandwidth"] == 0.5 == rows["fast"]["of roofline"]
     )
-
-
-def test_a_packed_kind_reads_its_own_bytes():
-    layers = experts.Layers(**SIZES, dtype=torch.bfloat16, cold=6e5)
-    layers.arms(1, 2)
-    assert 0.75 <= layers.stored["gemv of bf12"] < 0.8 and 0.5 < layers.stored["gemv of int8"] < 0.6
-    rows = experts.ExpertTimes(
-        {"transformers a": [4.0], "gemv of int8": [1.0]},
-        8e9,
-        1e9,
-        8e9,
-        1e9,
-        stored={"gemv of int8": 0.5},
-    ).rows()
-    assert (
-        rows["gemv of int8"]["of bandwidth"] == 0.5
-        and rows["transformers a"]["of bandwidth"] == 0.25
-    )
-
-
-def test_times_are_read_by_medians():
-    of = experts.ExpertTimes(
-        {
-            "transformers eager": [4.0, 9.0, 4.0],
-            "transformers grouped_mm": [3.0, 3.0, 8.0],
-            "gemv": [1.0, 2.0, 9.0],
-            "sorted": [3.0, 2.5, 2.5],
-            "gemv of split planes": [0.5] * 3,
-        },
-        0.5e9,
-        1e9,
-        1e9,
-        1e9,
-    )
-    assert of.ours == (2.0, "gemv") and of.stock == (3.0, "transformers grouped_mm")
-    assert of.speedup == 1.5 and of.reached == 0.5 and of.bound == "FLOPs ÷ rate"
-
-
-def test_a_tiny_bench_has_every_arm_and_leaves_nothing():
-    before, threads = torch.get_num_threads(), threading.active_count()
-    bench = experts.ExpertBenchmark(4, 2, 32, 16, threads=1, cold=0)
-    card = bench.machine(1)
-    assert card["memory_bandwidth_gbs"] > 0 and card["bf16_tflops"] > 0
-    of = bench.executors(3, 2)
-    assert not set(of.samples) & {*experts.LEFT_OUT, "memory"} and {"gemv", "all_experts"} <= set(
-        of.samples
-    )
-    assert all(len(samples) == 2 for samples in of.samples.values()) and of.reached > 0
-    found = bench.loading((2, 4), 1)
-    assert list(found) == [2, 4] and all(
-        set(arms) == set(experts.LOADING) for arms in found.values()
-    )
-    bench.close()
-    assert torch.get_num_threads() == before and threading.active_count() == threads
-
-
-def test_where_loading_all_begins_to_pay():
-    found = {
-        1: {"selective": [1.0, 1.0, 9.0], "all_experts": [4.0]},
-        8: {"selective": [2.0], "all_experts": [1.0]},
-    }
-    ratios = experts.all_over_selective(found)
-    assert ratios == {1: 4.0, 8: 0.5} and experts.crossing(ratios) == 8
-    assert experts.crossing({1: 1.5}) is None
 
 
 def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,76 +9,21 @@ import pytest
 import moelab
 from moelab.bench import ndp
 from moelab.ndp.costs import Costs, NotSupported
-from moelab.ndp.fit import CHOICES, FIT, HALVES, JUDGED
 from moelab.ndp.hardware import VARIANTS
 from moelab.ndp.prefetch import experts_that_fit
-from moelab.ndp.readings import readings
 from moelab.ndp.routing import recorded_routing
 from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.sweep import MODELS, Assumptions, Sweep, paper_sweep
 from moelab.specs import Event
-from moelab.viz.story import ndp_tables as tables
 
 LITERAL, BETTER = ndp.OURS[-1], ndp.OURS[-1] + ", improved"
 ASSUMED = Assumptions()
-
-
-def result(**figures):
-    return SimpleNamespace(**{"moe_prefill": 1.0, "moe_decode": 1.0, "end_to_end": 1.0} | figures)
-
-
-def test_gains_pair_the_cells_that_both_have():
-    cells = {
-        ("m", 2, LITERAL, 0): result(moe_decode=3.0),
-        ("m", 2, BETTER, 0): result(moe_decode=2.0),
-        ("m", 1, LITERAL, 0): None,
-        ("m", 1, BETTER, 0): None,
-    }
-    sweep = Sweep(ASSUMED, cells)
-    assert ndp.gains(sweep) == {"moe_prefill": [1.0], "moe_decode": [1.5], "end_to_end": [1.0]}
 
 
 def test_a_step_is_measured_by_its_events():
     events = [Event("gpu", "other", 0, -1, 0.0, 1.0), Event("unit 1", "expert", 0, 3, 1.0, 4.0)]
     found = ndp.step_figures(events, [(0.0, 4.0, 1, "decode")], N=2)
     assert found == {"seconds": 4.0, "gpu": 0.25, "link": 0.0, "modules": 0.375, "least": 0.0}
-
-
-def test_what_moves_a_figure_most_comes_first():
-    names = FIT[:2]
-    table = {
-        "as chosen": dict.fromkeys(names, 2.0),
-        "zipf = 1": {names[0]: 2.0, names[1]: 1.0},
-        "bias = 0": {names[0]: 2.2, names[1]: 2.0},
-    }
-    assert ndp.moved(table, names) == {
-        "zipf = 1": pytest.approx(1.0),
-        "bias = 0": pytest.approx(0.1),
-    }
-
-
-def test_agreement_counts_each_half():
-    found = {
-        name: (ndp.CLAIMS[name].value if isinstance(ndp.CLAIMS[name].value, float) else 0.9, 0, 0)
-        for name in (*FIT, *JUDGED)
-    }
-    assert ndp.agreeing(found) == {half: len(names) for half, names in HALVES.items()}
-    found[FIT[0]] = (9.0, 0, 0)
-    assert ndp.agreeing(found)["fit"] == len(FIT) - 1
-
-
-def test_distances_are_per_cent():
-    row = {
-        f"{phase}: {what}": value
-        for phase in ("prefill", "decode")
-        for what, value in (("least", 1.0), ("mean", 1.1), ("most", 1.5))
-    }
-    assert ndp.distances({"TP": row})["decode"]["TP"] == pytest.approx((10, 0, 50))
-
-
-def test_never_slower():
-    found = {"a": [(1, 1.0), (2, 2.0)], "b": [(1, 1.0), (2, 3.0)]}
-    assert ndp.never_slower(found, "a") and not ndp.never_slower(found, "b")
 
 
 def test_the_design_space_ends_where_the_experts_fit():
@@ -92,18 +36,6 @@ def test_the_design_space_ends_where_the_experts_fit():
     sent = 2 * 32 * 3 * 4096 * 14336 * 2
     link = 0.85 * 32e9 * 128 / 130  # PCIe 4, of which 0.85 are reached
     assert demand["PCIe 4"][6] - demand[paper][6] == pytest.approx(sent / (2 * link), rel=1e-6)
-
-
-def test_prompts_by_length_and_a_filled_memory():
-    found = ndp.prefill_seconds(
-        MODELS[3], {"demand": "MoE-OnDemand", "TP": "NDP+TP"}, (8, 64), ASSUMED
-    )
-    assert (
-        found["demand"][1][1] < 2 * found["demand"][0][1]
-        and found["TP"][1][1] > 4 * found["TP"][0][1]
-    )
-    sweep = paper_sweep(ASSUMED, MODELS[:1], (2,), (LITERAL,), (0,), 16, 8)
-    assert ndp.filling(sweep, 0, 16, 8) > 0
 
 
 def test_an_offloaded_generation_is_simulated_on_hypothetical_hardware(tmp_path):
@@ -122,25 +54,6 @@ def test_an_offloaded_generation_is_simulated_on_hypothetical_hardware(tmp_path)
         3 * spec.L * (spec.K * costs.transfer() + float(costs.gpu(1)))
     )
     assert set(taken) == {"a", "b"} and taken["b"] > 0
-
-
-def test_increments_are_ratios_of_levels():
-    found = {name: (2.0, 2.0, 2.0) for name in (*FIT, *JUDGED)} | {
-        "decode NDP+TP+LB": (2.2, 2.2, 2.2)
-    }
-    rows = {row["what a technique adds"]: row for row in tables.increments(found)}
-    assert (rows["decode: +LB on +TP"]["paper"], rows["decode: +LB on +TP"]["ours"]) == (
-        "+10.1%",
-        "+10.0%",
-    )
-    assert (
-        rows["decode: +PRE on +TP"]["paper"] == "+12.1%"
-        and rows["decode: +LB on +TP+PRE"]["paper"] == "+8.1%"
-    )
-    assert tables.recorded({"real": {"x": 3.0, "y": 1.5}}, "x")[1] == {
-        "schedule": "y",
-        "real, over x": "2.00×",
-    }
 
 
 def test_cut_experts_compute_the_same():
@@ -178,20 +91,6 @@ def test_a_cached_expert_is_not_sent():
     assert found.moe_prefill < alone.moe_prefill and found.moe_decode < alone.moe_decode
 
 
-def test_a_sweep_is_completed_by_what_it_lacks():
-    sizes = dict(units=(2,), prompt=4, answer=4)
-    part, both = (
-        paper_sweep(ASSUMED, systems=names, seeds=(0,), **sizes)
-        for names in (["MoNDE"], ["MoNDE", "NDP+TP"])
-    )
-    found = ndp.completed(part, ["MoNDE", "NDP+TP"], 0, **sizes)
-    times = [
-        {key: of and of.end_to_end for key, of in sweep.cells.items()} for sweep in (found, both)
-    ]
-    assert times[0] == times[1]
-    assert ndp.completed(both, ["NDP+TP"], 0, **sizes) is both
-
-
 def test_equal_memory_helps_the_others_more():
     found = ndp.means(Sweep(ASSUMED), units=(3,), prompt=8, answer=8)
     assert set(found) == {"MoE-OnDemand", "Fiddler", "MoNDE"}
@@ -214,17 +113,3 @@ def test_balancing_adds_nothing_where_dram_is_shared():
     assert (
         found["NDP+TP+PRE"]["shared"] > found["NDP+TP"]["shared"] * 1.05
     )  # what is on the GPU is not read
-
-
-def test_all_combinations_in_a_table():
-    few = {name: options[:1] for name, options in CHOICES.items()} | {
-        "zipf": (0.2, 1.0),
-        "bias": (0.3,),
-    }
-    found = readings(few, prompt=16, answer=4)
-    assumed = Assumptions(**{name: options[0] for name, options in few.items()})
-    changed = ndp.sensitivity(found, assumed)
-    assert set(changed) == {"as chosen", "zipf = 1.0"} and changed["zipf = 1.0"] == found.at(
-        replace(assumed, zipf=1.0)
-    )
-    assert len(tables.assumed(ASSUMED, found)) == len(CHOICES)

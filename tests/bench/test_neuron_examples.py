@@ -33,14 +33,6 @@ def test_the_worst_padding_fills_every_block():
     assert worst.needed == needed == worst.provisioned == -(-2000 // 256) + 7
 
 
-def test_gathering_ids_costs_too():
-    bytes_before, weights = 128 * 2, 8 * 2
-    assert neuron_examples.gather_ratios() == {
-        name: bytes_before / (weights + 8 * size)
-        for name, size in (("int64", 8), ("int32", 4), ("uint8", 1))
-    }
-
-
 def test_block_sizes_by_hand():
     first, again, *others = neuron_examples.block_sizes()
     assert (first.device, first.model, first.T, first.reuse, again.reuse) == (
@@ -56,16 +48,3 @@ def test_block_sizes_by_hand():
     ) - 2
     fp8 = next(one for one in others if one.dtype == "fp8")
     assert fp8.real == 2 * 8192 * 4 / 128
-
-
-def test_ways_of_parallel_execution_use_all_devices():
-    for of in neuron_examples.parallel_ways().values():
-        assert all(advice.tp * advice.ep == n for n, advice in of.items())
-
-
-def test_the_guides_six_tokens():
-    assert neuron_examples.six_tokens().tokens.tolist()[:3] == [
-        [0, 2, 5, -1],
-        [1, 4, -1, -1],
-        [3, -1, -1, -1],
-    ]

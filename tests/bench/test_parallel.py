@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moelab.bench import parallel
-from tests.depth import depth
 
 
 def test_placements_are_judged_by_what_they_have_not_seen():
@@ -16,13 +15,3 @@ def test_placements_are_judged_by_what_they_have_not_seen():
     assert found["EPLB, none spare"][1].ratio == pytest.approx(1.0)  # 4 + 1 on each
     for by_layer in found.values():
         assert [sum(one.device_load) for one in by_layer] == pytest.approx(seen.sum(1).tolist())
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("rounds", depth([1], [0, 1]))
-def test_bytes_are_counted_whether_or_not_it_is_timed(rounds):
-    found = parallel.run(16, (2,), rounds=rounds)
-    assert ("one layer (measured)" in found) == (rounds > 0)
-    assert all(
-        row["as predicted"] for row in found["volume on 2 ranks, 16 tokens (exact)"].values()
-    )

@@ -1,10 +1,9 @@
 """Popularity and its overlap, against loops over the recorded ids."""
 
 import pytest
-import torch
 
 from moelab import open_model
-from moelab.bench.popularity import RELATED, Capacities, Popularity, by_size, fair_imbalance
+from moelab.bench.popularity import Popularity, by_size
 from moelab.trace import PREFILL
 
 
@@ -37,32 +36,6 @@ def test_the_pooled_overlap_is_what_a_loop_counts(found):
                 continue  # a tie: which one is of the k is arbitrary
             best = [set(sorted(range(len(c)), key=c.__getitem__)[-k:]) for c in (offline, seen)]
             assert found.pooled(k)[n, layer] == pytest.approx(len(best[0] & best[1]) / k)
-
-
-def test_sources_and_their_relatives_are_kept_apart(found):
-    assert set(found.offline) == {"code", *RELATED} and found.names == ["code", "needle"]
-    assert found.across(4, PREFILL).shape == (3, 2) and set(found.same_domain(4)) == {
-        "prefill",
-        "decode",
-    }
-    diagonal = found.pooled(4).nanquantile(0.5, 1)
-    assert torch.allclose(found.across(4, PREFILL)[:2].diag().double(), diagonal.double())
-    assert found.tokens == sum(
-        len(found.traces[name, split]) for name in found.names for split in ("train", "test")
-    )
-
-
-def test_no_expert_overflows_its_largest_load(found):
-    tried = Capacities.tried(found, found.chunk_sizes(16, 32, 1 << 20)[-1])
-    assert [len(row) for row in tried.rows(128)] == [4] * 5
-    lost = list(tried.lost.values())
-    assert (lost[1] >= lost[2]).all()  # the factor K makes room
-    assert 1 < fair_imbalance(10**9, 32, 4) < 1.001 < fair_imbalance(64, 32, 4)
-
-
-def test_a_comparison_needs_two():
-    with pytest.raises(ValueError, match="at least two"):
-        Popularity.of(None, ["code"], 2, 64, 3, 8, seed=0)
 
 
 def test_overlap_by_size_of_the_calibration(found):

@@ -1,14 +1,10 @@
 """The contest of predictors: its controls, its names, and that all of it runs on the small
 model."""
 
-from statistics import median
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from moelab import open_model
-from moelab.bench import prefetch
 from moelab.bench.predictors import (
     CONTEST,
     PARTS,
@@ -19,7 +15,6 @@ from moelab.bench.predictors import (
     mean,
     training_metrics,
 )
-from moelab.specs import Event
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +58,3 @@ def test_estimators_are_taught_scored_and_executed(contest):
         and costs["loss"]["quasi"][0] < costs["loss"]["random"][0]
     )
     assert contest.identical([5, 6, 7, 8], 3) == {"hint": True, "router-free": True}
-
-
-def test_a_token_of_median_duration_and_its_waits():
-    taken = [
-        SimpleNamespace(seconds=s, events=[Event("compute", "wait", 0, 0, 1.0, 1.0 + s)])
-        for s in (3.0, 1.0, 2.0)
-    ]
-    of = prefetch.typical({"hint": taken})
-    assert of["hint"][0].end - 1 == median(one.seconds for one in taken)
-    assert prefetch.waits(of) == "waiting hint 2000.0 ms (measured)"

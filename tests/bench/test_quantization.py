@@ -3,12 +3,9 @@ of."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from moelab.bench import quantization
-from moelab.experts.quantization import FORMATS
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +20,7 @@ def test_bytes_are_those_of_the_format(results):
     H, I = 128, 64
     assert {name: row["bytes"] for name, row in rows.items()} == {
         "bf16": 6 * H * I,
-        "int8": 3 * H * I + 4 * (2 * I + H),
+        "int8": 3 * H * I * 17 // 16,
         "mxfp4": 3 * H * I * 17 // 32,
     }
     assert rows["bf16"]["of the model's own"] == 1.0
@@ -39,20 +36,6 @@ def test_errors_grow_as_bits_shrink_and_bf16_has_none(results):
         for key in ("weights", "experts", "layer"):
             assert exact[key] == 0.0
             assert 0 < 4 * int8[key] < mxfp4[key] < 20
-
-
-def test_the_same_bf16_answers_the_same(results):
-    rows = results["tasks (measured)"]
-    assert set(rows) == {
-        f"{task}: {mode}"
-        for task in ("loss", "lookup")
-        for mode in ("as it is", "bf16", "int8", "mxfp4")
-    }
-    for task in ("loss", "lookup"):
-        assert rows[f"{task}: bf16"]["score"] == rows[f"{task}: as it is"]["score"]
-        assert rows[f"{task}: bf16"]["difference"] == rows[f"{task}: bf16"]["difference error"] == 0
-    assert rows["loss: mxfp4"]["difference error"] > rows["loss: int8"]["difference error"] > 0
-    json.dumps(results, allow_nan=False)
 
 
 def test_a_store_in_fewer_bits_loses_more(results):
@@ -74,8 +57,3 @@ def test_a_store_in_fewer_bits_loses_more(results):
         if name not in ("raw", "bf12", "huffman")
     }
     assert 0 < off["int8"] < min(off["int4"], off["mxfp4"])
-
-
-def test_unknown_formats_are_refused():
-    with pytest.raises(ValueError, match=f"fp3.*{', '.join(FORMATS)}"):
-        quantization.run(formats="bf16,fp3")

@@ -53,42 +53,6 @@ def test_a_damaged_expert_fails_instead_of_hanging(tmp_path):
         reading.timeline(store, "buffered", threads=2)
 
 
-def test_an_error_of_a_decoder_comes_out(stores, monkeypatch):
-    monkeypatch.setattr(reading, "decode", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        reading.timeline(stores[1], "buffered", threads=1)
-
-
-def test_a_slower_disk_takes_its_time(stores):
-    seconds = sum(e.numel() * 2 for e in EXPERTS) / 2e6
-    assert (
-        reading.duration(reading.timeline(stores[0], "buffered", None, bandwidth=2e6))
-        >= 0.95 * seconds
-    )
-
-
-def test_comparison_and_summary(stores):
-    samples, timelines = reading.compare(*stores, "buffered", threads=(1, 3), repeats=2)
-    assert (
-        list(samples)
-        == list(timelines)
-        == [
-            "uncompressed, read only",
-            "compressed, read only",
-            "read, then decoded",
-            "overlapped, 1 decoding",
-            "overlapped, 3 decoding",
-        ]
-    )
-    assert all(len(values) == 2 for values in samples.values())
-    assert samples["read, then decoded"][-1] == reading.duration(timelines["read, then decoded"])
-    known = {"uncompressed, read only": [2, 4, 2], "overlapped, 1 decoding": [1, 2, 4]}
-    assert reading.summary(known, 4e9) == {
-        "uncompressed, read only": {"GB/s": 2, "÷ uncompressed": 1},
-        "overlapped, 1 decoding": {"GB/s": 2, "÷ uncompressed": 2},
-    }
-
-
 def test_a_study_of_disks():
     found = reading.Study.of(1 << 16, 2, [1], 1, 0, [5e7], synthetic_expert, "huffman")
     assert set(found.samples) == {0.0, 5e7} and found.gain(reading.BASE)[0] == 1

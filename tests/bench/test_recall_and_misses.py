@@ -5,10 +5,8 @@ import pytest
 import torch
 
 from moelab.bench import recall_and_misses as bench
-from moelab.cache.policies import POLICIES
 from moelab.files import small_model
 from moelab.specs import MoESpec
-from moelab.speculate.next_token import fit
 from moelab.speculate.scoring import Score
 from moelab.trace import DECODE, RoutingTrace
 from tests.depth import depth
@@ -86,39 +84,6 @@ def test_misses_are_what_a_list_counts():
     assert bench.misses(trace, "lru", "model", 0.5).tolist() == missed
 
 
-def test_every_other_prompt_is_compared():
-    ids = (
-        torch.rand(60, 2, 6, generator=torch.Generator().manual_seed(0))
-        .topk(2)
-        .indices.to(torch.int16)
-    )
-    row, hidden = torch.arange(60), torch.randn(60, 2, 8)
-    trace = RoutingTrace(
-        ids,
-        torch.ones(ids.shape),
-        torch.full((60,), DECODE),
-        row % 6,
-        row // 6,
-        row,
-        SPEC,
-        "",
-        router_inputs=hidden,
-        residuals=hidden,
-    )
-    found = bench.missed(trace, trace, "0.5", {"LRU": ("lru", "model"), "ours": bench.OURS})[0.5]
-    some = trace.select(trace.sequence % 2 == 0)
-    assert found["LRU"].tolist() == [
-        n for n in bench.misses(some, "lru", "model", 0.5).tolist() if n
-    ]
-    assert len(found["LRU"]) == len(found["ours"]) == 3
-    compared = bench.compare(fit(trace), some, 0.5)
-    assert compared.keys() == {
-        *((name, "model") for name in POLICIES),
-        *((name, "layer") for name in bench.BY_LAYER),
-    }
-    assert compared["lru", "model"][::2].tolist() == found["LRU"].tolist()
-
-
 @pytest.mark.stress
 def test_the_bench_runs_on_every_model_that_is_given(tmp_path, monkeypatch):
     """With three of the policies, as most of the time is theirs; `compare` plays all of them in the
@@ -157,8 +122,3 @@ def test_the_bench_runs_on_every_model_that_is_given(tmp_path, monkeypatch):
     assert (
         evictions["lru"]["misses ÷ lru"] == 1 == evictions["next-token"]["next-token ÷ its misses"]
     )
-
-
-def test_two_models_of_one_name_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="same name"):
-        bench.run(model=[str(small_model()), str(tmp_path / "small")])

@@ -1,15 +1,12 @@
 """The bench of static shapes against plain loops: routings, padding, blocks, drops and what they
 cost."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 
 import moelab
 from moelab.bench import static
-from moelab.evaluation.accuracy import compare
 from moelab.experts.executor import Tally
 from moelab.static.static import CapacityFactor, Tiered
 from moelab.trace import PREFILL
@@ -35,27 +32,6 @@ def test_routing_names_distinct_experts_and_skews_as_told():
     assert all(len(set(row)) == 5 for row in ids.tolist()) and int(ids.max()) < 12
     assert torch.equal(ids, static.routing(50, 12, 5, skew=2.0, seed=3))
     assert static.routed(50, 12, 5, 2.0, 3) == tuple(int((ids == e).sum()) for e in range(12))
-
-
-def test_texts_come_source_by_source_and_fill_half_a_chunk(model):
-    wanted = [
-        p.text
-        for source in static.SOURCES
-        for p in moelab.prompts(source, 2, tokens=96, seed=4, split="test")
-    ]
-    assert static.texts(model.tokenizer, "test", 2, 96, 4) == wanted
-    chunks = static.chunk_texts(model.tokenizer, 2, 96, 4)
-    assert 0 < len(chunks) <= 4 and set(chunks) <= set(wanted)
-    assert all(len(model.tokenizer(text)["input_ids"]) > 48 for text in chunks)
-
-
-def test_texts_are_cut_by_the_models_own_tokenizer(model):
-    """A tokenizer of letters, on passages of code and prose, the first two sources."""
-    of_letters, of_words = (
-        static.texts(tokenizer, "test", 2, 160)[:4]
-        for tokenizer in (lambda text, **_: {"input_ids": list(text)}, model.tokenizer)
-    )
-    assert max(map(len, of_letters)) <= 160 < max(map(len, of_words))
 
 
 def provisioned(T, K, E, B):
@@ -141,30 +117,6 @@ def test_unique_experts_of_a_batch(trace):
     assert found["provisioned: min(bK, E)"] == [(1, K), (2, 2 * K)]
 
 
-def test_the_busiest_expert_within_a_chunk(trace):
-    prefill = trace.prefill
-    for layer, value in enumerate(static.chunk_imbalance(trace, 64).tolist()):
-        ratios = []
-        for start in range(0, len(prefill) // 64 * 64, 64):
-            counts = [
-                int((prefill.ids[start : start + 64, layer] == e).sum())
-                for e in range(trace.spec.E)
-            ]
-            ratios.append(max(counts) / np.mean(counts))
-        assert value == pytest.approx(np.mean(ratios))
-
-
-def test_limited_experts_are_those_of_the_block_only_and_are_kept(model):
-    text = ["the red fox and the blue whale and the old man"]
-    (before,) = static.read_all(model, text)
-    with static.limited(model, lambda saliency: CapacityFactor(0.5)) as executor:
-        (within,) = static.read_all(model, text)
-    (after,) = static.read_all(model, text)
-    assert executor.tally.dropped > 0
-    assert torch.equal(before, after) and not torch.equal(before, within)
-    assert not any("seam" in vars(module) for module in model.modules())
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -185,68 +137,6 @@ def test_texts_of_a_batch_have_capacities_of_their_own(make):
             torch.testing.assert_close(model(row[None]).logits[0], expected, rtol=1e-3, atol=1e-3)
         alone.add(executor.tally.routed, executor.tally.executed, executor.tally.slots)
     assert together.tally == alone and alone.dropped > 0
-
-
-def test_costs_are_those_of_compare_with_their_tallies(model):
-    ways = static.capacity_factors((0.5, 4.0))
-    how = dict(n=2, windows=2, tokens=96, seed=1)
-    costs = static.costs(model, ways, ("loss", "needle"), **how)
-    by_hand = compare(
-        model,
-        {"plain": nullcontext, "half": lambda: static.limited(model, ways["0.5"])},
-        ("loss", "needle"),
-        batch_size=1,
-        **how,
-    )
-    row = by_hand["scores"]["loss"]["half"]
-    assert costs.loss("0.5") == pytest.approx(
-        (
-            row["relative"],
-            row["relative"] - 12.7062 * row["relative error"],
-            row["relative"] + 12.7062 * row["relative error"],
-        ),
-        rel=1e-4,
-    )  # t(1)
-    assert (
-        costs.points("needle", "0.5")[0] == 100 * by_hand["scores"]["needle"]["half"]["difference"]
-    )
-    assert costs.tally("0.5").drop_rate > 0.4 and costs.tally("4").dropped == 0
-    assert abs(costs.loss("4")[0]) < 0.5  # per cent: padded rows round elsewhere, in bf16
-    assert costs.tally("0.5", "needle").routed != costs.tally("0.5", "loss").routed
-    assert costs.nearest(0.0) == "4" and costs.nearest(0.9) == "0.5"
-    alone = costs.only(["4"])
-    assert alone.nearest(0.9) == "4" and list(alone.scores["needle"]) == [static.BASELINE, "4"]
-    assert alone.points("needle", "4") == costs.points("needle", "4")
-
-
-def test_a_verdict_needs_an_interval_that_excludes_zero():
-    rng = np.random.default_rng(0)
-    base = 2 + rng.normal(0, 1, 50)
-    samples = {
-        "random": base,
-        "router": base - 0.1 + rng.normal(0, 0.01, 50),
-        "saliency": base + rng.normal(0, 1, 50),
-        "token": base + 0.2 + rng.normal(0, 0.01, 50),
-    }
-    costs = static.DropCosts(
-        {},
-        {"loss": {name: values.tolist() for name, values in samples.items()}},
-        {name: {"loss": Tally()} for name in samples},
-    )
-    difference = samples["router"] - base
-    error = difference.std(ddof=1) / 50**0.5
-    assert costs.against("random", "router") == pytest.approx(
-        (
-            difference.mean(),
-            difference.mean() - 2.009575 * error,
-            difference.mean() + 2.009575 * error,
-        )
-    )  # t(49)
-    assert [costs.verdict(name) for name in ("router", "saliency", "token")] == [
-        "better than random",
-        "indistinguishable from random",
-        "worse than random",
-    ]
 
 
 def test_ways_of_tiers_drop_what_their_capacities_say(model, trace):

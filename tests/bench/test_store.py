@@ -13,15 +13,6 @@ from moelab.store.codecs import CODECS
 
 SMALL = 1 << 16
 WEIGHTS = store.synthetic_expert(SMALL)
-#: seconds in three rounds; the machine is twice as slow in the second
-FAKE = {
-    "memcpy": [1, 2, 1],
-    "recovery": [0.8, 1.6, 0.8],
-    "huffman compress": [16, 32, 16],
-    "huffman decode": [4, 8, 4],
-    "zipnn compress": [20, 40, 20],
-    "zipnn decode": [8, 16, 8],
-}
 
 
 def test_the_synthetic_expert_is_as_compressible_as_trained_weights():
@@ -55,60 +46,6 @@ def test_who_returns_new_memory_has_it_again_within_a_turn():
     assert samples["fresh"] == samples["given"] == [1.0] * 4
 
 
-def test_rates_and_ratios_of_known_timings():
-    found = store.rates(FAKE, nbytes=8e9)
-    assert list(found) == ["huffman", "zipnn"]
-    assert found["huffman"] == {
-        "compress GB/s": 0.5,
-        "decode GB/s": 2,
-        "decode ÷ zipnn": 2,
-        "decode ÷ memcpy": 0.25,
-    }
-    assert found["zipnn"]["decode ÷ zipnn"] == 1
-    assert store.speed_up(FAKE, "recovery", "memcpy") == 1.25
-
-
-def test_ratios_are_taken_round_by_round():
-    drifting = {"a": [1, 10, 100], "b": [3, 30, 300]}
-    assert store.speed_up(drifting, "a", "b") == 3
-    assert (
-        store.speed_up({"a": [1, 10, 2], "b": [3, 30, 300]}, "a", "b") == 3
-    )  # median of 3, 3, 150
-
-
-def test_without_the_peer_the_table_says_so():
-    alone = {name: values for name, values in FAKE.items() if "zipnn" not in name}
-    assert store.rates(alone, 8e9)["huffman"]["decode ÷ zipnn"] == "not installed"
-
-
-def test_two_threads_at_the_same_time_are_twice_the_rate():
-    found = store.scaling(
-        {"huffman × 1": [2, 2], "huffman × 2": [2, 2], "zipnn × 1": [2, 2], "zipnn × 2": [4, 4]},
-        nbytes=1e9,
-        loops=4,
-    )
-    assert found == {
-        "huffman × 1 GB/s": 2,
-        "huffman × 2 GB/s": 4,
-        "huffman × 2 ÷ × 1": 2,
-        "zipnn × 1 GB/s": 2,
-        "zipnn × 2 GB/s": 2,
-        "zipnn × 2 ÷ × 1": 1,
-    }
-
-
-def test_sizes_are_those_of_the_codec_beside_the_bound():
-    made = {
-        name: store.Coder(n, None, None, None) for name, n in (("half", SMALL // 2), ("all", SMALL))
-    }
-    flat = torch.tensor([1.0, 2.0], dtype=torch.bfloat16).repeat(
-        SMALL // 4
-    )  # 1 bit of exponent entropy
-    found = store.sizes(flat, made)
-    assert found["half"] == {"fraction %": 50, "bound %": 56.25, "points above the bound": -6.25}
-    assert found["all"]["points above the bound"] == 43.75
-
-
 @pytest.mark.parametrize("name", CODECS)
 def test_coders_write_the_weights_each_into_a_buffer_of_its_own(name):
     coder = store.coders(WEIGHTS, [name])[name]
@@ -130,18 +67,6 @@ def test_a_codec_that_loses_something_is_refused(monkeypatch):
     monkeypatch.setattr(store, "decompress_tensor", lambda packed, out, scratch=None: out.zero_())
     with pytest.raises(ValueError, match="raw does not give the same bytes back"):
         store.coders(WEIGHTS, ["raw"])
-
-
-def test_the_copies_do_what_they_are_named_after():
-    arms = store.copies(WEIGHTS)
-    assert list(arms) == ["memcpy", "recovery"]
-    out = next(
-        cell.cell_contents for cell in arms["memcpy"].__closure__ if cell.cell_contents.any() == 0
-    )
-    for arm in arms.values():
-        out[:] = 0
-        arm()
-        assert out.tobytes() == WEIGHTS.view(torch.uint8).numpy().tobytes()
 
 
 def test_zipnn_is_a_peer_where_it_is_installed():
@@ -190,15 +115,3 @@ def test_a_sample_of_the_small_model():
     assert sample.apart("huffman") > sample.fractions()["huffman"] and sample.round_trips()
     counts, said = sample.microscope(0, 0, next(iter(sample.source(0, 0))), "bf12")
     assert counts.sum() and "bit-identical" in said
-
-
-def test_rates_of_coders_have_the_names_of_metrics():
-    weights = store.synthetic_expert(1 << 18)
-    found = store.Rates.of(weights, store.coders(weights, ("raw", "huffman")), 1, [1, 2])
-    assert (
-        set(found.by_task()["decode"]) >= {"huffman", "recovery alone"}
-        and list(found.by_threads())[1] == "2 threads"
-    )
-    metrics = found.metrics()
-    assert metrics["GB of weights/s a thread"]["decode_huffman"] > 0
-    assert metrics["× one thread"] == {"decode_scaling_2_threads": found.scaling(2)[0]}

@@ -1,8 +1,6 @@
 """`moelab calibrate`: the file is what counting by hand gives, and bad input is refused before any
 work."""
 
-import math
-
 import pytest
 
 import moelab
@@ -81,25 +79,8 @@ def test_a_file_is_replaced_only_if_one_says_so(tmp_path, capsys, monkeypatch):
     assert Calibration.load(file).tokens[PREFILL] > 0
 
 
-def test_a_missing_model_is_named_and_leaves_nothing(tmp_path, capsys):
-    assert main(["calibrate", str(tmp_path / "nowhere"), str(tmp_path / "c")]) == 2
-    assert "nowhere" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
 def test_a_model_without_a_tokenizer_is_refused():
     model = moelab.open_model(None)
     model.tokenizer = None
     with pytest.raises(ValueError, match="tokenizer"):
         calibrate.calibration(model)
-
-
-def test_the_hot_share_by_hand():
-    import torch
-
-    spec = moelab.open_model(None).spec
-    counts = torch.ones(2, spec.L, spec.E, dtype=torch.int64)
-    hot = round(spec.E * calibrate.HOT)
-    counts[0, :, 3 : 3 + hot] = 5
-    found = Calibration(counts, (1, 0), spec, "id")
-    assert calibrate.hot_share(found, PREFILL) == pytest.approx(5 * hot / (5 * hot + spec.E - hot))
-    assert math.isclose(calibrate.hot_share(found, DECODE), hot / spec.E)

@@ -4,7 +4,6 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import moelab
@@ -20,8 +19,7 @@ def model():
     return moelab.open_model()
 
 
-# -------------------------------------------------------------------------------------------------------
-# the command
+# ---- the command
 
 
 def test_executors_are_modes(model, results, capsys):
@@ -108,18 +106,6 @@ def test_decode_only_is_scored_in_decode_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("hint", ("hint", "quasi")),
-        ("speculative:router", ("speculative", "router")),
-        ("router-free", ("router-free", "estimator")),
-    ],
-)
-def test_modes_by_name(text, expected):
-    assert evaluate.parse_mode(text) == expected
-
-
-@pytest.mark.parametrize(
     "arguments, message",
     [
         (["--modes", "guess"], "no mode 'guess'. There are: baseline, hint"),
@@ -150,12 +136,6 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(
         assert f"no readable {what}" in capsys.readouterr().err
 
 
-def test_options_of_an_executor_are_read_as_what_they_are():
-    """The text "false" is true in Python."""
-    name, options = evaluate.executor_options("blockwise:skip_blocks=false:block_size=8")
-    assert name == "blockwise" and options == {"skip_blocks": False, "block_size": 8}
-
-
 def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.task", None)
@@ -164,8 +144,7 @@ def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):
     assert "gsm8k" in told and "pip install 'moelab[peers]'" in told and "needle" in told
 
 
-# -----------------------------------------------------------------------------------------------------------
-# lm-eval
+# ---- lm-eval
 
 
 def test_scores_a_question_are_taken_where_lm_eval_reports_their_mean():
@@ -240,7 +219,8 @@ class FakeManager:
     [
         (
             "gsm8k,BoolQ",
-            "cannot be loaded here: gsm8k (ConnectionError: Couldn't reach gsm8k on the Hub); BoolQ",
+            "cannot be loaded here: gsm8k (ConnectionError: Couldn't reach gsm8k on the "
+            "Hub); BoolQ",
         ),
         ("humaneval", "without a sandbox; --run-code"),
         ("gsm9k", "neither moelab nor lm-eval has a task 'gsm9k'"),
@@ -272,12 +252,3 @@ def test_tasks_that_run_code_are_refused_unless_allowed(monkeypatch):
         lm_eval_adapter.load(["MBPP+"], model)
     assert lm_eval_adapter.load(["MBPP+"], model, run_code=True) == [task]
     assert os.environ["HF_ALLOW_CODE_EVAL"] == "1"
-
-
-def test_numbers_of_lm_eval_can_be_summarised():
-    rows = accuracy.summarise(
-        {"rouge": {"baseline": np.array([0.2, 0.4]), "mode": np.array([0.1, 0.4])}}
-    )["rouge"]
-    assert rows["mode"]["unit"] == "score" and rows["mode"]["relative"] == pytest.approx(
-        100 * (0.25 / 0.3 - 1)
-    )

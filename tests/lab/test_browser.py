@@ -50,7 +50,8 @@ if CHROMIUM is None:
 #: what `make lab` has the server do
 HOOKS = re.findall(r"--FileContentsManager\S+", (CHECKOUT / "Makefile").read_text())
 OPENING = [
-    "import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies import LRU",
+    "import moelab, moelab.lab\nfrom moelab.viz import views\nfrom moelab.cache.policies "
+    "import LRU",
     "class Mine(LRU):\n    pass",
     "lm = moelab.open_model(memory='50%')",
 ]
@@ -425,7 +426,7 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
     page.wait_for_function(PICTURED, timeout=120_000)  # before anything is scrolled to
     page.evaluate(ALL)
     frames, took, keep = page.locator(".moelab-view"), {}, kept()
-    for i, name in enumerate(VIEWS):  # noqa: B007
+    for i, _ in enumerate(VIEWS):
         frames.nth(i).locator(".main-svg, canvas.moelab-player").first.wait_for(timeout=120_000)
     for i, name in enumerate(VIEWS):
         if keep:

@@ -43,11 +43,6 @@ def test_each_kind_has_its_rule(was, now, kind, verdict):
     assert row.verdict == verdict
 
 
-def test_measured_shows_the_ratio():
-    (row,) = compare(content(m=(2.0, "measured")), content(m=(3.0, "measured")))
-    assert row.note.startswith("1.50 ×")
-
-
 def test_a_tolerance_of_its_own():
     baseline = content(m=(100.0, "simulated"))
     baseline["metrics"]["m"]["tolerance"] = 0.1
@@ -56,7 +51,9 @@ def test_a_tolerance_of_its_own():
 
 
 def test_missing_new_and_changed():
-    verdicts = lambda a, b: [row.verdict for row in compare(a, b)]  # noqa: E731
+    def verdicts(a, b):
+        return [row.verdict for row in compare(a, b)]
+
     one, other = content(m=(1, "exact")), content(n=(1, "exact"))
     assert verdicts(one, other) == ["FAILED", "new"]
     assert verdicts(one, content(m=(1, "measured"))) == ["FAILED"]
@@ -106,25 +103,3 @@ def test_bad_input(results, capsys):
     write_json(results / "baseline" / "01_x.json", content())
     (results / "baseline" / "01_x.json").write_text("{")
     assert main(["check"]) == 2 and "cannot be read" in capsys.readouterr().err
-
-
-def test_what_differs_is_printed_and_one_line_otherwise(results, capsys):
-    found = content(same=(1, "exact"), time=(2.0, "measured"), moved=(1, "exact"))
-    put_run(results, "01_x", "20250101-1", found)
-    main(["check", "--update"])
-    capsys.readouterr()
-    assert main(["check"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "01_x: ok, 3 compared",
-        "1 notebooks compared, 0 failed",
-    ]
-    assert main(["check", "--all"]) == 0 and "1.00 × the baseline" in capsys.readouterr().out
-    put_run(
-        results,
-        "01_x",
-        "20250102-1",
-        content(same=(1, "exact"), time=(4.0, "measured"), moved=(2, "exact")),
-    )
-    assert main(["check"]) == 1
-    told = capsys.readouterr().out
-    assert "moved" in told and "same" not in told and "time" not in told

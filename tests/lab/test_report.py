@@ -102,20 +102,6 @@ def test_reproduce_runs_side_by_side_goes_on_after_a_failure_and_writes_a_report
     assert not list(results.glob("*.part"))
 
 
-def test_a_report_of_nothing(results):
-    (results / "runs" / "x" / "20250101-1@h@1.part").mkdir(parents=True)
-    assert (
-        "No notebook has finished yet."
-        in Page(write_report().read_text().replace(plotly_js(), "")).text
-    )
-
-
-def test_reproduce_refuses_a_parameter_that_no_notebook_has(notebook, results, capsys):
-    assert main(["reproduce", str(notebook("good", *GOOD)), "-p", "sede=5"]) == 2
-    assert "no notebook has a parameter 'sede'; they have seed, smoke" in capsys.readouterr().err
-    assert not (results / "runs").exists()
-
-
 #: each would run, end what is around it, or hide what follows it, if it were not escaped where it
 #: stands
 HOSTILE = [

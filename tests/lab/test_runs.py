@@ -1,9 +1,5 @@
 """The commands `list` and `compare`, and the comparison behind it."""
 
-import random
-
-import pytest
-
 from moelab.__main__ import main
 from moelab.comparison import compare, find_run
 from moelab.files import write_json
@@ -67,37 +63,6 @@ def test_parameters_that_differ_come_first_and_notebooks_stand_for_their_newest_
     assert main(["compare", "1", "2"]) == 0
     told = capsys.readouterr().out
     assert told.index("smoke") < told.index("hits") and "01_calibration 20250102-1" in told
-
-
-def test_a_truth_value_is_no_number_to_divide_by(results, capsys):
-    folders = [put(results, run_id, True) for run_id in ("20250101-1", "20250102-1")]
-    assert main(["compare", *map(str, folders)]) == 0
-    told = capsys.readouterr().out
-    assert "yes" in told and "×" not in told
-
-
-def test_the_spread_is_that_of_runs_alike(results):
-    draw = random.Random(0)
-    values = {smoke: [draw.randint(1, 99) for _ in range(4)] for smoke in (True, False)}
-    for smoke, of in values.items():
-        for n, value in enumerate(of):
-            last = put(results, f"2025010{n}-{int(smoke)}", value, smoke)
-            if smoke:
-                one = last
-    found = compare(one, last)
-    hits, name = (next(m for m in found.metrics if m.name == wanted) for wanted in ("hits", "name"))
-    assert hits.values == (values[True][-1], values[False][-1])
-    assert hits.spreads == tuple((min(of), max(of)) for of in values.values())
-    assert name.spreads == (None, None) and found.params == {"smoke": (True, False)}
-
-
-@pytest.mark.parametrize(
-    "a, b, note",
-    [(2, 3, "1.500 ×"), (0, 0, ""), (0, 1, "differs"), ("a", "a", ""), ("a", "b", "differs")],
-)
-def test_how_two_values_differ(results, a, b, note):
-    found = compare(put(results, "20250101-1", a), put(results, "20250102-1", b))
-    assert found.metrics[0].note == note
 
 
 def test_only_figures_that_both_have_are_paired(results):

@@ -1,7 +1,6 @@
 """What git sees of a notebook that was run in JupyterLab."""
 
 import copy
-import json
 import shlex
 import subprocess
 import sys
@@ -127,17 +126,3 @@ def test_git_status_is_clean_after_a_run_and_tells_of_a_change(repository):
     saved(path.with_name("new.ipynb"), source)
     assert "?? new.ipynb" in git("status", "--porcelain")
     assert after_saving(model={"type": "file"}, os_path="x.txt") is None
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_committed_as_lab_writes_their_source(path):
-    text = path.read_text(encoding="utf-8")
-    assert text == nbformat.writes(nbformat.reads(text, 4)) + "\n"
-    assert json.loads(text)["metadata"] == {
-        "kernelspec": {
-            "display_name": "Python 3 (ipykernel)",
-            "language": "python",
-            "name": "python3",
-        },
-        "language_info": {"name": "python"},
-    }

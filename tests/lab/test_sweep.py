@@ -6,10 +6,8 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -37,12 +35,6 @@ def area(folder: str, point: dict) -> dict:
         "metrics": {"area": METRIC | {"value": point["a"] * ord(point["b"])}},
         "worker": os.getpid(),
     }
-
-
-def deadly(point):
-    if point["b"] == "w":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"metrics": {"n": METRIC}}
 
 
 def refused(points):
@@ -80,13 +72,6 @@ def test_a_killed_worker_leaves_every_point_done_once_here_and_on_a_cluster(tmp_
             for b in "wxyz"
         ]
     )
-
-
-def test_a_point_that_kills_every_worker_is_told_and_the_others_go_on(monkeypatch):
-    monkeypatch.setattr(sweeps, "LOST", 2)
-    found = dict((key(point), row) for point, row in locally(deadly, POINTS[:2]))
-    assert "lost 2 times" in found[key(POINTS[0])]["error"]
-    assert found[key(POINTS[1])]["metrics"] == {"n": METRIC}
 
 
 def run_some(points, stop):
@@ -199,15 +184,6 @@ def test_a_scheduler_that_is_not_there_is_one_line(address, told):
         sweeps.reach(address)
 
 
-def test_who_uses_an_open_scheduler_elsewhere_is_warned(monkeypatch, capsys):
-    pytest.importorskip("dask")
-    for peer, warned in (("192.0.2.7", True), ("127.0.0.1", False), ("::1", False)):
-        connected = SimpleNamespace(getpeername=lambda peer=peer: (peer, 8786))
-        monkeypatch.setattr("socket.create_connection", lambda *_, **__: nullcontext(connected))
-        sweeps.reach("tcp://head:8786")
-        assert ("whoever reaches it can run code" in capsys.readouterr().err) == warned
-
-
 def test_an_interrupted_sweep_goes_on_and_a_larger_grid_adds_to_it(tmp_path):
     table = tmp_path / "t.parquet"
     with pytest.raises(KeyboardInterrupt):
@@ -296,36 +272,6 @@ def test_a_table_is_read_as_it_was_written(tmp_path_factory, cells):
     path = tmp_path_factory.mktemp("table") / "t.parquet"
     sweeps.write(path, rows)
     assert read(path) == rows
-
-
-def test_compare_says_where_each_metric_is_least_and_most(tmp_path, capsys):
-    def row(a, b, value):
-        return Row(
-            {"a": a, "b": b, "same": 1},
-            {"n": METRIC | {"value": value}, "word": METRIC | {"value": "x"}},
-            {"seconds": 1.0, "host": "h"},
-        )
-
-    rows = [row(1, "x", 4.0), row(1, "y", 2.0), row(2, "x", 5.0)]
-    assert sweeps.extremes(rows) == [
-        {
-            "metric": "n",
-            "unit": "",
-            "kind": "exact",
-            "least": 2.0,
-            "at": "a=1, b=y",
-            "most": 5.0,
-            "at ": "a=2, b=x",
-            "÷": 2.5,
-        }
-    ]
-    sweeps.write(tmp_path / "t.parquet", rows)
-    assert main(["compare", str(tmp_path / "t.parquet")]) == 0
-    assert "a=2, b=x" in capsys.readouterr().out
-    assert (
-        main(["compare", str(tmp_path / "none.parquet")]) == 2
-        and "no table of a sweep" in capsys.readouterr().err
-    )
 
 
 def test_what_is_no_table_is_said(tmp_path):

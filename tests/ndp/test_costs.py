@@ -9,10 +9,6 @@ import pytest
 from moelab import cards
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.hardware import VARIANTS, hardware
-from moelab.ndp.routing import simulated_routing
-from moelab.ndp.simulation import simulate
-from moelab.ndp.sweep import Assumptions
-from moelab.ndp.systems import SYSTEMS
 from tests.ndp import toy
 
 
@@ -57,11 +53,6 @@ def test_what_is_no_machine(arguments, says):
         hardware(**arguments)
 
 
-def test_an_unknown_variant_is_named():
-    with pytest.raises(ValueError, match="no machine 'PCIe 7'.*PCIe 4"):
-        Assumptions().variant("PCIe 7", 2)
-
-
 def test_expert_times_by_hand():
     costs = toy.costs()
     params = 3 * 512 * 1024
@@ -85,20 +76,6 @@ def test_dense_part_and_experts_make_the_published_total(name):
     )
 
 
-def test_keys_and_values_by_hand():
-    assert (
-        Costs(cards.load_model("Mixtral-8x7B"), hardware()).kv_bytes(1024)
-        == 1024 * 32 * 2 * 8 * 128 * 2
-    )
-
-
-def test_a_decode_step_reads_the_dense_weights_once():
-    costs = toy.costs()
-    times = costs.dense_decode(np.array([0, 100]))
-    assert times[0] * 1e11 == pytest.approx(2 * costs.dense_params)
-    assert (times[1] - times[0]) * 1e11 == pytest.approx(100 * 2 * 2 * 2 * 2 * 64)
-
-
 def test_a_prompt_is_bound_by_arithmetic():
     costs, S = toy.costs(), 2000
     head = 1000 * 512
@@ -116,26 +93,3 @@ def test_what_does_not_fit_is_not_supported():
         Costs(toy.spec(L=4, E=64), toy.machine(2, host_memory=4e8)).check(100, "host")
     with pytest.raises(NotSupported, match="GPU"):
         Costs(toy.spec(), toy.machine(2, gpu_memory=1e6)).check(100, "units")
-
-
-def test_the_fullest_unit_must_hold_its_experts():
-    """Seven experts of two layers on three units: one has three of a layer, 6 in all, though 14 fit
-    together."""
-    one = toy.spec().expert_bytes
-    routing = simulated_routing(toy.spec(E=7), prompt=4, answer=2)
-    small, large = (toy.machine(3, unit_memory=n * one) for n in (5, 6))
-    for name in ("MoNDE", "NDP", "NDP+LB+PRE"):
-        simulate(large, SYSTEMS[name], routing)
-        with pytest.raises(NotSupported, match="tensor parallelism"):
-            simulate(small, SYSTEMS[name], routing)
-    simulate(small, SYSTEMS["NDP+TP"], routing)
-    simulate(small, SYSTEMS["MoE-OnDemand"], routing)
-
-
-def test_whole_experts_of_mixtral_do_not_fit_hbm_stacks():
-    """8 experts a layer use 8 of 16 stacks: 32 × 0.35 GB on each of them, in 6 GB."""
-    a = Assumptions()
-    routing = a.routing("Mixtral-8x7B", 0, 4, 2)
-    with pytest.raises(NotSupported, match="11.3 GB"):
-        simulate(a.variant("HBM-PIM", 16), a.system("MoNDE"), routing)
-    simulate(a.variant("HBM-PIM", 16), a.system("NDP+TP"), routing)

@@ -4,22 +4,18 @@ conserved."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.cards import load_model
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
-from moelab.ndp.event_simulation import event_seconds, simulate_layer
+from moelab.ndp.event_simulation import simulate_layer
 from moelab.ndp.plans import make_plan
-from moelab.ndp.sweep import MODELS, Assumptions, modules_needed
-from moelab.ndp.systems import SYSTEMS
 from tests.ndp import toy
-from tests.ndp.conservation import check, conserve
+from tests.ndp.conservation import conserve
 
 
 def test_two_units_one_expert_each_by_hand():
@@ -54,18 +50,6 @@ def test_a_moved_expert_is_computed_piece_by_piece():
     )
     sent = [e for e in events if e.kind == "read weights"]
     assert len(sent) == 4 and sum(e.bytes for e in sent) == costs.spec.expert_bytes
-
-
-def test_an_expert_that_computes_longer_than_it_is_sent_waits_for_its_first_piece_alone():
-    costs = Costs(toy.spec(K=1), toy.machine(4, link=1e13))
-    work = float(costs.gpu(1))
-    assert work > 2 * costs.transfer()
-    for pieces in (1, 2, 4):
-        plan = make_plan(toy.step([1]), 4, moved=1.0, split=True, pieces=pieces)
-        by_hand = costs.transfer() / pieces + work
-        assert (
-            layer_seconds(plan, costs) == pytest.approx(by_hand) == simulate_layer(plan, costs)[0]
-        )
 
 
 def test_weights_wait_for_outputs():
@@ -103,47 +87,10 @@ def test_shared_dram_is_read_no_faster_than_it_can(seed, split, N, S):
     assert layer_seconds(plan, costs) >= layer_seconds(plan, free) * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("engine", [layer_seconds, event_seconds])
-def test_balancing_by_the_dram_that_it_relieves_gains_nothing(engine):
-    """While decoding every byte of K experts is read from the modules, whoever computes: +LB is
-    +TP, exactly."""
-    gained = {}
-    for shared, better in product((False, True), ("", ", improved")):
-        assumed = Assumptions(shared_dram=shared)
-        for model in MODELS:
-            for N in range(modules_needed(model), 7):
-                costs = Costs(load_model(model), assumed.hardware(N))
-                step = toy.step([1] * costs.spec.K)
-                alone, balanced = (
-                    engine(assumed.system(name).plan(step, costs), costs)
-                    for name in ("NDP+TP", "NDP+TP+LB" + better)
-                )
-                gained.setdefault((shared, better), []).append(alone / balanced)
-    assert max(gained[False, ""]) > 1.2 and min(gained[False, ", improved"]) > 1.02
-    assert gained[True, ""] == pytest.approx(np.ones(19), rel=1e-12)
-    assert gained[True, ", improved"] == pytest.approx(np.ones(19), rel=1e-12)
-
-
 def test_nothing_is_lost_in_random_configurations():
-    found = conserve(100, seed=7)
-    assert found["problems"] == [] and found["layers"] > 200
+    found = conserve(30, seed=7)
+    assert found["problems"] == [] and found["layers"] > 60
     assert found["largest difference, exact plans"] < 1e-9
     assert (
         found["smallest, mixed"] > 0.98
     )  # weights that need not wait for outputs, as Eq. 2 has it
-
-
-def test_the_check_can_fail():
-    costs = toy.costs()
-    ids = np.array([[0, 1], [0, 2]])
-    step = toy.step([2, 1, 1], homes=[0, 1, 0], S=2)
-    plan = SYSTEMS["NDP"].plan(step, costs)
-    events = simulate_layer(plan, costs)[1]
-    assert check(ids, plan, costs, events) == []
-    assert any("routing" in text for text in check(np.array([[0, 1], [0, 3]]), plan, costs, events))
-    unit = next(e for e in events if e.resource == "unit 0")
-    assert any("computed 2" in t for t in check(ids, plan, costs, [*events, unit]))
-    assert any("at once" in t for t in check(ids, plan, costs, [*events, unit]))
-    link = next(e for e in events if e.resource == "link")
-    fewer = [e for e in events if e is not link]
-    assert any("are needed" in t for t in check(ids, plan, costs, fewer))

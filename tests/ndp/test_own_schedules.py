@@ -5,22 +5,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moelab.cards import load_model
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.event_simulation import event_seconds
-from moelab.ndp.hardware import hardware
 from moelab.ndp.plans import make_plan
 from moelab.ndp.routing import batched, simulated_routing
 from moelab.ndp.simulation import NDPRun, simulate, timeline
-from moelab.ndp.sweep import paper_sweep
-from moelab.ndp.systems import GPUNDP, SYSTEMS, OnDemand, System
+from moelab.ndp.systems import SYSTEMS, OnDemand, System
 from tests.ndp import toy
 from tests.timelines import check
 
@@ -140,13 +136,6 @@ def test_a_batch_is_decoded_in_lockstep(name):
         batched([alone[0], simulated_routing(spec, 0, prompt=7, answer=D)])
 
 
-@pytest.mark.parametrize("wrong", [[], "twice"])
-def test_what_is_no_batch(wrong):
-    one = simulated_routing(toy.spec(), 0, prompt=3, answer=2)
-    with pytest.raises(ValueError, match="at least one prompt"):
-        batched([batched([one, one])] if wrong else [])
-
-
 class Chooses(System):
     """Computes on the GPU what is there; `start` and `later` are in its memory, and `kept` after
     each plan."""
@@ -201,26 +190,6 @@ def test_no_more_than_fits_is_in_gpu_memory(system):
         )
 
 
-def test_what_pays_needs_situations():
-    class Pays(Diary):
-        prefetches = "pay"
-
-    with pytest.raises(ValueError, match="Pays prefetches what pays.*situations"):
-        simulate(toy.machine(), Pays(), simulated_routing(toy.spec(), 0, prompt=3, answer=2))
-
-
-def test_what_has_after_is_planned_step_by_step():
-    """Though it inherits situations, in which no time and no change of memory is."""
-
-    class Keeps(GPUNDP):
-        def after(self, plan, costs):
-            return np.isin(np.arange(8), [0])
-
-    routing = toy.routing([[[0, 1], [0, 1]]] * 2, [[[0, 1], [1, 0]]] * 3)
-    found = simulate(toy.machine(), Keeps(prefetch=True, limit="memory", cached=True), routing)
-    assert found.hit_rate == (4 + 2 * 2) / 12  # of the first token both; from then on 0 alone
-
-
 @pytest.mark.parametrize("latency", [0.0, 1e-4])
 def test_every_message_has_its_latency(latency):
     machine = toy.machine(3, latency=latency)
@@ -238,42 +207,3 @@ def test_every_message_has_its_latency(latency):
         assert units[0] - units[1] == pytest.approx(
             4 * latency
         )  # one in to all, one out of each of three
-
-
-def test_other_links_and_cards_of_ones_own(tmp_path):
-    import moelab.cards
-
-    text = (Path(moelab.cards.__file__).parent / "devices" / "rtx-5080.toml").read_text()
-    mine = tmp_path / "mine.toml"
-    mine.write_text(re.sub(r'name = ".*?"', 'name = "Mine"', text, count=1))
-    a, b = hardware(2, gpu=mine, link_gbs=100, latency_us=5, efficiency=(0.5, 1.0)), hardware(2)
-    assert a.link == pytest.approx(50e9) and a.latency == pytest.approx(5e-6) and "Mine" in a.name
-    assert (
-        "100 GB/s" in a.name
-        and "PCIe" not in a.name
-        and (a.gpu_memory, b.latency) == (b.gpu_memory, 0)
-    )
-    for wrong in ({"link_gbs": 0}, {"latency_us": -1}):
-        with pytest.raises(ValueError, match="above 0"):
-            hardware(2, **wrong)
-
-
-def test_a_sweep_of_ones_own_models_and_systems():
-    spec = replace(
-        load_model("Qwen3-30B-A3B"), name="mine", moe_layers=tuple(range(4)), num_layers=4
-    )
-    sweep = paper_sweep(
-        models=(spec, "DeepSeek-MoE-16B"),
-        units=(1, 2),
-        seeds=(0,),
-        prompt=8,
-        answer=4,
-        systems={"ours": recent(), "MoE-OnDemand": OnDemand()},
-    )
-    assert sweep.models == ["mine", "DeepSeek-MoE-16B"] and len(sweep.cells) == 8
-    assert sweep.result("mine", 2, "ours").hit_rate > 0
-    gains = sweep.mean_gains("ours", "MoE-OnDemand", "moe_decode", averaged=False)
-    assert (
-        set(gains) == {(model, N) for model in sweep.models for N in (1, 2)}
-        and min(gains.values()) >= 1
-    )

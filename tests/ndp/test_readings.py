@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, SOURCES, error, nulls
+from moelab.ndp.fit import CHOICES, CLAIMS, FIT, JUDGED, error, nulls
 from moelab.ndp.readings import AXES, Readings, readings
 from moelab.ndp.sweep import Assumptions, paper_sweep, quantities
 
@@ -57,18 +57,6 @@ def test_every_combination_is_the_sweeps(few, assumed):
     assert few.at(assumed) == pytest.approx(quantities(sweep, 3), rel=1e-9)
 
 
-def test_choices_have_sources_and_the_defaults_are_among_them():
-    assert set(SOURCES) == set(CHOICES) and all(
-        len(set(options)) > 1 for options in CHOICES.values()
-    )
-    for name, options in CHOICES.items():
-        assert getattr(Assumptions(), name) in options
-    with pytest.raises(ValueError, match="in that order"):
-        readings({"zipf": (0.1,)})
-    with pytest.raises(ValueError):
-        Readings(FEW, {}).at(Assumptions(zipf=0.123))
-
-
 def test_what_fits_against_a_loop_over_all():
     """Figures that depend on three assumptions, made up around the published ones."""
     choices = {name: options[:1] for name, options in CHOICES.items()} | {
@@ -103,15 +91,6 @@ def test_what_fits_against_a_loop_over_all():
     assert found.left()["zipf"] == {
         str(z): sum(a.zipf == z for a, _ in fitting) for z in choices["zipf"]
     }
-
-
-def test_nothing_fits():
-    found = Readings(
-        {name: options[:1] for name, options in CHOICES.items()},
-        {name: np.full([1] * len(AXES), 99.0) for name in (*FIT, *JUDGED)},
-    )
-    assert not found.fits.any() and found.agreement() == {} and not found.errors.size
-    assert np.isnan(found.band(FIT[0])).all()
 
 
 def test_judged_figures_follow_by_rule():

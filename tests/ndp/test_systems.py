@@ -49,45 +49,6 @@ def test_monde_sends_the_bandwidth_ratio_of_the_most_popular(N, rounding, share)
     assert layer_seconds(plan, costs) == pytest.approx(max(units_side, gpu_side), rel=0.01)
 
 
-def test_monde_sends_of_a_prompt_what_it_is_told_to():
-    """Nothing, the bandwidths' share of the active experts, or as many as make the layer fastest,
-    by trying all."""
-    costs = Costs(toy.spec(E=16, K=2), toy.machine(3))  # link and unit equally fast: A / (1 + N)
-    step = toy.step([40, 30, 20, 9, 4, 2, 1, 1], homes=[0, 1, 2, 0, 1, 2, 0, 1], S=50)
-    count = {
-        how: MoNDE(prefill=how).plan(step, costs).moved.sum() for how in ("none", "share", "tuned")
-    }
-    times = [layer_seconds(make_plan(step, 3, moved=np.arange(8) < m), costs) for m in range(9)]
-    assert (count["none"], count["share"], count["tuned"]) == (
-        0,
-        2,
-        int(np.argmin(times)),
-    ) and count["tuned"] > 2
-
-
-def test_monde_relieves_the_busiest_module():
-    costs = Costs(toy.spec(E=16, K=8), toy.machine(2))  # 8 / 3 → 3 experts
-    step = toy.step([1] * 8, homes=[0, 0, 1, 1, 1, 1, 1, 0])
-    popular, busiest = (MoNDE(relieves=who).plan(step, costs) for who in ("popular", "busiest"))
-    assert popular.step.experts[popular.moved > 0].tolist() == [0, 1, 2]
-    assert busiest.step.experts[busiest.moved > 0].tolist()[:2] == [2, 3]  # 5 to 3, then either
-    assert layer_seconds(busiest, costs) < layer_seconds(popular, costs)
-
-
-@pytest.mark.parametrize(
-    "system", [OnDemand(cached=True), Fiddler(cached=True), MoNDE(cached=True)]
-)
-def test_what_the_gpu_has_is_not_sent(system):
-    costs = Costs(toy.spec(K=8), toy.machine(2))
-    plan = system.plan(
-        toy.step([1] * 8, homes=[0, 1] * 4, resident=[True, True] + [False] * 6), costs
-    )
-    assert plan.resident.tolist() == [1, 1] + [0] * 6 and not problems(plan, N=2)
-    assert (
-        plan.moved.sum() == {OnDemand: 6, Fiddler: 0, MoNDE: 1}[type(system)]
-    )  # MoNDE's share is 3
-
-
 def test_tensor_parallelism_divides_every_expert():
     costs = toy.costs(units=4)
     step = toy.step([1, 1], homes=[3, 3])
@@ -107,13 +68,6 @@ def test_literal_prefetching_runs_hits_on_the_gpu_and_misses_on_the_units():
     )
     without = SYSTEMS["NDP+TP+LB"].plan(toy.step([1, 1], resident=[False, True]), costs)
     assert not without.resident.any()
-
-
-def test_whole_experts_leave_from_the_busiest_unit():
-    costs = Costs(toy.spec(K=4), toy.machine(2))
-    step = toy.step([1, 1, 1, 1], homes=[0, 1, 1, 1])
-    plan = SYSTEMS["NDP+LB"].plan(step, costs)
-    assert plan.moved.sum() >= 1 and plan.step.experts.tolist()[:2] == [1, 2] and not problems(plan)
 
 
 steps = st.integers(1, 6).flatmap(
@@ -171,16 +125,6 @@ def test_steps_of_one_situation_take_equally_long(name, N, seed):
         assert np.ptp(same) <= 1e-4 * same.max()  # bisection ends somewhere in that range
 
 
-def test_a_plan_that_computes_an_expert_twice_is_found():
-    step = toy.step([1, 1])
-    plan = make_plan(step, 2, resident=np.array([0.0, 1.0]))
-    assert problems(plan) == ["expert 1 runs from GPU memory without being there"]
-    assert any(
-        "computed" in text
-        for text in problems(type(plan)(**{**plan.__dict__, "moved": np.array([0.5, 0])}))
-    )
-
-
 @pytest.mark.parametrize(
     "system, field, wrong",
     [
@@ -198,12 +142,3 @@ def test_an_unknown_option_names_the_known_ones(system, field, wrong):
         ValueError, match=f"no {field} '{wrong}'.* There are: .*{getattr(system(), field)}"
     ):
         system(**{field: wrong})
-
-
-def test_every_combination_is_there():
-    flags = {
-        (s.tensor_parallel, s.load_balance, s.prefetch)
-        for s in SYSTEMS.values()
-        if isinstance(s, GPUNDP)
-    }
-    assert len(flags) == 8

@@ -11,6 +11,7 @@ pio = pytest.importorskip("plotly.io")
 
 from moelab import advise
 from moelab.table import duration, size
+from moelab.viz.advice import DrawnAdvice
 from moelab.viz.advice_figure import pareto
 
 
@@ -97,7 +98,7 @@ def test_it_draws_itself_in_a_notebook(advice, monkeypatch):
         monkeypatch.setattr(
             f"moelab.viz.advice_figure.{name}", lambda *of, name=name: said.append((name, *of))
         )
-    advice._ipython_display_()
+    DrawnAdvice(**vars(advice))._ipython_display_()
     assert [name for name, *_ in said] == ["say", "show", "table", "say"]
     assert (
         all(line.strip() in said[0][1] for line in advice.words.split("\n"))
@@ -117,5 +118,5 @@ def test_it_draws_itself_in_a_notebook(advice, monkeypatch):
 
 def test_without_plotly_it_is_text(advice, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "moelab.viz.advice_figure", None)
-    advice._ipython_display_()
+    DrawnAdvice(**vars(advice))._ipython_display_()
     assert capsys.readouterr().out == f"{advice}\n"

@@ -4,7 +4,7 @@ colour alone."""
 import numpy as np
 import pytest
 
-pio = pytest.importorskip("plotly.io")
+pytest.importorskip("plotly.io")
 
 from moelab.specs import Event
 from moelab.viz import engine_figures as figures
@@ -54,66 +54,6 @@ def named(figure, name):
     return next(trace for trace in figure.data if trace.name == name)
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_axes_have_titles_with_units_and_survive_json(name):
-    figure = pio.from_json(MADE[name].to_json())
-    titles = [axis.title.text for axis in figure.select_xaxes()] + [
-        axis.title.text for axis in figure.select_yaxes()
-    ]
-    assert any(title and "(" in title for title in titles)
-    assert len(figure.data) == len(MADE[name].data)
-    assert (
-        figure.layout.template.layout.colorway == MADE["ablation"].layout.template.layout.colorway
-    )
-
-
-@pytest.mark.parametrize("name", ["gantt", "pools_chart", "batches"])
-def test_bars_on_one_row_differ_in_pattern_or_stand_apart(name):
-    bars = {trace.name: trace.marker.pattern for trace in MADE[name].data if trace.type == "bar"}
-    assert all(
-        pattern.fillmode == "overlay" for pattern in bars.values()
-    )  # else only white lines are drawn
-    rows = (
-        [("read E", "read SM"), ("decompress", "recover"), ("expert", "wait")]
-        if name == "gantt"
-        else [tuple(bars)]
-    )
-    for row in rows:
-        assert len({bars[kind].shape for kind in row}) == len(row)
-
-
-@pytest.mark.parametrize(
-    "name, look",
-    [
-        ("budget_curve", lambda trace: (trace.line.dash, trace.mode)),
-        ("ablation", lambda trace: trace.marker.symbol),
-        ("output_lengths", lambda trace: trace.line.dash),
-        ("simulated_vs_measured", lambda trace: trace.marker.symbol),
-    ],
-)
-def test_no_two_series_differ_by_colour_alone(name, look):
-    shown = [trace for trace in MADE[name].data if trace.showlegend is not False]
-    assert len({(look(trace), trace.mode, trace.fill) for trace in shown}) == len(shown) > 1
-
-
-def test_a_bar_of_less_than_a_pixel_has_an_edge_in_its_own_colour():
-    """A white one would be all that is seen of it."""
-    brief = Event("compute", "expert", 0, 1, 1.0, 1.0001)
-    (bar,) = figures.gantt({"run": [brief, brief._replace(start=1.1, end=2.0)]}).data
-    assert bar.marker.line.color == (bar.marker.color, "white")
-    (bar,) = figures.gantt({"run": [brief, brief._replace(start=1.0001, end=1.0002)]}).data
-    assert bar.marker.line.color == "white"
-
-
-def test_every_kind_of_work_that_shares_a_row_has_its_own_look():
-    for row in (
-        ("read E", "read SM", "read"),
-        ("decompress", "recover", "decode"),
-        ("expert", "other", "wait"),
-    ):
-        assert len({figures.KINDS[kind][1] for kind in row}) == 3
-
-
 def test_the_gantt_starts_both_schedules_at_zero_and_tells_how_long_they_take():
     figure = MADE["gantt"]
     first, second = [trace for trace in figure.data if trace.name == "read SM"]
@@ -127,18 +67,6 @@ def test_the_gantt_starts_both_schedules_at_zero_and_tells_how_long_they_take():
     ]
     assert [shape.x0 for shape in figure.layout.shapes] == pytest.approx([8, 8])
     assert named(figure, "wait").text == ("",)
-
-
-def test_rows_stand_in_the_order_of_the_work():
-    assert MADE["gantt"].layout.yaxis.categoryarray == (
-        "disk",
-        "worker 0",
-        "worker 2",
-        "worker 10",
-        "compute",
-    )
-    alone = figures.gantt({"alone": LAYER})
-    assert alone.layout.xaxis.title.text
 
 
 def test_small_models_are_drawn_in_mb():
@@ -163,33 +91,6 @@ def test_the_budget_curve_has_tpot_in_ms_above_hits_in_percent():
     np.testing.assert_allclose(named(MADE["budget_curve"], "limit: reads").y, [100, 0])
     assert {shape.x0 for shape in MADE["budget_curve"].layout.shapes} == {0.5}
     assert len(figures.budget_curve(CURVES).data) == 4
-
-
-def test_pools_are_stacked_and_what_was_measured_is_apart_from_what_was_predicted():
-    figure = MADE["pools_chart"]
-    assert figure.layout.barmode == "stack"
-    assert {trace.name[0]: trace.y for trace in figure.data if trace.type == "bar"} == {
-        "F": (0.6, 2),
-        "C": (0.4, 0),
-        "S": (0, 0),
-        "E": (0, 0),
-    }
-    predicted, measured = named(figure, "TPOT, predicted"), named(figure, "TPOT, measured")
-    assert predicted.y == pytest.approx((210, 100)) and (measured.x, measured.y) == (
-        ("1 GB",),
-        (230,),
-    )
-    assert predicted.marker.symbol != measured.marker.symbol
-    assert len(figures.pools_chart({"1 GB": {"F": 1e9}}, {"1 GB": 0.2}).data) == 5
-
-
-def test_the_ablation_shows_every_point_inside_its_axes():
-    figure = MADE["ablation"]
-    assert {trace.name: (trace.x[0], trace.y[0]) for trace in figure.data}["LRU"] == (6, 9)
-    low, high = figure.layout.xaxis.range
-    assert low < 4 and high > 6.5
-    alone = figures.ablation({"only": (2, 3)})
-    assert alone.layout.xaxis.range[0] < 2 < alone.layout.xaxis.range[1]
 
 
 def test_batches_and_lengths_are_as_given():

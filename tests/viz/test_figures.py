@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-pio = pytest.importorskip("plotly.io")
+pytest.importorskip("plotly.io")
 
 from moelab.viz import figures
 from tests.viz.lazily import Lazily
@@ -30,36 +30,11 @@ MADE = Lazily(
 )
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_axes_have_titles_also_after_a_trip_through_json(name):
-    figure = pio.from_json(MADE[name].to_json())
-    assert figure.layout.xaxis.title.text and figure.layout.yaxis.title.text
-    assert len(figure.data) == len(MADE[name].data)
-
-
-@pytest.mark.parametrize("name", ["imbalance", "overlap", "inclusion"])
-def test_no_two_series_differ_by_colour_alone(name):
-    looks = [(trace.line.dash, trace.marker.symbol) for trace in MADE[name].data]
-    assert len(set(looks)) == len(looks) > 1
-    assert MADE[name].layout.showlegend
-
-
 def test_the_heatmap_shows_shares_of_a_layer():
     np.testing.assert_allclose(MADE["heatmap"].data[0].z, [[75, 0, 25], [25, 25, 50]])
     np.testing.assert_array_equal(
         figures.heatmap([[0, 0]]).data[0].z, [[0, 0]]
     )  # a layer without tokens
-
-
-def test_reference_lines_stand_where_they_say_and_name_the_paper():
-    overlap = MADE["overlap"]
-    assert sorted(shape.y0 for shape in overlap.layout.shapes) == [12.5, 86]
-    assert {note.text for note in overlap.layout.annotations} == {
-        "paper, top-4: 86.0 %",
-        "chance, top-4: 12.5 %",
-    }
-    assert [shape.y0 for shape in MADE["imbalance"].layout.shapes] == [1]
-    assert [shape.y0 for shape in MADE["load distribution"].layout.shapes] == [6]
 
 
 def test_series_are_drawn_by_layer_in_the_unit_of_the_axis():

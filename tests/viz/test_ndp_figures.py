@@ -4,7 +4,7 @@ colour alone."""
 import numpy as np
 import pytest
 
-pio = pytest.importorskip("plotly.io")
+pytest.importorskip("plotly.io")
 
 from moelab.specs import Event
 from moelab.viz.engine_figures import gantt
@@ -65,39 +65,6 @@ def named(figure, name):
     return [trace for trace in figure.data if trace.name == name]
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_axes_have_titles_with_units_and_figures_survive_json(name):
-    figure = pio.from_json(MADE[name].to_json())
-    titles = [axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes())]
-    assert any(title and "(" in title for title in titles)
-    assert len(figure.data) == len(MADE[name].data) > 1
-
-
-@pytest.mark.parametrize(
-    "name, look",
-    [
-        (
-            "bars",
-            lambda trace: (
-                trace.marker.pattern.shape
-                if trace.type == "bar"
-                else trace.marker.symbol or trace.mode
-            ),
-        ),
-        ("schedules", lambda trace: (trace.marker.color, trace.marker.pattern.shape, trace.y[0])),
-        (
-            "balance",
-            lambda trace: trace.line.dash if trace.mode == "lines" else trace.marker.symbol,
-        ),
-        ("agreement", lambda trace: trace.marker.symbol if trace.type == "scatter" else "bar"),
-        ("lines", lambda trace: (trace.line.dash, trace.marker.symbol)),
-    ],
-)
-def test_no_two_series_differ_by_colour_alone(name, look):
-    looks = {trace.name: look(trace) for trace in MADE[name].data}
-    assert len(set(looks.values())) == len(looks) > 1
-
-
 def test_bars_have_whiskers_and_stand_where_their_paper_is():
     (bar,) = [trace for trace in named(MADE["bars"], "+TP") if list(trace.x) == ["2"]]
     assert list(bar.y) == [1.5]
@@ -127,45 +94,11 @@ def test_shares_are_drawn_in_per_cent():
     assert MADE["percent"].layout.shapes[0].y0 == 12.5
 
 
-def test_schedules_start_at_zero_on_one_clock():
-    figure = MADE["schedules"]
-    other = named(figure, "other")
-    assert [trace.base[0] for trace in other] == [0, 0] and [
-        trace.showlegend for trace in other
-    ] == [True, False]
-    np.testing.assert_allclose(named(figure, "read weights")[0].x, [1.9])
-    np.testing.assert_allclose(named(figure, "read weights")[0].base, [1.1])
-    assert [note.text for note in figure.layout.annotations] == ["MoNDE: 4.00 ms", "+TP: 6.00 ms"]
-    assert figure.layout.yaxis.categoryarray == ("gpu", "link", "unit 2", "unit 10")
-    assert sorted(trace.text[0] for trace in named(figure, "expert")[:1]) == ["3"]
-
-
 def test_balance_draws_milliseconds_and_marks_the_solution():
     (gpu,) = named(MADE["balance"], "GPU")
     np.testing.assert_allclose(gpu.y, [1, np.nan, 3])
     (mark,) = named(MADE["balance"], "balanced")
     np.testing.assert_allclose([mark.x[0], mark.y[0]], [1.2, 1.6])
-
-
-def test_only_misses_are_labelled():
-    assert [list(trace.text) for trace in MADE["agreement"].data[1:]] == [[""], ["-20 %", ""]]
-    band = MADE["agreement"].data[0]
-    np.testing.assert_allclose([band.base[0], band.base[0] + band.x[0]], [-30, 5])
-    (judge,) = named(MADE["agreement"], "judge")
-    np.testing.assert_allclose(
-        [judge.x[0], judge.error_x.arrayminus[0], judge.error_x.array[0]], [-20, 5, 10]
-    )
-
-
-def test_lines_look_alike_in_every_panel_and_stand_in_the_legend_once():
-    first, second = named(MADE["lines"], "DDR4")
-    assert first.line.dash == second.line.dash and (first.showlegend, second.showlegend) == (
-        True,
-        False,
-    )
-    assert MADE["lines"].layout.yaxis.type == "log" and 10 in MADE["lines"].layout.yaxis.tickvals
-    low, high = MADE["lines"].layout.yaxis.range
-    assert 10**low < 2 and 10**high > 30
 
 
 def test_a_sweep_is_drawn_by_number_of_units():

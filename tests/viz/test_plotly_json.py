@@ -6,7 +6,8 @@ from copy import deepcopy
 import numpy as np
 import pytest
 
-go = pytest.importorskip("plotly.graph_objects")
+pytest.importorskip("plotly.graph_objects")
+
 from plotly.subplots import make_subplots
 
 from moelab.viz import theme

@@ -11,7 +11,7 @@ pytest.importorskip("plotly.io")
 from moelab.specs import Event
 from moelab.viz import speculation_figures as figures
 from moelab.viz.figures import apart, differences
-from tests.viz.lazily import Lazily, check_axes, named
+from tests.viz.lazily import Lazily, named
 
 #: two layers: the second's expert 5 is read while the first computes, its expert 6 after its router
 #: has run
@@ -62,47 +62,6 @@ MADE = Lazily(
 )
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_axes_have_titles_with_units_and_figures_survive_json(name):
-    check_axes(MADE[name], MADE["tpot"])
-
-
-@pytest.mark.parametrize(
-    "name, look",
-    [
-        ("by_layer", lambda trace: trace.line.dash),
-        ("training", lambda trace: trace.line.dash),
-        (
-            "tpot",
-            lambda trace: (
-                trace.marker.pattern.shape if trace.type == "bar" else trace.marker.symbol
-            ),
-        ),
-        ("token_timeline", lambda trace: (trace.marker.pattern.shape, trace.y[0])),
-    ],
-)
-def test_no_two_series_differ_by_colour_alone(name, look):
-    looks = {trace.name: look(trace) for trace in MADE[name].data}
-    assert len(set(looks.values())) == len(looks) > 1
-
-
-def test_layers_are_named_by_who_predicts_and_who_is_predicted():
-    line = named(MADE["by_layer"], "q")
-    assert line.x == ("0→1", "1→2", "2→3")
-    np.testing.assert_allclose(line.y, [60, 80, 90])
-    np.testing.assert_allclose(named(MADE["by_layer"], "s").error_y.array, [1, 2, 0])
-
-
-def test_a_series_looks_alike_in_every_panel_and_is_named_at_its_end():
-    first, second = [trace for trace in MADE["by_layer"].data if trace.name == "q"]
-    assert first.line.dash == second.line.dash and first.line.color == second.line.color
-    assert first.xaxis != second.xaxis and not MADE["by_layer"].layout.showlegend
-    named_ends = [note for note in MADE["by_layer"].layout.annotations if note.text.endswith(" q")]
-    assert [(note.y, note.yref, note.xref) for note in named_ends] == [
-        (pytest.approx(50), second.yaxis, "paper")
-    ]
-
-
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
 def test_labels_are_moved_apart_in_their_order(values):
     moved = apart(values, 5, 100)
@@ -110,15 +69,6 @@ def test_labels_are_moved_apart_in_their_order(values):
     assert (np.diff(np.array(moved)[order]) >= 5 - 1e-9).all() and max(moved) <= 100
     if len(values) == 1 or np.diff(np.sort(values)).min() >= 5:
         np.testing.assert_allclose(moved, values)
-
-
-def test_training_counts_thousands_of_tokens():
-    line = named(MADE["training"], "hardest")
-    np.testing.assert_allclose([line.x, line.y], [[0, 5], [10, 50]])
-    assert [note.text for note in MADE["training"].layout.annotations] == [
-        "router on s: 60.0 %",
-        "router on q: 61.0 %",
-    ]
 
 
 def test_differences_have_their_interval_on_both_sides():
@@ -144,13 +94,3 @@ def test_the_timeline_tells_prefetches_from_reads_on_demand_and_leaves_workers_o
     assert set(ahead.y) == {"copy"} and set(named(figure, "expert").y) == {"compute"}
     assert named(figure, "other").text == ("0", "1", "")
     assert len({y for trace in figure.data for y in trace.y}) == 2
-
-
-def test_the_timeline_has_one_clock_and_says_how_long_each_run_takes():
-    figure = MADE["token_timeline"]
-    assert [note.text for note in figure.layout.annotations] == [
-        "on demand: 9.00 ms",
-        "speculative: 10.00 ms",
-    ]
-    assert [shape.x0 for shape in figure.layout.shapes] == pytest.approx([9, 10])
-    assert figure.layout.xaxis.range == figure.layout.xaxis2.range

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("plotly.io")
 
 from moelab.viz.story import static_figures as figures
-from tests.viz.lazily import Lazily, check_axes, named
+from tests.viz.lazily import Lazily, named
 
 SAMPLES = {
     "prefill": {"reference": [0.01, 0.02, 0.03], "sorted": [0.01, 0.01, 0.02]},
@@ -71,29 +71,6 @@ MADE = Lazily(
 )
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_axes_have_titles_with_units_and_figures_survive_json(name):
-    check_axes(MADE[name], MADE["padding"])
-
-
-@pytest.mark.parametrize(
-    "name, look",
-    [
-        ("padding", lambda trace: trace.line.dash),
-        ("dropping", lambda trace: trace.line.dash),
-        ("plans", lambda trace: trace.line.dash),
-        ("balance", lambda trace: trace.marker.pattern.shape),
-        ("executors", lambda trace: (trace.mode, trace.xaxis)),
-        ("differences", lambda trace: trace.xaxis),
-        ("selective", lambda trace: (trace.mode, trace.line.dash)),
-        ("volumes", lambda trace: (trace.mode, trace.line.dash or trace.marker.symbol)),
-    ],
-)
-def test_no_two_series_differ_by_colour_alone(name, look):
-    looks = {trace.name: look(trace) for trace in MADE[name].data}
-    assert len(set(looks.values())) == len(looks) > 1
-
-
 def test_padding_is_sorted_and_in_per_cent():
     line = named(MADE["padding"], "uniform")
     np.testing.assert_allclose([line.x, line.y], [[64, 128], [10, 20]])
@@ -130,16 +107,6 @@ def test_differences_are_points_with_intervals_around_zero():
     assert [axis.title.text for axis in MADE["differences"].select_xaxes()] == ["(%)", "(points)"]
 
 
-def test_a_plan_looks_alike_in_both_panels_and_stands_in_the_legend_once():
-    first, second = [trace for trace in MADE["plans"].data if trace.name == "tiers"]
-    assert first.line == second.line and (first.showlegend, second.showlegend) == (True, False)
-    np.testing.assert_allclose([first.y, second.y], [[10, 20], [30, 20]])
-    assert named(MADE["plans"], "tiers, pad").showlegend is not False
-    assert sorted(shape.y0 for shape in MADE["plans"].layout.shapes) == pytest.approx(
-        [14.66, 31.73]
-    )
-
-
 def test_executors_are_medians_in_milliseconds_in_the_order_given_and_limits_cross_all_of_them():
     points = named(MADE["executors"], "prefill")
     np.testing.assert_allclose(
@@ -148,26 +115,6 @@ def test_executors_are_medians_in_milliseconds_in_the_order_given_and_limits_cro
     assert MADE["executors"].layout.yaxis.categoryarray == ("gemv", "sorted", "reference")
     line = named(MADE["executors"], "decode: memory bandwidth, 0.8 ms")
     assert line.x == pytest.approx([0.8] * 3) and set(line.y) == {"gemv", "sorted", "reference"}
-
-
-def test_unique_experts_measured_are_points_and_expected_are_lines():
-    figure = MADE["selective"]
-    assert (named(figure, "measured").mode, named(figure, "independent").mode) == (
-        "markers",
-        "lines",
-    )
-    assert [shape.y0 for shape in figure.layout.shapes] == [64]
-    assert len(figures.selective({"m": [(1, 8)]}, {"e": [(1, 8)]}, 64).data) == 2
-
-
-def test_a_ways_formula_and_its_measurement_share_colour():
-    line, points = (
-        named(MADE["volumes"], f"all-to-all: {what}") for what in ("formula", "measured")
-    )
-    assert line.line.color == points.marker.color and (line.mode, points.mode) == (
-        "lines",
-        "markers",
-    )
 
 
 def test_balance_is_relative_to_the_mean():

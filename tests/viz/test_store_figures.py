@@ -4,7 +4,7 @@ alone."""
 import numpy as np
 import pytest
 
-pio = pytest.importorskip("plotly.io")
+pytest.importorskip("plotly.io")
 
 from moelab.store.entropy import joint_counts
 from moelab.viz import store_figures as figures
@@ -37,30 +37,6 @@ MADE = Lazily(
 )
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_axes_have_titles_and_survive_json(name):
-    figure = pio.from_json(MADE[name].to_json())
-    assert figure.layout.xaxis.title.text and (name == "timeline" or figure.layout.yaxis.title.text)
-    assert len(figure.data) == len(MADE[name].data)
-
-
-@pytest.mark.parametrize("name", ["exponents", "rates", "timeline"])
-def test_bars_differ_in_pattern_and_their_colour_stays_visible(name):
-    patterns = [trace.marker.pattern for trace in MADE[name].data]
-    assert len({pattern.shape for pattern in patterns}) == len(patterns) > 1
-    assert all(
-        pattern.fillmode == "overlay" for pattern in patterns
-    )  # else plotly draws only the white lines
-
-
-@pytest.mark.parametrize(
-    "name, look",
-    [("fractions", lambda trace: trace.marker.symbol), ("delivery", lambda trace: trace.line.dash)],
-)
-def test_no_two_series_differ_by_colour_alone(name, look):
-    assert len({look(trace) for trace in MADE[name].data[:2]}) == 2
-
-
 def test_exponents_are_shares_at_their_powers_of_two_with_the_entropy_in_the_legend():
     (alone,) = figures.exponents({"experts": EXPONENTS}).data
     np.testing.assert_array_equal(alone.x, [-7, -6, -5, -4])
@@ -68,19 +44,6 @@ def test_exponents_are_shares_at_their_powers_of_two_with_the_entropy_in_the_leg
     assert alone.name == "experts: 1.50 of 8 bits"
     half = np.eye(32)[15]  # fp16: 1.0 has exponent 0
     assert figures.exponents({"fp16": half}).data[0].x.tolist() == [0]
-
-
-def test_the_papers_values_are_apart_from_ours():
-    ours, paper = MADE["fractions"].data
-    assert dict(zip(ours.y, ours.x)) == pytest.approx(
-        {"lz4hc": 75, "huffman": 66.71, "entropy bound": 66.5}
-    )
-    assert dict(zip(paper.y, paper.x)) == pytest.approx({"lz4hc": 74, "entropy bound": 66})
-    assert "paper" in paper.name and paper.marker.symbol == "diamond-open"
-    assert [shape.x0 for shape in MADE["fractions"].layout.shapes] == [66.5]
-    low, high = MADE["fractions"].layout.xaxis.range
-    assert low < 66 and high > 75
-    assert len(figures.fractions({"huffman": 0.66}, 0.66).data) == 1
 
 
 def test_size_and_time_of_each_way_of_keeping_experts():
@@ -96,19 +59,6 @@ def test_rates_are_grouped_by_codec_with_references_across():
     assert [dict(zip(trace.x, trace.y)) for trace in MADE["rates"].data] == list(RATES.values())
     assert MADE["rates"].data[0].text == ("0.70", "12")
     assert [note.text for note in MADE["rates"].layout.annotations] == ["memcpy: 30.0 GB/s"]
-
-
-def test_what_is_modelled_and_what_is_measured_is_said_and_drawn_apart():
-    plain, packed, points = MADE["delivery"].data
-    assert [trace.name for trace in MADE["delivery"].data] == [
-        "as it is",
-        "huffman",
-        "huffman, measured",
-    ]
-    assert "points: measured" in MADE["delivery"].layout.legend.title.text
-    assert figures.delivery([1, 2], {"a": [1, 2]}).layout.legend.title.text.strip() == "modelled"
-    assert (plain.mode, packed.mode, points.mode) == ("lines", "lines", "markers")
-    assert (points.x, points.y) == ((0.9,), (1.2,)) and points.marker.color == packed.line.color
 
 
 def test_the_timeline_puts_each_kind_at_its_time():
@@ -127,7 +77,3 @@ def test_the_microscope_counts_signs_exponents_and_mantissas():
         "exponent: 0.811 of 8 bits",
         "mantissa: 0.811 of 7 bits",
     ]
-
-
-def test_a_tensor_of_nothing_has_a_microscope_too():
-    assert np.sum(figures.microscope(np.zeros(1 << 16, np.int64)).data[1].y) == 0

@@ -17,11 +17,15 @@ result by up to 2^-11 of its size, rounds little: large terms are exact, and wha
 small and added first. Three identities, our own but for the last (SageAttention shifts by all keys'
 mean, arXiv 2410.02367 §3.1):
 
-    product   x·a = x·p + x·(a − p) with p the power of two nearest to a: x·p is exact, and |a − p| ≤ |a|/3. So cos and
+    product   x·a = x·p + x·(a − p) with p the power of two nearest to a: x·p is exact, and |a − p|
+              ≤ |a|/3. So cos and
               sin come as (p, a − p), those of q with the softmax scale
-    norm      y = x·rsqrt(mean x² + eps), as rounded, is too long by a factor 1 + u that a whole key shares. One step of
-              Newton's method subtracts y·u/2, and u is a mean of differences from 1, which fp16 holds well
-    scores    softmax(q·k) = softmax(q·k − m) with any m for each query; with m near its largest score, the scores that
+    norm      y = x·rsqrt(mean x² + eps), as rounded, is too long by a factor 1 + u that a whole key
+              shares. One step of
+              Newton's method subtracts y·u/2, and u is a mean of differences from 1, which fp16
+              holds well
+    scores    softmax(q·k) = softmax(q·k − m) with any m for each query; with m near its largest
+              score, the scores that
               count are near 0, and the matrix product subtracts m before it rounds
 """
 
@@ -83,7 +87,8 @@ def attention_shape(config: Any, chunk: int, context: int) -> AttentionShape:
         raise ValueError(reason)
     if getattr(config, "clip_qkv", None) is not None or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
-            f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph does that"
+            f"this {kind!r} model clips q, k and v or rotates a part of each head; no graph "
+            "does that"
         )
     heads = config.num_attention_heads
     return AttentionShape(
@@ -107,12 +112,7 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
-    known = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
-    known |= {"q_norm.weight", "k_norm.weight"} if shape.norm else set()
-    if other := set(tensors) - known:
-        raise ValueError(
-            f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it for the CPU"
-        )
+    _require_known(shape, tensors)
     weights = {name: half(tensor, name) for name, tensor in tensors.items()}
     S, D, H = shape.chunk, shape.head_dim, shape.hidden
 
@@ -132,15 +132,8 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
         weight = weights[f"{name}_norm.weight"].reshape(1, -1, D, 1) if shape.norm else None
         return rotated(mb, x, repair, cos, sin, weight, name=out)
 
-    def tensor(*dims: int) -> Any:
-        return mb.TensorSpec(shape=dims, dtype=types.fp16)
-
-    specs = [
-        tensor(1, H, 1, S),
-        *(tensor(1, 2, D, S) for _ in range(4)),
-        tensor(1, 1, S, shape.keys),
-        *(tensor(*shape.cache) for _ in range(2)),
-    ]
+    shapes = [(1, H, 1, S), *[(1, 2, D, S)] * 4, (1, 1, S, shape.keys), *[shape.cache] * 2]
+    specs = [mb.TensorSpec(shape=dims, dtype=types.fp16) for dims in shapes]
 
     @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
     def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
@@ -164,6 +157,16 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
         )
 
     return program
+
+
+def _require_known(shape: AttentionShape, tensors: dict[str, Tensor]) -> None:
+    known = {f"{name}.{kind}" for name in PROJECTIONS for kind in ("weight", "bias")}
+    known |= {"q_norm.weight", "k_norm.weight"} if shape.norm else set()
+    if other := set(tensors) - known:
+        raise ValueError(
+            f"this attention has {', '.join(sorted(other))}, which no graph computes: plan it "
+            "for the CPU"
+        )
 
 
 def _repeated(mb: Any, x: Any, times: int) -> Any:

@@ -5,7 +5,8 @@ Source: NPUMoE §A.4, §4. A checkpoint becomes a folder with a package for each
 group of experts that the plan puts on the Neural Engine, and a manifest. What stays on the CPU is
 not copied: the manifest names the checkpoint and its identity.
 
-    manifest.json                     settings, plan, and for each layer what runs where, with sizes and checksums
+    manifest.json                     settings, plan, and for each layer what runs where, with sizes
+                                      and checksums
     layers/003/attention.mlpackage    decoder layer 3's attention
     layers/003/group02.mlpackage      group 2 of decoder layer 3's experts
 
@@ -131,14 +132,7 @@ def convert_model(
     plan.require(mine, spec)
     plan = possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
-    about = {
-        "format": FORMAT,
-        "name": spec.name,
-        "checkpoint": str(checkpoint.folder.resolve()),
-        "fingerprint": mine,
-        "settings": asdict(settings),
-        "plan": plan.to_dict(),
-    }
+    about = _about(checkpoint, spec.name, mine, settings, plan)
     layers, tasks = [], []
     for layer in range(spec.num_layers):
         entry, of_layer = source.layer(layer)
@@ -163,16 +157,32 @@ def convert_model(
         return ConvertedModel(work.publish(manifest, destination))
 
 
+def _about(
+    checkpoint: Checkpoint, name: str, model_id: str, settings: ConversionSettings, plan: ANEPlan
+) -> Record:
+    """What the manifest says of a conversion before it begins."""
+    return {
+        "format": FORMAT,
+        "name": name,
+        "checkpoint": str(checkpoint.folder.resolve()),
+        "fingerprint": model_id,
+        "settings": asdict(settings),
+        "plan": plan.to_dict(),
+    }
+
+
 def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
     """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be
     converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(
-            f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend runs its plan"
+            f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend "
+            "runs its plan"
         )
     if plan.chunk % 16:
         raise ValueError(
-            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of 16: plan anew"
+            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of "
+            "16: plan anew"
         )
     if settings.context < plan.chunk:
         raise ValueError(
@@ -260,8 +270,8 @@ class _Source:
         }
         if "q_proj.weight" not in tensors:
             raise ValueError(
-                f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is stored in a way "
-                f"that is not read here; plan attention for the CPU"
+                f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is "
+                "stored in a way that is not read here; plan attention for the CPU"
             )
         save_attention(path, self.shape, tensors)
 
@@ -312,9 +322,9 @@ class _Source:
             or not unlike <= OWN_TOLERANCE
         ):
             raise ValueError(
-                f"{path} does not compute what torch does: they differ by {difference:.3g} of the largest "
-                f"output, torch and the model's own code by {unlike:.3g}. This is a mistake in moelab or "
-                f"coremltools; please report it"
+                f"{path} does not compute what torch does: they differ by {difference:.3g} of "
+                f"the largest output, torch and the model's own code by {unlike:.3g}. This is "
+                "a mistake in moelab or coremltools; please report it"
             )
         return difference
 

@@ -101,7 +101,8 @@ class ConvertedModel:
         if entry["file"] not in self._checked:
             if checksum(path) != entry["checksum"]:
                 raise ValueError(
-                    f"{path} is damaged: its checksum is not the manifest's; convert the model again"
+                    f"{path} is damaged: its checksum is not the manifest's; convert the "
+                    "model again"
                 )
             self._checked.add(entry["file"])
         return path
@@ -122,14 +123,14 @@ class ConvertedModel:
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
             raise ValueError(
-                f"{self.folder} was converted from {self.manifest['checkpoint']}, and this model was not "
-                f"opened from a checkpoint folder, so nothing tells whether it is the same; open it with "
-                f"moelab.open_model"
+                f"{self.folder} was converted from {self.manifest['checkpoint']}, and this "
+                "model was not opened from a checkpoint folder, so nothing tells whether it "
+                "is the same; open it with moelab.open_model"
             )
         if (mine := opened_from(model)) != self.manifest["fingerprint"]:
             raise ValueError(
-                f"{opened} is not the checkpoint that {self.folder} was converted from (identity {mine}, "
-                f"not {self.manifest['fingerprint']})"
+                f"{opened} is not the checkpoint that {self.folder} was converted from "
+                f"(identity {mine}, not {self.manifest['fingerprint']})"
             )
 
     def group(
@@ -145,12 +146,14 @@ class ConvertedModel:
         entry = self.layers[layer]["groups"][index]
         if "file" not in entry:
             raise ValueError(
-                f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has no package"
+                f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has "
+                "no package"
             )
         capacity = capacity or entry["capacity"]
         if capacity not in entry["capacities"]:
             raise ValueError(
-                f"group {index} of layer {layer} has no capacity {capacity}; it has {entry['capacities']}"
+                f"group {index} of layer {layer} has no capacity {capacity}; it has "
+                f"{entry['capacities']}"
             )
         settings = self.manifest["settings"]
         run = _runner(runner, mode)(
@@ -165,7 +168,8 @@ class ConvertedModel:
         entry = self.layers[layer]["attention"]
         if "file" not in entry:
             raise ValueError(
-                f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has no package"
+                f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has "
+                "no package"
             )
         shape = AttentionShape(**self.layers[layer]["attention_shape"])
         return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))

@@ -1,8 +1,10 @@
 """Runs the graphs of a converted model on any machine, operation by operation: to check a
 conversion without a Mac.
 
-    "double"   fp64 arithmetic on the values of the fp16 weights: equals torch in fp64, so any difference is a mistake
-    "fp16"     every operation's result rounded to its declared type, sums in fp32: what a good fp16 device would give
+    "double"   fp64 arithmetic on the values of the fp16 weights: equals torch in fp64, so any
+               difference is a mistake
+    "fp16"     every operation's result rounded to its declared type, sums in fp32: what a good fp16
+               device would give
 
 It knows the operations of `ffn_graph` and `attention_graph`, as coremltools defines them (opset iOS
 18); a program with another one, or with an option that is not computed here, is refused by its
@@ -123,7 +125,8 @@ class Alarm(NamedTuple):
 
     op: str
     type: str  # of the operation; "input" for an input of the program
-    kind: str  # "overflow", "nan", "saturation", or "sum": beyond fp16 when added up inside the operation
+    # "overflow", "nan", "saturation", or "sum": beyond fp16 when added up inside the operation
+    kind: str
     value: float
 
 
@@ -146,8 +149,8 @@ class Evaluator:
         for op in self._steps:
             if op.type not in OPS:
                 raise ValueError(
-                    f"{self.path}: the operation {op.type!r} ({op.name}) is not evaluated; it takes a "
-                    f"line in OPS of moelab/ane/coreml/evaluator.py"
+                    f"{self.path}: the operation {op.type!r} ({op.name}) is not evaluated; it "
+                    "takes a line in OPS of moelab/ane/coreml/evaluator.py"
                 )
         last = {
             name: step
@@ -205,8 +208,9 @@ class Evaluator:
         """What the operation `name` made, as the file declares it."""
         if tuple(tensor.shape) != value.shape or value.dtype not in FLOATS:
             raise ValueError(
-                f"{self.path}: the {kind} {name} makes {value.name} of shape {tuple(tensor.shape)} and a "
-                f"floating-point type, and the file declares {value.shape} {value.dtype}"
+                f"{self.path}: the {kind} {name} makes {value.name} of shape "
+                f"{tuple(tensor.shape)} and a floating-point type, and the file declares "
+                f"{value.shape} {value.dtype}"
             )
         tensor = tensor.to(self.dtype)
         if self.mode == "fp16" and value.dtype == "fp16":
@@ -236,14 +240,15 @@ class Evaluator:
         expected = {value.name: value for value in self.function.inputs}
         if set(inputs) != set(expected):
             raise ValueError(
-                f"{self.path} takes the inputs {', '.join(expected)}; got {', '.join(inputs) or 'none'}"
+                f"{self.path} takes the inputs {', '.join(expected)}; got "
+                f"{', '.join(inputs) or 'none'}"
             )
         tensors = {name: torch.as_tensor(given) for name, given in inputs.items()}
         for name, value in expected.items():
             if tuple(tensors[name].shape) != value.shape:
                 raise ValueError(
-                    f"{self.path}: the input {name} has shape {tuple(tensors[name].shape)}; it must be "
-                    f"{value.shape}"
+                    f"{self.path}: the input {name} has shape {tuple(tensors[name].shape)}; "
+                    f"it must be {value.shape}"
                 )
         return {
             name: self._declared(tensor.to(self.dtype).contiguous(), expected[name], "input", name)

@@ -246,7 +246,8 @@ def padding(function: Function, package: Package) -> Found:
             if factor >= MAX_PADDING:
                 yield (
                     value.name,
-                    f"a last axis of {last} is padded to {ROW_BYTES} bytes: {factor:.0f} times its size",
+                    f"a last axis of {last} is padded to {ROW_BYTES} bytes: {factor:.0f} "
+                    "times its size",
                 )
 
 
@@ -269,7 +270,8 @@ def per_block(function: Function, package: Package) -> Found:
         if sum(s > 1 for s in scale) > 1 or any(1 < s < d for s, d in zip(scale, data)):
             yield (
                 op.name,
-                f"weights {list(data)} with a scale a block {list(scale)}; the ANE takes one a channel",
+                f"weights {list(data)} with a scale a block {list(scale)}; the ANE takes one "
+                "a channel",
             )
 
 
@@ -290,7 +292,8 @@ def mask_constant(function: Function, package: Package) -> Found:
             if low < -MASK_LIMIT:
                 yield (
                     op.name,
-                    f"a constant that makes {low:.4g}, as a mask, gives NaN on the device; use −1e4",
+                    f"a constant that makes {low:.4g}, as a mask, gives NaN on the device; "
+                    "use −1e4",
                 )
 
 
@@ -413,7 +416,8 @@ RULES = {
             lambda f, p: (
                 (
                     op.name,
-                    f"{op.type} over three axes runs on the CPU; the ANE has convolutions over one and two",
+                    f"{op.type} over three axes runs on the CPU; the ANE has convolutions "
+                    "over one and two",
                 )
                 for op in _of_type(f, "conv", "conv_transpose")
                 if len(f.values[op.inputs["x"]].shape) == 5
@@ -433,7 +437,8 @@ RULES = {
         Rule(
             "row-padding",
             "warning",
-            "Apple, Deploying Transformers on the Apple Neural Engine: the last axis is aligned to 64 bytes",
+            "Apple, Deploying Transformers on the Apple Neural Engine: the last axis is "
+            "aligned to 64 bytes",
             padding,
         ),
         Rule(
@@ -444,8 +449,9 @@ RULES = {
                 [
                     (
                         "weights",
-                        f"{p.weight_bytes / 1e9:.2f} GB in one graph; above {MAX_GRAPH_BYTES / 1e9:.2f} GB it fell back to "
-                        f"the CPU on an M2 Ultra",
+                        f"{p.weight_bytes / 1e9:.2f} GB in one graph; above "
+                        f"{MAX_GRAPH_BYTES / 1e9:.2f} GB it fell back to the CPU on an M2 "
+                        "Ultra",
                     )
                 ]
                 if MAX_GRAPH_BYTES * 1.01 < p.weight_bytes <= WEIGHT_FILE_LIMIT
@@ -477,7 +483,8 @@ RULES = {
             lambda f, p: (
                 (
                     op.name,
-                    "quantised weights can move what computes with them to the CPU; fp16 and palettes do not",
+                    "quantised weights can move what computes with them to the CPU; fp16 and "
+                    "palettes do not",
                 )
                 for op in _of_type(
                     f, "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"

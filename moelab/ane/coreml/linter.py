@@ -4,7 +4,8 @@ waste there?
 A report lists every operation with a verdict and every finding with its rule (`lint_rules`),
 severity and source:
 
-    error     the ANE does not run it, or Core ML does not load it       warning     it may fall back or wastes work
+    error     the ANE does not run it, or Core ML does not load it       warning
+    it may fall back or wastes work
     note      worth knowing; a graph with only notes is clean
 
 Verdicts are predictions: whether an operation really ran on the ANE only a Mac's compute plan
@@ -58,7 +59,8 @@ class Report:
 
     def table(self) -> str:
         lines = [
-            f"{self.path}: {self.weight_bytes / 1e6:,.1f} MB of weights, {'clean' if self.clean else 'not clean'}",
+            f"{self.path}: {self.weight_bytes / 1e6:,.1f} MB of weights, "
+            f"{'clean' if self.clean else 'not clean'}",
             text_table(
                 ["function", "operation", "count", "on the ANE", "because"],
                 [[op.function, op.type, op.count, op.verdict, op.why] for op in self.ops],

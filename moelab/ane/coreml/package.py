@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,13 @@ def coremltools() -> Any:
     try:
         with quiet():
             import coremltools
-            import coremltools.optimize.coreml  # noqa: F401  a submodule that the package does not import
+
+            import_module("coremltools.optimize.coreml")  # which the package does not import
     except ImportError as error:
         raise ImportError(
             "Core ML packages are read and written with coremltools, which is not installed: "
-            "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; elsewhere the "
-            "planning and the device model still work)"
+            "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; "
+            "elsewhere the planning and the device model still work)"
         ) from error
     return coremltools
 

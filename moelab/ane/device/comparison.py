@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -141,71 +141,13 @@ def claimed(run: tuple[int, int], metric: str) -> dict[str, tuple[float, float]]
 def figures(found: dict[str, Study], device: DeviceModel) -> dict[str, tuple[float, str]]:
     """Name → (value, unit) of all that the ledger asks of `studies` and of the device model of
     PhiMoE's."""
-    phi, spec = found["Phi-3.5-MoE"], load_model("Phi-3.5-MoE")
-    first = phi[RUNS[0]]
+    phi = found["Phi-3.5-MoE"]
     values = {
         f"slot_{G}x{C}": (device.rates.graph_ms(G, C) / (G * C), "ms a slot, serial")
         for G, C in SLOTS["serial"]
     }
-    for (P, B), run in phi.items():
-        for metric in METRICS:
-            for system in RIVALS:
-                values[f"phi_{P}_{B}_{metric.replace(' ', '_')}_{system}"] = (
-                    ratio(run, metric, system),
-                    "× NPUMoE",
-                )
-        values[f"phi_{P}_{B}_mj_per_token"] = run["npumoe"].mj_per_token, "mJ"
-    for system in ABLATION[:-1]:
-        values[f"ablation_{system}"] = ratio(first, "ttft", system), "× Ours-all, TTFT"
-        values[f"ablation_energy_{system}"] = ratio(first, "energy", system), "× Ours-all, energy"
-    naive, attention = first["naive"], device.attention(spec, 512, 1024, "ane")
-    # Table 4: 4 chunks of 16 experts with 32 rows each, ours in groups of 8; the capacities of the
-    # run are not said, the slots are those of no dropping and no padding
-    values |= {
-        "expert_ffn_ms": (4 * 2 * device.graph(spec, 8, 32).ms, "ms, taken as 8x32"),
-        "expert_ffn_cpu_ms": (
-            4 * device.cpu_experts(spec, np.full(16, 32.0), np.ones(16)).ms,
-            "ms",
-        ),
-        "naive_dispatch_share": (
-            naive.dispatch_ms / (naive.experts.ms + naive.host.ms),
-            "of the naïve MoE block",
-        ),
-        "attention_ms": (attention.ms, "ms, taken as P=1024, B=512"),
-        "attention_mj": (attention.mj, "mJ, taken as P=1024, B=512"),
-    }
-
-    def ours(figure):
-        return lambda run: figure(run["npumoe"])
-
-    ranges = {
-        "mj_per_token": (phi, ours(lambda p: p.mj_per_token), "mJ"),
-        "watts": (phi, ours(lambda p: p.total.mj / p.total.ms), "W, mean of ours"),
-        "experts_of_ttft": (phi, ours(lambda p: p.experts.ms / p.total.ms), "of our TTFT"),
-        "padding_time": (
-            phi,
-            ours(lambda p: p.padding.ms / (p.total - p.padding).ms),
-            "of TTFT without padding",
-        ),
-        "padding_cycles": (
-            phi,
-            ours(lambda p: p.cpu_s / (p.cpu_s - p.padding.cpu_ms / 1e3)),
-            "× without padding",
-        ),
-        "qwen_experts_cpu": (
-            found["Qwen3-30B-A3B"],
-            lambda run: run["cpu"].experts.ms / run["npumoe"].experts.ms,
-            "× NPUMoE, experts' time",
-        ),
-    }
-    for metric in ("ttft", "energy"):
-        for system in ("cpu", "anemll"):
-            ranges[f"qwen_{metric}_{system}"] = (
-                found["Qwen3-30B-A3B"],
-                lambda run, m=metric, s=system: ratio(run, m, s),
-                "× NPUMoE",
-            )
-    for name, (runs, figure, unit) in ranges.items():
+    values |= _ratios(phi) | _single_figures(phi[RUNS[0]]["naive"], device)
+    for name, (runs, figure, unit) in _ranges(phi, found["Qwen3-30B-A3B"]).items():
         for end, value in zip(("least", "most"), least_and_most(runs, figure)):
             values[f"{name}_{end}"] = value, unit
     for model in ("Phi-tiny-MoE", "Qwen3-30B-A3B"):
@@ -213,6 +155,71 @@ def figures(found: dict[str, Study], device: DeviceModel) -> dict[str, tuple[flo
             for end, value in zip(("least", "most"), baselines(found[model], metric)):
                 values[f"{model}_{metric}_{end}"] = value, "× NPUMoE, any baseline"
     return values
+
+
+def _ratios(phi: Study) -> dict[str, tuple[float, str]]:
+    """Of PhiMoE: rivals and ablations against NPUMoE, run by run, and NPUMoE's energy."""
+    values = {}
+    for (P, B), run in phi.items():
+        for metric in METRICS:
+            for system in RIVALS:
+                name = f"phi_{P}_{B}_{metric.replace(' ', '_')}_{system}"
+                values[name] = ratio(run, metric, system), "× NPUMoE"
+        values[f"phi_{P}_{B}_mj_per_token"] = run["npumoe"].mj_per_token, "mJ"
+    first = phi[RUNS[0]]
+    for system in ABLATION[:-1]:
+        values[f"ablation_{system}"] = ratio(first, "ttft", system), "× Ours-all, TTFT"
+        values[f"ablation_energy_{system}"] = ratio(first, "energy", system), "× Ours-all, energy"
+    return values
+
+
+def _single_figures(naive: Any, device: DeviceModel) -> dict[str, tuple[float, str]]:
+    """Of Table 4, 4 chunks of 16 experts with 32 rows each, ours in groups of 8; the capacities of
+    the run are not said, the slots are those of no dropping and no padding."""
+    spec = load_model("Phi-3.5-MoE")
+    attention = device.attention(spec, 512, 1024, "ane")
+    on_cpu = device.cpu_experts(spec, np.full(16, 32.0), np.ones(16))
+    dispatch = naive.dispatch_ms / (naive.experts.ms + naive.host.ms)
+    return {
+        "expert_ffn_ms": (4 * 2 * device.graph(spec, 8, 32).ms, "ms, taken as 8x32"),
+        "expert_ffn_cpu_ms": (4 * on_cpu.ms, "ms"),
+        "naive_dispatch_share": (dispatch, "of the naïve MoE block"),
+        "attention_ms": (attention.ms, "ms, taken as P=1024, B=512"),
+        "attention_mj": (attention.mj, "mJ, taken as P=1024, B=512"),
+    }
+
+
+def _ranges(phi: Study, qwen: Study) -> dict[str, tuple[Study, Callable[[Any], float], str]]:
+    """Name → (runs, what of a run, unit) of figures that are told as least and most."""
+
+    def ours(figure: Callable[[Any], float]) -> Callable[[Any], float]:
+        return lambda run: figure(run["npumoe"])
+
+    def padding_cycles(cost: Any) -> float:
+        return cost.cpu_s / (cost.cpu_s - cost.padding.cpu_ms / 1e3)
+
+    def padding_time(cost: Any) -> float:
+        return cost.padding.ms / (cost.total - cost.padding).ms
+
+    def experts_on_cpu(run: Any) -> float:
+        return run["cpu"].experts.ms / run["npumoe"].experts.ms
+
+    ranges = {
+        "mj_per_token": (phi, ours(lambda p: p.mj_per_token), "mJ"),
+        "watts": (phi, ours(lambda p: p.total.mj / p.total.ms), "W, mean of ours"),
+        "experts_of_ttft": (phi, ours(lambda p: p.experts.ms / p.total.ms), "of our TTFT"),
+        "padding_time": (phi, ours(padding_time), "of TTFT without padding"),
+        "padding_cycles": (phi, ours(padding_cycles), "× without padding"),
+        "qwen_experts_cpu": (qwen, experts_on_cpu, "× NPUMoE, experts' time"),
+    }
+    for metric in ("ttft", "energy"):
+        for system in ("cpu", "anemll"):
+            ranges[f"qwen_{metric}_{system}"] = (
+                qwen,
+                partial(ratio, metric=metric, system=system),
+                "× NPUMoE",
+            )
+    return ranges
 
 
 def modelled(
@@ -268,7 +275,10 @@ class Setting:
     chunk: int = 256
 
     def __str__(self) -> str:
-        return f"{self.levels} tier{'s' * (self.levels > 1)}, slack {self.slack:g}, G = {self.group_size}"
+        return (
+            f"{self.levels} tier{'s' * (self.levels > 1)}, slack {self.slack:g}, G = "
+            f"{self.group_size}"
+        )
 
 
 class Outcome(NamedTuple):

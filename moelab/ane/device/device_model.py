@@ -167,8 +167,9 @@ class DeviceModel:
         if plan.weight_bytes > self.memory_bytes:
             raise ValueError(
                 f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, "
-                f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading them from a "
-                f"disk takes is not modelled: plan experts of fewer bytes a weight, or a larger machine"
+                f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading "
+                "them from a disk takes is not modelled: plan experts of fewer bytes a "
+                "weight, or a larger machine"
             )
 
     def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
@@ -233,8 +234,9 @@ class DeviceModel:
                 else f"that of {spec.model_type!r}"
             )
             raise ValueError(
-                f"the attention of {spec.name} is {kind}, which is not modelled, only grouped-query "
-                f"attention is ({', '.join(GROUPED_QUERY)}): its experts can be costed, a prefill cannot"
+                f"the attention of {spec.name} is {kind}, which is not modelled, only "
+                f"grouped-query attention is ({', '.join(GROUPED_QUERY)}): its experts can be "
+                "costed, a prefill cannot"
             )
         params = attention_params(spec)
         work = (

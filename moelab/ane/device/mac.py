@@ -46,10 +46,11 @@ def require_mac(what: str) -> None:
         return
     here = f"macOS {version} on {platform.machine()}" if system == "Darwin" else system
     raise RuntimeError(
-        f"{what} needs a Mac with Apple silicon and macOS 15 or later, and this is {here}. It would take: copying the "
-        f"converted folder and the checkpoint there, pip install 'moelab[ane]' 'zeus[apple]' (zeus for energy), and "
-        f"this same command. Without a Mac, `moelab ane lint` predicts what the Neural Engine refuses and `moelab ane "
-        f"parity` checks the numbers"
+        f"{what} needs a Mac with Apple silicon and macOS 15 or later, and this is {here}. It "
+        "would take: copying the converted folder and the checkpoint there, pip install "
+        "'moelab[ane]' 'zeus[apple]' (zeus for energy), and this same command. Without a "
+        "Mac, `moelab ane lint` predicts what the Neural Engine refuses and `moelab ane "
+        "parity` checks the numbers"
     )
 
 

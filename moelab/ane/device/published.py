@@ -154,8 +154,8 @@ def inconsistencies() -> list[Inconsistency]:
         Inconsistency(
             "Table 4, column “Ours”",
             f"{totals[OURS]:.0f} ms in all",
-            f"its rows add up to "
-            f"{sums[OURS]:.0f} ms; those of the other columns to their totals, within {others:.2f} ms",
+            f"its rows add up to {sums[OURS]:.0f} ms; those of the other columns to their "
+            f"totals, within {others:.2f} ms",
         ),
         Inconsistency(
             "Table 4, scatter and residual",

@@ -3,7 +3,8 @@ beside it.
 
 One launch of a graph of G experts of capacity C takes, in ms,
 
-    serial:    a + b·G + c·G·C + s·max(0, G·C − 1024)          parallel, G·C ≤ 1024:  G·C · (p/C + q + w·log2 G)
+    serial:    a + b·G + c·G·C + s·max(0, G·C − 1024)          parallel, G·C ≤ 1024:
+    G·C · (p/C + q + w·log2 G)
 
 a the launch, b to bring an expert's weights, c a row, s what a row more costs once activations
 exceed 1024 rows. Weights and rows add up (a roofline, max(b, c·C), fits worse), so loading does not
@@ -126,29 +127,29 @@ def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
     design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
     if len(serial) < 4 or np.linalg.matrix_rank(design) < 4:
         raise ValueError(
-            f"{len(serial)} serial samples do not determine launch, weights, row and spill: time at least "
-            f"two group sizes, two capacities and one graph of more than {SPILL_ROWS} rows"
+            f"{len(serial)} serial samples do not determine launch, weights, row and spill: "
+            "time at least two group sizes, two capacities and one graph of more than "
+            f"{SPILL_ROWS} rows"
         )
     launch, expert, row, spill = _relative(design, [s.ms for s in serial])
+    power, work = zip(*(_energy(samples, mode) for mode in MODES))
+    return Rates(launch, expert, row, spill, _overlap(samples) or (expert, row, 0.0), power, work)
+
+
+def _overlap(samples: Sequence[Sample]) -> tuple[float, ...] | None:
+    """What parallel graphs without a spill cost; None for too few samples."""
     small = [s for s in samples if s.mode == "parallel" and s.G * s.C <= SPILL_ROWS]
-    overlap = (
-        _relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small])
-        if len(small) >= 3
-        else (expert, row, 0.0)
-    )
-    timed = [
-        [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
-        for mode in MODES
-    ]
-    power, work = zip(
-        *(
-            _relative([[s.ms, 1] for s in rows], [s.mj for s in rows])
-            if len(rows) >= 2
-            else (np.nan, np.nan)
-            for rows in timed
-        )
-    )
-    return Rates(launch, expert, row, spill, tuple(overlap), power, work)
+    if len(small) < 3:
+        return None
+    return _relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small])
+
+
+def _energy(samples: Sequence[Sample], mode: str) -> tuple[float, ...]:
+    """(power in W, work in mJ) of a mode; nan for too few samples."""
+    rows = [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
+    if len(rows) < 2:
+        return np.nan, np.nan
+    return _relative([[s.ms, 1] for s in rows], [s.mj for s in rows])
 
 
 def residuals(

@@ -32,8 +32,9 @@ from moelab.records import Numbers
 FORMAT = "moelab.ane.samples/1"
 #: what `moelab ane calibrate` says beside its samples
 PARALLEL = (
-    "parallel: one Python thread a graph. Where these times are no better than serial ones, coremltools may "
-    "have held Python's lock while it predicted; they then say nothing about submitting at once"
+    "parallel: one Python thread a graph. Where these times are no better than serial ones, "
+    "coremltools may have held Python's lock while it predicted; they then say nothing about "
+    "submitting at once"
 )
 #: (G, C) of Table 5
 GRID = tuple(dict.fromkeys((s.G, s.C) for s in TABLE_5))

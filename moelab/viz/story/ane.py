@@ -56,10 +56,10 @@ SHOWN = (
 )  # of what fits
 ALLOWED = 0.18  # share of the choices that a setting may drop
 SWEEP = {
-    "serial": "Falling curves, one a group size, through the published points; larger groups lie lower at equal "
-    "capacity, and that of eight turns up beyond a capacity of 128.",
-    "parallel": "Falling curves through the published points; here larger groups lie higher at equal capacity, "
-    "and that of eight jumps up beyond a capacity of 128.",
+    "serial": "Falling curves, one a group size, through the published points; larger groups lie "
+    "lower at equal capacity, and that of eight turns up beyond a capacity of 128.",
+    "parallel": "Falling curves through the published points; here larger groups lie higher at "
+    "equal capacity, and that of eight jumps up beyond a capacity of 128.",
 }
 
 
@@ -81,7 +81,7 @@ def plan(
 ) -> ANEPlan:
     """Plans from a calibration, what they drop and pad on prompts they were made from and on
     others; the chosen one."""
-    spec, E, K = train.spec, train.spec.E, train.spec.K
+    spec = train.spec
     seen, unseen = (ane_accuracy.prompt_loads(trace, chunk) for trace in (train, test))  # [n, L, E]
     plans, slack = ane_accuracy.candidates(train, chunk, drop, group_size)
     accounts, chosen = (
@@ -90,29 +90,8 @@ def plan(
     )
     run.table("Four plans", tables.plans(plans, slack, accounts))
     imbalance = calibrate(train).imbalance(PREFILL)
-    skewed, r = int(imbalance.argmax()), float(imbalance.max())
-    levels = {
-        "r·B/E (printed)": r * chunk / E,
-        "K·B/E": K * chunk / E,
-        "r·K·B/E": r * K * chunk / E,
-    }
-    run.figure(
-        "loads",
-        load_distribution(seen[:, skewed], levels),
-        caption=f"Tokens that each expert of layer {skewed} gets in a chunk of up to {chunk} tokens, and the "
-        f"estimates of mean and busiest load (exact counts; {spec.name}, {len(seen)} calibration "
-        "prompts).",
-        alt="A median line over the experts by popularity within a band of what chunks vary by, and horizontal "
-        "lines at " + ", ".join(f"{tokens:.0f} ({name})" for name, tokens in levels.items()) + ".",
-    )
-    run.figure(
-        "placement",
-        figures.placement(chosen),
-        caption=f"Our plan of {spec.name}: each bar is a graph, as wide as it has experts; grey: experts on "
-        f"the CPU (exact; G at most {group_size}, B = {chunk}, slack {slack:g}).",
-        alt="One row a layer, its graphs from the hottest experts to the coldest; "
-        f"{chosen.cpu_experts} of {spec.L * E} experts, grey at the ends of the rows, are on the CPU.",
-    )
+    _load_figure(run, seen, imbalance, chunk, spec)
+    _placement_figure(run, chosen, group_size, slack)
     run.metrics_of(
         {f"dropped_{name}": account.drop_rate for name, (_, account) in accounts.items()},
         "of routings, test prompts",
@@ -124,12 +103,57 @@ def plan(
         "measured",
     )
     run.metric("slack", slack, "× expected loads", "measured")
+    _plan_takeaway(run, accounts, chosen, slack, imbalance)
+    return chosen
+
+
+def _load_figure(run: Run, seen: Any, imbalance: Any, chunk: int, spec: Any) -> None:
+    """Loads of the experts of the layer that is most out of balance; seen [n, L, E], imbalance
+    [L]."""
+    E, K = spec.E, spec.K
+    skewed, r = int(imbalance.argmax()), float(imbalance.max())
+    levels = {
+        "r·B/E (printed)": r * chunk / E,
+        "K·B/E": K * chunk / E,
+        "r·K·B/E": r * K * chunk / E,
+    }
+    run.figure(
+        "loads",
+        load_distribution(seen[:, skewed], levels),
+        caption=f"Tokens that each expert of layer {skewed} gets in a chunk of up to {chunk} "
+        f"tokens, and the estimates of mean and busiest load (exact counts; {spec.name}, "
+        f"{len(seen)} calibration prompts).",
+        alt="A median line over the experts by popularity within a band of what chunks vary by, "
+        "and horizontal lines at "
+        + ", ".join(f"{tokens:.0f} ({name})" for name, tokens in levels.items())
+        + ".",
+    )
+
+
+def _placement_figure(run: Run, chosen: ANEPlan, group_size: int, slack: float) -> None:
+    spec, chunk = chosen.spec, chosen.chunk
+    run.figure(
+        "placement",
+        figures.placement(chosen),
+        caption=f"Our plan of {spec.name}: each bar is a graph, as wide as it has experts; grey: "
+        f"experts on the CPU (exact; G at most {group_size}, B = {chunk}, slack {slack:g}).",
+        alt="One row a layer, its graphs from the hottest experts to the coldest; "
+        f"{chosen.cpu_experts} of {spec.L * spec.E} experts, grey at the ends of the rows, "
+        "are on the CPU.",
+    )
+
+
+def _plan_takeaway(
+    run: Run, accounts: dict[str, Any], chosen: ANEPlan, slack: float, imbalance: Any
+) -> None:
     levels = sorted({len(layer.tiers.levels) for layer in chosen.layers})
     run.takeaway(
-        "As the paper prints it, r·B/E drops **{printed:.0%}** of the routings; with the factor K {factor_k:.1%}, and "
-        "at slack {slack:g} **{ours:.1%}** on unseen prompts ({seen:.1%} on the calibration's), with {padded:.0%} of "
-        "the rows padding. The busiest expert's capacity for all would pad {worst:.0%}. Of three tiers {levels} are "
-        "left after rounding to 16: this model was trained to balance its load (r is {least:.2f} to {most:.2f}).",
+        "As the paper prints it, r·B/E drops **{printed:.0%}** of the routings; with the "
+        "factor K {factor_k:.1%}, and at slack {slack:g} **{ours:.1%}** on unseen "
+        "prompts ({seen:.1%} on the calibration's), with {padded:.0%} of the rows "
+        "padding. The busiest expert's capacity for all would pad {worst:.0%}. Of three "
+        "tiers {levels} are left after rounding to 16: this model was trained to balance "
+        "its load (r is {least:.2f} to {most:.2f}).",
         printed=accounts["printed"][1].drop_rate,
         factor_k=accounts["factor_k"][1].drop_rate,
         slack=slack,
@@ -139,9 +163,8 @@ def plan(
         worst=accounts["one_capacity"][1].padded_fraction,
         levels=" or ".join(map(str, levels)),
         least=float(imbalance.min()),
-        most=r,
+        most=float(imbalance.max()),
     )
-    return chosen
 
 
 def cards(run: Run, group_size: int, seed: int) -> None:
@@ -169,10 +192,11 @@ def cards(run: Run, group_size: int, seed: int) -> None:
             },
             MAX_GRAPH_BYTES / 1e9,
         ),
-        caption="Weights of one fp16 graph by group size, and the limit of an M2 Ultra (exact; the limit is the "
-        "paper's, read as 1200 MiB).",
-        alt="Straight rising lines on two logarithmic axes. PhiMoE meets the limit exactly at eight experts, "
-        "Llama 4 Scout and Mixtral cross it between two and eight; Phi-tiny and Qwen3 stay below it.",
+        caption="Weights of one fp16 graph by group size, and the limit of an M2 Ultra (exact; the "
+        "limit is the paper's, read as 1200 MiB).",
+        alt="Straight rising lines on two logarithmic axes. PhiMoE meets the limit exactly at "
+        "eight experts, Llama 4 Scout and Mixtral cross it between two and eight; Phi-tiny "
+        "and Qwen3 stay below it.",
     )
     phimoe = planned["Phi-3.5-MoE"].spec
     literal = make_plan(phimoe, *assumed_counts(phimoe, 256, seed=seed), max_graph_bytes=1.2e9)
@@ -190,9 +214,10 @@ def cards(run: Run, group_size: int, seed: int) -> None:
         name for name, one in planned.items() if not one.launches and name not in lacks["experts"]
     ]
     run.takeaway(
-        "Read as 1200 MiB the limit holds eight experts of PhiMoE, as 1.2·10⁹ bytes only {fit} (*{problem}*). Smaller "
-        "groups than requested: {smaller}. {idle} would be without a group that expects enough of 256 tokens to "
-        "amortize its launch. There is no graph here for the attention of {attention}, nor for the experts of "
+        "Read as 1200 MiB the limit holds eight experts of PhiMoE, as 1.2·10⁹ bytes only "
+        "{fit} (*{problem}*). Smaller groups than requested: {smaller}. {idle} would "
+        "be without a group that expects enough of 256 tokens to amortize its launch. There "
+        "is no graph here for the attention of {attention}, nor for the experts of "
         "{experts}: plans leave those parts on the CPU and say why.",
         fit=int(1.2e9 // REFERENCE_BYTES),
         problem="; ".join(literal.problems),
@@ -221,8 +246,8 @@ def conversion(
         coremltools()
     except ImportError as reason:
         return say(
-            f"**This section is skipped on this machine.** {reason}. Everything else in this notebook works "
-            "without; `moelab check` will miss this section's metrics."
+            f"**This section is skipped on this machine.** {reason}. Everything else in this "
+            "notebook works without; `moelab check` will miss this section's metrics."
         )
     chunk, layers = plan.chunk, min(n_layers, plan.spec.L)
     with tempfile.TemporaryDirectory(prefix="moelab-ane-") as folder:
@@ -253,18 +278,30 @@ def conversion(
         "Whole prompts through the packages",
         tables.parity(same, [-(-len(one) // chunk) for one in ids], shaken),
     )
+    _parity_figure(run, same, plan, layers, tokens)
+    _conversion_metrics(run, made, caught, bad, same, rms)
+    _conversion_takeaway(run, made, layers, plan.spec.L, (len(caught), len(bad)), same, rms, shaken)
+
+
+def _parity_figure(run: Run, same: dict[str, Any], plan: ANEPlan, layers: int, tokens: int) -> None:
     run.figure(
         "parity",
         figures.parity({mode: p.last for mode, p in same.items()}, LOGITS),
-        caption="Largest difference of a logit of the next token between the packages and the model, prompts "
-        f"of about {tokens} tokens in chunks of {chunk} (measured with the evaluator; {layers} of "
-        f"{plan.spec.L} layers converted). The line is the tolerance, {LOGITS:g}.",
+        caption="Largest difference of a logit of the next token between the packages and the "
+        f"model, prompts of about {tokens} tokens in chunks of {plan.chunk} (measured "
+        f"with the evaluator; {layers} of {plan.spec.L} layers converted). The line is "
+        f"the tolerance, {LOGITS:g}.",
         alt="Points on a logarithmic axis beside the line of the tolerance: "
         + "; ".join(
             f"{mode} from {p.last.min():.0e} to {p.last.max():.0e}" for mode, p in same.items()
         )
         + ".",
     )
+
+
+def _conversion_metrics(
+    run: Run, made: Any, caught: list[str], bad: dict[str, Any], same: dict[str, Any], rms: float
+) -> None:
     over = made.weight_bytes / made.expected_bytes
     run.metric("ffn_difference_double", made.difference, "of the largest output", "exact")
     run.metric("all_graphs_lint_clean", made.clean, "", "exact")
@@ -278,29 +315,46 @@ def conversion(
         )
         run.metric(f"same_token_{mode}", float(p.same.mean()), "of prompts", "measured")
     run.metric("ffn_rms_fp16", rms, "relative", "measured")
+
+
+def _conversion_takeaway(
+    run: Run,
+    made: Any,
+    layers: int,
+    L: int,
+    flagged: tuple[int, int],
+    same: dict[str, Any],
+    rms: float,
+    shaken: Any,
+) -> None:
+    """flagged : bad examples that the linter caught, of how many."""
+    caught, bad = flagged
     double, half = same["double"], same["fp16"]
     run.takeaway(
-        "{layers} of {L} layers became {packages} packages of {over:.3f} times the expected size, every expert graph "
-        "equal to torch to **{difference:g}** in double precision, {clean} of them clean by the linter, which flags "
-        "{caught} of the {bad} bad examples. Whole prompts: the next token's logits within **{double:.1e}** (double) "
-        "and **{half:.1e}** (fp16), the same next token on {same_double:.0%} and {same_half:.0%}; {beyond} of {n} in "
-        "fp16 exceed {limit:g}. One graph's fp16 error is {rms:.1e}, but where two experts are nearly tied, rounding "
-        "routes a token to the other one. **The control** has no graphs, only noise of that size on what the experts "
-        "put out: its logits are off by up to **{control:.2g}**, so rounding and near ties alone cause that much.",
+        "{layers} of {L} layers became {packages} packages of {over:.3f} times the "
+        "expected size, every expert graph equal to torch to **{difference:g}** in double "
+        "precision, {clean} of them clean by the linter, which flags {caught} of the "
+        "{bad} bad examples. Whole prompts: the next token's logits within "
+        "**{double:.1e}** (double) and **{half:.1e}** (fp16), the same next token on "
+        "{same_double:.0%} and {same_half:.0%}; {beyond} of {n} in fp16 exceed "
+        "{limit:g}. One graph's fp16 error is {rms:.1e}, but where two experts are "
+        "nearly tied, rounding routes a token to the other one. **The control** has no "
+        "graphs, only noise of that size on what the experts put out: its logits are off by "
+        "up to **{control:.2g}**, so rounding and near ties alone cause that much.",
         layers=layers,
-        L=plan.spec.L,
+        L=L,
         packages=len(made.packages),
-        over=over,
+        over=made.weight_bytes / made.expected_bytes,
         difference=made.difference,
         clean="all" if made.clean else "NOT all",
-        caught=len(caught),
-        bad=len(bad),
+        caught=caught,
+        bad=bad,
         double=double.last.max(),
         half=half.last.max(),
         same_double=double.same.mean(),
         same_half=half.same.mean(),
         beyond=int((half.last > LOGITS).sum()),
-        n=len(ids),
+        n=len(half.last),
         limit=LOGITS,
         rms=rms,
         control=max(float(one.max()) for one in shaken),
@@ -316,8 +370,9 @@ def answers(run: Run, found: ane_accuracy.Answers) -> None:
         run.metric(f"dropped_{task}", of.drop_rate, "of routings", "measured")
         run.metric(f"padded_{task}", of.padded_fraction, "of rows", "measured")
     run.takeaway(
-        "With {least:.0%} to {most:.0%} dropped, retrieval changes by **{multikey:+.1f}** points, and the worst task "
-        "is {worst} with **{lost:+.1f}**; the 95 % intervals say what that can mean.",
+        "With {least:.0%} to {most:.0%} dropped, retrieval changes by "
+        "**{multikey:+.1f}** points, and the worst task is {worst} with "
+        "**{lost:+.1f}**; the 95 % intervals say what that can mean.",
         **dict(zip(("least", "most"), found.spread("drop_rate"))),
         multikey=found.points("needle_multikey"),
         worst=found.worst,
@@ -335,12 +390,11 @@ def dropping(
             {mode: list(of.values()) for mode, of in found.cost.items()},
             "language loss beside dense (%)",
         ),
-        caption=f"Language loss of {windows} windows of unseen library text, by share of choices dropped and "
-        "order of dropping (measured; bars: standard error of the paired difference; capacities × "
-        + ", ".join(f"{s:g}" for s in slacks)
-        + ").",
-        alt="A line an order of dropping, loss against the share dropped; at the tightest capacities from the "
-        "lowest to the highest: " + ", ".join(found.at(min(slacks))) + ".",
+        caption=f"Language loss of {windows} windows of unseen library text, by share of choices "
+        "dropped and order of dropping (measured; bars: standard error of the paired "
+        "difference; capacities × " + ", ".join(f"{s:g}" for s in slacks) + ").",
+        alt="A line an order of dropping, loss against the share dropped; at the tightest "
+        "capacities from the lowest to the highest: " + ", ".join(found.at(min(slacks))) + ".",
     )
     for s in slacks:
         run.metrics_of(
@@ -356,10 +410,12 @@ def dropping(
         hardest,
     )
     run.takeaway(
-        "**The loss shows what answers don't:** at {share:.0%} dropped by saliency it is already {more:+.1f} %, and "
-        "at {hard:.0%}, from the cheapest order to the costliest: {orders}. Saliency is {verdict} than chance there "
-        "(paired difference {low:+.3f} to {high:+.3f} nats a token), dropping the strongest is {dearest}the "
-        "costliest, and the router's own weight, which is free, is {best} of the five.",
+        "**The loss shows what answers don't:** at {share:.0%} dropped by saliency it is "
+        "already {more:+.1f} %, and at {hard:.0%}, from the cheapest order to the "
+        "costliest: {orders}. Saliency is {verdict} than chance there (paired difference "
+        "{low:+.3f} to {high:+.3f} nats a token), dropping the strongest is "
+        "{dearest}the costliest, and the router's own weight, which is free, is {best} "
+        "of the five.",
         share=gentlest["saliency"][0],
         more=gentlest["saliency"][1],
         hard=hardest["saliency"][0],
@@ -381,8 +437,9 @@ def rates(run: Run) -> DeviceModel:
         run.figure(
             f"sweep_{mode}",
             figures.sweep(device.rates, published.TABLE_5, mode),
-            caption=f"Latency of an expert slot by group size and capacity, {mode}: points are Table 5 (paper), "
-            f"lines the fit (modelled; RMS error {errors[f'latency, {mode}']['RMS']:.1%}).",
+            caption=f"Latency of an expert slot by group size and capacity, {mode}: points are "
+            "Table 5 (paper), lines the fit (modelled; RMS error "
+            f"{errors[f'latency, {mode}']['RMS']:.1%}).",
             alt=alt,
         )
     run.table("A slot by group size and capacity", tables.slots(grid))
@@ -403,11 +460,12 @@ def rates(run: Run) -> DeviceModel:
         tables.achieved(device),
     )
     run.takeaway(
-        "Four terms reproduce Table 5's serial latencies to **{rms:.1%}** RMS ({out:.1%} leaving one out), the "
-        "parallel ones to {parallel:.1%}. A graph reaches {tflops:.1f} TFLOPS and {gbs:.0f} GB/s, far below the "
-        "published peak rates, and weights and rows add up rather than overlap. The cheapest slot of what fits one "
-        "graph is **{G}×{C}** ({slot:.3f} ms): grouping shares launches, capacity shares weights, and both stop at "
-        "1024 rows.",
+        "Four terms reproduce Table 5's serial latencies to **{rms:.1%}** RMS ({out:.1%} "
+        "leaving one out), the parallel ones to {parallel:.1%}. A graph reaches "
+        "{tflops:.1f} TFLOPS and {gbs:.0f} GB/s, far below the published peak rates, and "
+        "weights and rows add up rather than overlap. The cheapest slot of what fits one "
+        "graph is **{G}×{C}** ({slot:.3f} ms): grouping shares launches, capacity "
+        "shares weights, and both stop at 1024 rows.",
         rms=serial["RMS"],
         out=serial["leave-one-out RMS"],
         parallel=errors["latency, parallel"]["RMS"],
@@ -434,16 +492,17 @@ def systems(run: Run, studies: dict[str, comparison.Study], device: DeviceModel)
         run.figure(
             f"systems_{metric.replace(' ', '_')}",
             figures.systems(phi, metric, f"{name} over NPUMoE's"),
-            caption=f"{name} of each system over NPUMoE's, PhiMoE on an M2 Ultra ({error}; popularity "
-            f"assumed). Open diamonds: Fig. {source} (paper; joined where it gives a range of all "
-            "systems).",
-            alt=f"Groups of three bars for {len(phi)} runs, the paper's values beside them, where it has any: "
-            f"{reach}.",
+            caption=f"{name} of each system over NPUMoE's, PhiMoE on an M2 Ultra ({error}; "
+            f"popularity assumed). Open diamonds: Fig. {source} (paper; joined where it "
+            "gives a range of all systems).",
+            alt=f"Groups of three bars for {len(phi)} runs, the paper's values beside them, where "
+            f"it has any: {reach}.",
         )
     run.figure(
         "breakdown",
         figures.parts(phi[first]),
-        caption=f"Breakdown of TTFT, PhiMoE, {tables.label(first)}, M2 Ultra ({error}). After Fig. 14.",
+        caption=f"Breakdown of TTFT, PhiMoE, {tables.label(first)}, M2 Ultra ({error}). After "
+        "Fig. 14.",
         alt="Stacked bars of all systems, from the shortest to the longest: "
         + ", ".join(SYSTEMS[s].title for s in order(phi[first], "ttft", SYSTEMS))
         + ".",
@@ -451,7 +510,8 @@ def systems(run: Run, studies: dict[str, comparison.Study], device: DeviceModel)
     run.figure(
         "trade_off",
         figures.time_and_energy(studies, first),
-        caption=f"Time and energy of the four systems, {tables.label(first)} ({error}). After Fig. 13 and 19.",
+        caption=f"Time and energy of the four systems, {tables.label(first)} ({error}). After "
+        "Fig. 13 and 19.",
         alt="Three panels, a model each: a point a system, time to the right, energy upwards.",
     )
     run.table("The four systems", tables.systems(phi))
@@ -471,10 +531,8 @@ def held_out(
     reversed."""
     for name, of in comparison.modelled(studies, seed).items():
         run.metric(name, *of)
-    rows, phi = (
-        [row for row in run.answered() if row.readings],
-        studies["Phi-3.5-MoE"][comparison.RUNS[0]],
-    )
+    rows = [row for row in run.answered() if row.readings]
+    phi = studies["Phi-3.5-MoE"][comparison.RUNS[0]]
     judged = [
         row for row in rows if not (row.claim.fitted or row.claim.follows or row.claim.contradicted)
     ]
@@ -483,10 +541,11 @@ def held_out(
     run.figure(
         "errors",
         figures.misses(rows),
-        caption=f"Published numbers beside modelled ones, by verdict ({kind_of(device)}; orders, and what the "
-        "source contradicts, are left out). Fitted ones, and what follows from them, judge nothing.",
-        alt="Rows of points around a line at zero: TTFT near it, energy and CPU cycles further away, cycles of "
-        "the naïve system furthest to the right.",
+        caption=f"Published numbers beside modelled ones, by verdict ({kind_of(device)}; orders, "
+        "and what the source contradicts, are left out). Fitted ones, and what follows "
+        "from them, judge nothing.",
+        alt="Rows of points around a line at zero: TTFT near it, energy and CPU cycles further "
+        "away, cycles of the naïve system furthest to the right.",
     )
     run.table("What holds, and by which choice it would not (✗)", tables.sensitivity(rows))
     orders = [row for row in rows if row.claim.above is not None or row.claim.below is not None]
@@ -506,13 +565,15 @@ def held_out(
         ],
     )
     run.takeaway(
-        "{judged} published figures, trends and orders were neither fitted nor follow from what was. **{hold} of them "
-        "hold by every choice**; {lost} hold by ours only and count as not reproduced. Of {orders} trends and orders "
-        "{reversed} come out reversed. That NPUMoE is first and the naïve system last is no finding: Table 4, which "
-        "is fitted, has it so. Without groups and tiers it takes {base:.2f} times as long instead of 2.89. **The last "
-        "step of the ablation needs CPU and ANE in parallel:** then placement gains a factor of {placed:.2f}; if one "
-        "waits for the other, {waits:.2f}. The paper doesn't say that they do: it is an input here, chosen because of "
-        "that step.",
+        "{judged} published figures, trends and orders were neither fitted nor follow from "
+        "what was. **{hold} of them hold by every choice**; {lost} hold by ours only and "
+        "count as not reproduced. Of {orders} trends and orders {reversed} come out "
+        "reversed. That NPUMoE is first and the naïve system last is no finding: Table 4, "
+        "which is fitted, has it so. Without groups and tiers it takes {base:.2f} times as "
+        "long instead of 2.89. **The last step of the ablation needs CPU and ANE in "
+        "parallel:** then placement gains a factor of {placed:.2f}; if one waits for the "
+        "other, {waits:.2f}. The paper doesn't say that they do: it is an input here, "
+        "chosen because of that step.",
         judged=len(judged),
         hold=len(hold),
         lost=sum(bool(row.lost) for row in judged),
@@ -545,9 +606,10 @@ def settings(run: Run, card: str, device: DeviceModel, smoke: bool, seed: int) -
     )
     run.metrics_of({f"usual_ttft_{card}_{B}": usual[B].ttft_s for B in best}, "s", "modelled")
     run.takeaway(
-        "For {card} the default takes {longer} longer than the fastest setting, at chunks of {chunks} (modelled). The "
-        "chunk matters most: a prompt of 1024 takes {chunk:.1f} times as long in chunks of {small} as in one of "
-        "{large}: every chunk reads all the weights again.",
+        "For {card} the default takes {longer} longer than the fastest setting, at "
+        "chunks of {chunks} (modelled). The chunk matters most: a prompt of 1024 takes "
+        "{chunk:.1f} times as long in chunks of {small} as in one of {large}: every "
+        "chunk reads all the weights again.",
         card=card,
         chunks=", ".join(map(str, best)),
         longer=", ".join(

@@ -74,7 +74,8 @@ def placement(plan: ANEPlan) -> Figure:
             customdata=[
                 [", ".join(map(str, group.experts)), group.expected] for _, group, _ in chosen
             ],
-            hovertemplate="layer %{y}, experts %{customdata[0]}: %{customdata[1]:.0f} tokens expected<extra></extra>",
+            hovertemplate="layer %{y}, experts %{customdata[0]}: %{customdata[1]:.0f} tokens "
+            "expected<extra></extra>",
         )
     figure.update_yaxes(autorange="reversed", dtick=whole_steps(len(plan.layers)), showgrid=False)
     return finish(

@@ -340,11 +340,12 @@ def caption(card: str, setting: Setting, of: Outcome, device: DeviceModel) -> st
     """One setting in a sentence."""
     errors = [f"{device.error(quantity):.0%}" for quantity in ("latency", "energy")]
     return (
-        f"{card}, chunks of {setting.chunk}, {setting}: {of.dropped:.1%} of the choices dropped, {of.padded:.1%} "
-        f"of the rows padded (exact, assumed popularity), {of.plan.launches} graphs a chunk, the largest "
-        f"{of.plan.largest_graph_bytes / 1e6:,.0f} MB; a prompt of 1024 takes {of.ttft_s:.1f} s and "
-        f"{of.mj_per_token:.0f} mJ a token (modelled, out-of-sample error of graphs {errors[0]} and {errors[1]}). "
-        + "; ".join(of.plan.problems)
+        f"{card}, chunks of {setting.chunk}, {setting}: {of.dropped:.1%} of the choices "
+        f"dropped, {of.padded:.1%} of the rows padded (exact, assumed popularity), "
+        f"{of.plan.launches} graphs a chunk, the largest "
+        f"{of.plan.largest_graph_bytes / 1e6:,.0f} MB; a prompt of 1024 takes {of.ttft_s:.1f} "
+        f"s and {of.mj_per_token:.0f} mJ a token (modelled, out-of-sample error of graphs "
+        f"{errors[0]} and {errors[1]}). " + "; ".join(of.plan.problems)
     )
 
 

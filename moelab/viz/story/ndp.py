@@ -73,9 +73,10 @@ def costs(run: Run) -> None:
     run.metric("activation_mib_Mixtral-8x7B", 2 * mixtral.H / 2**20, "MiB a token", "exact")
     run.metrics_of({"hidden_Phi-3.5-MoE": phi.H, "intermediate_Phi-3.5-MoE": phi.I}, "", "exact")
     run.takeaway(
-        "An expert of Qwen3 takes {link:.2f} ms over the link and {modules:.2f} ms on six modules for one token, "
-        "**{times:.1f} times** less; with 32 tokens the modules take {prompt:.1f} times as long as the transfer. The "
-        "GPU computes it in {gpu:.2f} ms, once it is loaded.",
+        "An expert of Qwen3 takes {link:.2f} ms over the link and {modules:.2f} ms on "
+        "six modules for one token, **{times:.1f} times** less; with 32 tokens the modules "
+        "take {prompt:.1f} times as long as the transfer. The GPU computes it in "
+        "{gpu:.2f} ms, once it is loaded.",
         link=1e3 * c.transfer(),
         modules=1e3 * float(c.unit(1) / 6),
         times=c.transfer() / float(c.unit(1) / 6),
@@ -107,9 +108,11 @@ def balance(run: Run, prompt: int) -> None:
             {name: sides for name, (sides, _) in panels.items()},
             {name: solutions for name, (_, solutions) in panels.items()},
         ),
-        caption="Time of both sides over the number of experts on the GPU, Qwen3-30B-A3B (modelled).",
-        alt="Three panels with a rising line for the GPU and a falling one for the modules that cross; markers "
-        "at the crossing and at the whole number below it. In the third panel the rising line is flatter.",
+        caption="Time of both sides over the number of experts on the GPU, Qwen3-30B-A3B "
+        "(modelled).",
+        alt="Three panels with a rising line for the GPU and a falling one for the modules that "
+        "cross; markers at the crossing and at the whole number below it. In the third panel "
+        "the rising line is flatter.",
     )
     found = conditions.answers(CHOSEN)  # (model, N) → E_g
     run.table("Experts for the GPU while decoding, and in whole experts", tables.answers(found))
@@ -121,9 +124,9 @@ def balance(run: Run, prompt: int) -> None:
     idle = [key for key, E_g in found.items() if E_g < 1]
     always = [SHORT[name] for name in MODELS if all(key in idle for key in found if key[0] == name)]
     run.takeaway(
-        "In **{idle} of {cells}** cells that fit, the balance has less than one whole expert for the GPU: "
-        "there load balancing in whole experts changes nothing while decoding. It includes {always} at every "
-        "N.",
+        "In **{idle} of {cells}** cells that fit, the balance has less than one whole "
+        "expert for the GPU: there load balancing in whole experts changes nothing while "
+        "decoding. It includes {always} at every N.",
         idle=len(idle),
         cells=len(found),
         always=" and ".join(always) or "no model",
@@ -147,12 +150,13 @@ def decode_step(run: Run, seed: int, prompt: int, answer: int, N: int = 4) -> No
                 for label, (events, _) in acted.items()
             }
         ),
-        caption="The first two MoE layers of one decode step of Qwen3-30B-A3B on four modules (simulated; "
-        "'other' is attention and the like; the last one on modules whose DRAM the link shares). After "
-        "Fig. 3.",
-        alt="Six Gantt charts on one time axis with rows for GPU, link and four modules. On demand, only the "
-        "link is busy; under MoNDE one module is busy longer than the others; with tensor parallelism all "
-        "four end together, with balancing or prefetching earlier, as the GPU has some of the experts.",
+        caption="The first two MoE layers of one decode step of Qwen3-30B-A3B on four modules "
+        "(simulated; 'other' is attention and the like; the last one on modules whose DRAM "
+        "the link shares). After Fig. 3.",
+        alt="Six Gantt charts on one time axis with rows for GPU, link and four modules. On "
+        "demand, only the link is busy; under MoNDE one module is busy longer than the "
+        "others; with tensor parallelism all four end together, with balancing or "
+        "prefetching earlier, as the GPU has some of the experts.",
     )
     steps = {label: bench.step_figures(*of, N=N) for label, of in acted.items()}
     run.table("A decode step under each schedule", tables.steps(steps))
@@ -163,8 +167,9 @@ def decode_step(run: Run, seed: int, prompt: int, answer: int, N: int = 4) -> No
     )
     first = steps["MoNDE"]
     run.takeaway(
-        "MoNDE keeps its modules busy {whole:.0%} of the step, tensor parallelism **{cut:.0%}**, and the "
-        "step is {tp:.2f} times as fast; all three techniques together {all:.2f} times.",
+        "MoNDE keeps its modules busy {whole:.0%} of the step, tensor parallelism "
+        "**{cut:.0%}**, and the step is {tp:.2f} times as fast; all three techniques "
+        "together {all:.2f} times.",
         whole=first["modules"],
         cut=steps["+TP"]["modules"],
         tp=first["seconds"] / steps["+TP"]["seconds"],
@@ -180,36 +185,7 @@ def evaluation(
     found = over_seeds(sweep)
     run.metric("sweep_cpu", seconds, "s", "measured")
     run.metrics_of({name: middle for name, (middle, *_) in found.items()}, "×", "modelled")
-    run.figure(
-        "fig11",
-        figures.speedups(
-            sweep,
-            BALANCED | {"+TP+PRE": "NDP+TP+PRE", "+TP+LB+PRE": OURS},
-            "MoNDE",
-            "moe_decode",
-            means=found,
-            columns=3,
-        ),
-        caption="Experts during decode: the techniques one by one (modelled; N.S.: not supported, the experts "
-        "do not fit; diamonds: the paper's averages). After Fig. 11.",
-        alt="Five panels of four bars a group. With the defaults speedups grow with N, from below 1 for tensor "
-        "parallelism alone at two modules to three and four for Phi and Mixtral at six; the averages stand "
-        "beside the paper's diamonds.",
-    )
-    run.figure(
-        "fig9",
-        figures.speedups(
-            sweep,
-            {"Fiddler": "Fiddler", "MoNDE": "MoNDE", "GPU-NDP (TP+LB+PRE)": OURS},
-            "MoE-OnDemand",
-            "end_to_end",
-            title="speedup (×)",
-        ),
-        caption="Prompt and answer together, speedup over MoE-OnDemand (modelled; N.S.: not supported). After "
-        "Fig. 9, which shows latency.",
-        alt="Four panels. With the defaults Fiddler is at about 1.4 whatever N, MoNDE between 1 and 2.6 and "
-        "grows slowly, the framework grows to between 4 and 5.4 at six modules.",
-    )
+    _speedup_figures(run, sweep, found)
     ends = {over: sweep.mean_gains(OURS, over, "end_to_end") for over in PAPER[:3]}
     monde = ends["MoNDE"]
     run.table("End to end, over each of the others", tables.end_to_end(ends))
@@ -229,20 +205,56 @@ def evaluation(
         "modelled",
     )
     run.takeaway(
-        "While decoding, tensor parallelism alone gives **{tp:.2f}×** over MoNDE on average, the other two techniques "
-        "raise that to **{all:.2f}×**; a prompt gains {prompt:.2f}×. Prompt and answer together it is {ends:.2f}× on "
-        "average and {most:.2f}× at most. With equal GPU memory for all: {equal}, on average.",
+        "While decoding, tensor parallelism alone gives **{tp:.2f}×** over MoNDE on "
+        "average, the other two techniques raise that to **{all:.2f}×**; a prompt gains "
+        "{prompt:.2f}×. Prompt and answer together it is {ends:.2f}× on average and "
+        "{most:.2f}× at most. With equal GPU memory for all: {equal}, on average.",
         tp=found["decode NDP+TP"][0],
         all=found["decode NDP+TP+LB+PRE"][0],
         prompt=found["prefill NDP+TP+LB"][0],
         ends=mean(monde.values()),
         most=max(monde.values()),
         equal=", ".join(
-            f"{times(of['equal memory: mean'])} over {over} ({times(of['the paper: mean'])} without)"
+            f"{times(of['equal memory: mean'])} over {over} ({times(of['the paper: mean'])} "
+            "without)"
             for over, of in equal.items()
         ),
     )
     return found
+
+
+def _speedup_figures(run: Run, sweep: Sweep, found: Mapping[str, Spread]) -> None:
+    """Figures 11 and 9."""
+    run.figure(
+        "fig11",
+        figures.speedups(
+            sweep,
+            BALANCED | {"+TP+PRE": "NDP+TP+PRE", "+TP+LB+PRE": OURS},
+            "MoNDE",
+            "moe_decode",
+            means=found,
+            columns=3,
+        ),
+        caption="Experts during decode: the techniques one by one (modelled; N.S.: not supported, "
+        "the experts do not fit; diamonds: the paper's averages). After Fig. 11.",
+        alt="Five panels of four bars a group. With the defaults speedups grow with N, from "
+        "below 1 for tensor parallelism alone at two modules to three and four for Phi and "
+        "Mixtral at six; the averages stand beside the paper's diamonds.",
+    )
+    run.figure(
+        "fig9",
+        figures.speedups(
+            sweep,
+            {"Fiddler": "Fiddler", "MoNDE": "MoNDE", "GPU-NDP (TP+LB+PRE)": OURS},
+            "MoE-OnDemand",
+            "end_to_end",
+            title="speedup (×)",
+        ),
+        caption="Prompt and answer together, speedup over MoE-OnDemand (modelled; N.S.: not "
+        "supported). After Fig. 9, which shows latency.",
+        alt="Four panels. With the defaults Fiddler is at about 1.4 whatever N, MoNDE between 1 "
+        "and 2.6 and grows slowly, the framework grows to between 4 and 5.4 at six modules.",
+    )
 
 
 def combinations(
@@ -257,23 +269,7 @@ def combinations(
     began = time.process_time()
     combined = readings(choices, seed, prompt, answer)
     run.metric("readings_cpu", time.process_time() - began, "s", "measured")
-    errors = {
-        half: {name: tuple(off(name, value) for value in found[name]) for name in names}
-        for half, names in HALVES.items()
-    }
-    run.figure(
-        "agreement",
-        figures.agreement(
-            errors,
-            {name: tuple(float(off(name, end)) for end in combined.band(name)) for name in found},
-        ),
-        caption="Modelled against published figures (modelled, paper): points are the reading chosen here, "
-        "whiskers the seeds of the routing, open bars all readings that fit. 'fit' was fitted, 'judge' "
-        "was held out. Inside a verbal range the error counts as 0.",
-        alt="A row a figure, points left and right of zero, most of them inside a grey area of ten per cent; "
-        "the misses are labelled. Open bars around the points stay inside the grey area for fitted figures "
-        "and reach far beyond it for most of the others.",
-    )
+    _agreement_figure(run, found, combined)
     better = int((combined.errors < error(combined.at(CHOSEN)) * (1 - 1e-9)).sum())
     agree, null = bench.agreeing(found), [name for name in JUDGED if CLAIMS[name].predicted]
     alone = [name for name in JUDGED if CLAIMS[name].agrees(found[name][0]) and name not in null]
@@ -287,6 +283,58 @@ def combinations(
         )
     spread = max(high / low - 1 for _, low, high in found.values())
     run.metric("spread_over_seeds", spread, "largest, relative", "modelled")
+    _reading_metrics(run, combined, better)
+    run.metric(
+        "agree_null", len(null), f"of {len(JUDGED)} judged figures, without a simulator", "modelled"
+    )
+    run.metric("agree_alone", len(alone), "judged figures that only the simulator gets", "modelled")
+    run.takeaway(
+        "**{fit:,}** of {every:,} readings fit all {fitted} figures, {better:,} of "
+        "them better than the one chosen. Of the {judged} held out they get {shares}; "
+        "the chosen one gets {agree}, ratios of published numbers alone **{null}**. What "
+        "only the simulator gets: **{alone}**. Seeds move a figure by {spread:.1%} at "
+        "most.",
+        fit=int(combined.fits.sum()),
+        every=combined.fits.size,
+        fitted=len(FIT),
+        judged=len(JUDGED),
+        better=better,
+        shares=", ".join(
+            f"{n}: {count / combined.fits.sum():.0%}" for n, count in combined.agreement().items()
+        )
+        or "nothing",
+        agree=agree["judge"],
+        null=len(null),
+        alone=", ".join(alone) or "nothing",
+        spread=spread,
+    )
+    return combined
+
+
+def _agreement_figure(run: Run, found: Mapping[str, Spread], combined: Readings) -> None:
+    errors = {
+        half: {name: tuple(off(name, value) for value in found[name]) for name in names}
+        for half, names in HALVES.items()
+    }
+    run.figure(
+        "agreement",
+        figures.agreement(
+            errors,
+            {name: tuple(float(off(name, end)) for end in combined.band(name)) for name in found},
+        ),
+        caption="Modelled against published figures (modelled, paper): points are the reading "
+        "chosen here, whiskers the seeds of the routing, open bars all readings that "
+        "fit. 'fit' was fitted, 'judge' was held out. Inside a verbal range the error "
+        "counts as 0.",
+        alt="A row a figure, points left and right of zero, most of them inside a grey area of "
+        "ten per cent; the misses are labelled. Open bars around the points stay inside the "
+        "grey area for fitted figures and reach far beyond it for most of the others.",
+    )
+
+
+def _reading_metrics(run: Run, combined: Readings, better: int) -> None:
+    """How many readings fit, are better than the chosen one, agree with how many held-out figures;
+    the bands of all that fit."""
     run.metric(
         "readings_that_fit",
         int(combined.fits.sum()),
@@ -310,29 +358,6 @@ def combinations(
             "×, over all that fit",
             "modelled",
         )
-    run.metric(
-        "agree_null", len(null), f"of {len(JUDGED)} judged figures, without a simulator", "modelled"
-    )
-    run.metric("agree_alone", len(alone), "judged figures that only the simulator gets", "modelled")
-    run.takeaway(
-        "**{fit:,}** of {every:,} readings fit all {fitted} figures, {better:,} of them better than the one chosen. "
-        "Of the {judged} held out they get {shares}; the chosen one gets {agree}, ratios of published numbers alone "
-        "**{null}**. What only the simulator gets: **{alone}**. Seeds move a figure by {spread:.1%} at most.",
-        fit=int(combined.fits.sum()),
-        every=combined.fits.size,
-        fitted=len(FIT),
-        judged=len(JUDGED),
-        better=better,
-        shares=", ".join(
-            f"{n}: {count / combined.fits.sum():.0%}" for n, count in combined.agreement().items()
-        )
-        or "nothing",
-        agree=agree["judge"],
-        null=len(null),
-        alone=", ".join(alone) or "nothing",
-        spread=spread,
-    )
-    return combined
 
 
 def clocks(run: Run, smoke: bool) -> None:
@@ -353,10 +378,10 @@ def clocks(run: Run, smoke: bool) -> None:
             columns=1,
             kind="simulated, modelled<br>whiskers: models, N",
         ),
-        caption="Seconds of the experts by the event simulation against the closed form, every model, fewest "
-        "and six modules (simulated against modelled).",
-        alt="Pairs of bars for each system, at or near zero for those that move no weights beside busy modules, "
-        "more for those with load balancing.",
+        caption="Seconds of the experts by the event simulation against the closed form, every "
+        "model, fewest and six modules (simulated against modelled).",
+        alt="Pairs of bars for each system, at or near zero for those that move no weights "
+        "beside busy modules, more for those with load balancing.",
     )
     run.metrics_of(
         {f"engines_{name}": row["decode: mean"] for name, row in rows.items()},
@@ -368,8 +393,9 @@ def clocks(run: Run, smoke: bool) -> None:
     }
     simple, worst = ("MoE-OnDemand", "NDP+TP", "NDP+TP+PRE"), max(most, key=most.get)
     run.takeaway(
-        "Where one kind of transfer uses the link the two differ by {simple:.2f} % on the paper's models. The largest "
-        "difference is **{worst:.1f} %**, for {of}: there weights, hidden states and outputs share the link.",
+        "Where one kind of transfer uses the link the two differ by {simple:.2f} % on the "
+        "paper's models. The largest difference is **{worst:.1f} %**, for {of}: there "
+        "weights, hidden states and outputs share the link.",
         simple=max(most[name] for name in simple),
         worst=most[worst],
         of=worst,
@@ -400,10 +426,12 @@ def dram(run: Run, sweep: Sweep, shared: Sweep, seed: int, sizes: Mapping[str, A
             columns=1,
             line=(found["NDP+TP"]["shared"], "+TP, DRAM shared"),
         ),
-        caption="Experts during decode over MoNDE, means over models and modules, where what the link reads "
-        "costs a module's DRAM nothing, as in the paper, and where it is shared (modelled).",
-        alt="Pairs of bars. With shared DRAM the bars of tensor parallelism, of balancing with it and of its "
-        "improved version are equally high, on the dashed line; those with prefetching lie above it.",
+        caption="Experts during decode over MoNDE, means over models and modules, where what the "
+        "link reads costs a module's DRAM nothing, as in the paper, and where it is shared "
+        "(modelled).",
+        alt="Pairs of bars. With shared DRAM the bars of tensor parallelism, of balancing with "
+        "it and of its improved version are equally high, on the dashed line; those with "
+        "prefetching lie above it.",
     )
     run.metrics_of(
         {f"dram_shared_{name}": of["shared"] for name, of in found.items()},
@@ -418,9 +446,9 @@ def dram(run: Run, sweep: Sweep, shared: Sweep, seed: int, sizes: Mapping[str, A
         "modelled",
     )
     run.takeaway(
-        "Balancing adds {free:.1%} to tensor parallelism while decoding if the link reads for free, and "
-        "**{shared:.1%}** if modules read for it; shares of experts, split as well as possible, give "
-        "{improved:.2f}× = {tp:.2f}×.",
+        "Balancing adds {free:.1%} to tensor parallelism while decoding if the link reads "
+        "for free, and **{shared:.1%}** if modules read for it; shares of experts, split "
+        "as well as possible, give {improved:.2f}× = {tp:.2f}×.",
         free=adds["free"] - 1,
         shared=adds["shared"] - 1,
         improved=found["NDP+TP+LB, improved"]["shared"],
@@ -443,11 +471,11 @@ def workflow(run: Run, seed: int, prompt: int, N: int = 3) -> None:
     run.figure(
         "fig5",
         gantt(acted),
-        caption=f"One MoE layer of a prompt of {prompt} tokens, Mixtral-8x7B on {N} modules (simulated). "
-        "Numbers: experts. After Fig. 5.",
-        alt="Three Gantt charts on one time axis. Under MoNDE modules end at different times; with tensor "
-        "parallelism together; with balancing the link brings some experts to the GPU meanwhile, and the "
-        "layer ends earlier.",
+        caption=f"One MoE layer of a prompt of {prompt} tokens, Mixtral-8x7B on {N} modules "
+        "(simulated). Numbers: experts. After Fig. 5.",
+        alt="Three Gantt charts on one time axis. Under MoNDE modules end at different times; "
+        "with tensor parallelism together; with balancing the link brings some experts to "
+        "the GPU meanwhile, and the layer ends earlier.",
     )
     ends = {
         label: 1e3 * (max(e.end for e in events) - min(e.start for e in events))
@@ -460,8 +488,9 @@ def workflow(run: Run, seed: int, prompt: int, N: int = 3) -> None:
     )
     monde, tp, lb = ends.values()
     run.takeaway(
-        "A prompt's layer takes {monde:.0f} ms under MoNDE, {tp:.0f} with tensor parallelism and **{lb:.0f}** "
-        "with balancing; all its experts over the link and computed on the GPU take {gpu:.0f}.",
+        "A prompt's layer takes {monde:.0f} ms under MoNDE, {tp:.0f} with tensor "
+        "parallelism and **{lb:.0f}** with balancing; all its experts over the link and "
+        "computed on the GPU take {gpu:.0f}.",
         monde=monde,
         tp=tp,
         lb=lb,
@@ -492,10 +521,11 @@ def prompts(run: Run, seed: int, smoke: bool) -> None:
             "prompt length S (tokens)",
             log="xy",
         ),
-        caption="Experts during prefill by prompt length on six modules (modelled). On demand sends every "
-        "activated expert once.",
-        alt="Two panels with logarithmic axes. The lines of the NDP schedules rise with the prompt and cross "
-        "the flat line of MoE-OnDemand; the improved schedule stays at or below both.",
+        caption="Experts during prefill by prompt length on six modules (modelled). On demand "
+        "sends every activated expert once.",
+        alt="Two panels with logarithmic axes. The lines of the NDP schedules rise with the "
+        "prompt and cross the flat line of MoE-OnDemand; the improved schedule stays at or "
+        "below both.",
     )
     crossing = {name: conditions.crossing(name, CHOSEN.hardware(6)) for name in found}
     slower = {name: of["+TP+LB"][-1][1] / of["MoE-OnDemand"][-1][1] for name, of in found.items()}
@@ -511,9 +541,10 @@ def prompts(run: Run, seed: int, smoke: bool) -> None:
     )
     best = all(bench.never_slower(of, "+TP+LB, improved") for of in found.values())
     run.takeaway(
-        "By the formula the lines cross at {crossing}. With {S} tokens the paper's best schedule takes {slower} as "
-        "long as sending everything to the GPU; where that is above 1, NDP wins a whole generation only because the "
-        "answer is long. The improved schedule {best} of the five at each length.",
+        "By the formula the lines cross at {crossing}. With {S} tokens the paper's best "
+        "schedule takes {slower} as long as sending everything to the GPU; where that is "
+        "above 1, NDP wins a whole generation only because the answer is long. The improved "
+        "schedule {best} of the five at each length.",
         S=lengths[-1],
         crossing=" and ".join(f"{S:.0f} tokens ({SHORT[name]})" for name, S in crossing.items()),
         slower=" and ".join(
@@ -532,20 +563,20 @@ def improved(run: Run, sweep: Sweep, shared: Sweep, seed: int, sizes: Mapping[st
         figures.improvements(
             shared, (OURS, BEST), {"experts, decode": "moe_decode", "end to end": "end_to_end"}
         ),
-        caption="What the improved version of the whole framework gains over the literal one (modelled; DRAM "
-        "shared with the link; N.S.: not supported).",
-        alt="Two panels of four bars a group. With the defaults all bars are above 1, DeepSeek and Qwen3 "
-        "highest.",
+        caption="What the improved version of the whole framework gains over the literal one "
+        "(modelled; DRAM shared with the link; N.S.: not supported).",
+        alt="Two panels of four bars a group. With the defaults all bars are above 1, DeepSeek "
+        "and Qwen3 highest.",
     )
     run.figure(
         "fades",
         figures.additions(
             sweep, {"+LB": "NDP+TP+LB", "+PRE": "NDP+TP+PRE", "+LB+PRE": OURS}, "NDP+TP"
         ),
-        caption="What load balancing and prefetching add to tensor parallelism while decoding, by number of "
-        "modules (modelled; the paper's machine).",
-        alt="Four panels. With the defaults the lines of load balancing fall to 1 for DeepSeek and Qwen3 and "
-        "are 1 everywhere for Phi and Mixtral; prefetching is flat.",
+        caption="What load balancing and prefetching add to tensor parallelism while decoding, by "
+        "number of modules (modelled; the paper's machine).",
+        alt="Four panels. With the defaults the lines of load balancing fall to 1 for DeepSeek "
+        "and Qwen3 and are 1 everywhere for Phi and Mixtral; prefetching is flat.",
     )
     prefetching = sweep.mean_gains(OURS, "NDP+TP+LB", "moe_decode", averaged=False)
     hurts = [f"{SHORT[name]} N = {N}" for (name, N), ratio in prefetching.items() if ratio < 1]
@@ -565,10 +596,11 @@ def improved(run: Run, sweep: Sweep, shared: Sweep, seed: int, sizes: Mapping[st
     )
     run.metric("improved_never_slower", never, "", "modelled")
     run.takeaway(
-        "The improved version is {never} end to end: on average {ends:.2f} times as fast, **{decode:.2f} times** while "
-        "decoding (the literal rules with the memory filled: {filling:.2f}), {prompts:.1f} times in prompts. "
-        "The literal rule makes prefetching a *loss* beside balancing in {hurts} of {cells} cells{where}: one hit "
-        "switches balancing off.",
+        "The improved version is {never} end to end: on average {ends:.2f} times as "
+        "fast, **{decode:.2f} times** while decoding (the literal rules with the memory "
+        "filled: {filling:.2f}), {prompts:.1f} times in prompts. The literal rule makes "
+        "prefetching a *loss* beside balancing in {hurts} of {cells} cells{where}: one "
+        "hit switches balancing off.",
         never="never slower" if never else "NOT always as fast",
         decode=by["moe_decode"],
         filling=bench.filling(sweep, seed, sizes["prompt"], sizes["answer"]),
@@ -592,11 +624,12 @@ def machines(run: Run, seed: int, smoke: bool) -> None:
                 for model, by in space.items()
             }
         ),
-        caption="Time of a decode step of the framework (literal TP+LB+PRE) by machine, number of units and "
-        "model (modelled; short context; lines begin where the experts fit; PCIe 4, as PCIe 6, is in "
-        "the table).",
-        alt="Four panels with logarithmic axes. Most lines fall with N; PCIe 6 and the paper's lie together, "
-        "the faster mapping below, LPDDR lower and flat, HBM-PIM lowest but begins at many units.",
+        caption="Time of a decode step of the framework (literal TP+LB+PRE) by machine, number of "
+        "units and model (modelled; short context; lines begin where the experts fit; PCIe "
+        "4, as PCIe 6, is in the table).",
+        alt="Four panels with logarithmic axes. Most lines fall with N; PCIe 6 and the paper's "
+        "lie together, the faster mapping below, LPDDR lower and flat, HBM-PIM lowest but "
+        "begins at many units.",
     )
     run.table("A decode step on six units", tables.space(space, 6))
     effect = {
@@ -610,8 +643,8 @@ def machines(run: Run, seed: int, smoke: bool) -> None:
     )
     few, many = counts[-2:]
     run.takeaway(
-        "With six modules, against the paper's machine: {effect}. Going from {few} to {many} modules gains "
-        "{more}: the rest is the GPU's time outside the experts.",
+        "With six modules, against the paper's machine: {effect}. Going from {few} to "
+        "{many} modules gains {more}: the rest is the GPU's time outside the experts.",
         few=few,
         many=many,
         effect=", ".join(f"{other} **{times(ratio)}**" for other, ratio in effect.items()),
@@ -658,19 +691,20 @@ def appendix(run: Run, sweep: Sweep, found: Mapping[str, Spread], combined: Read
             OURS,
             {phase: found[f"Qwen3 {phase}"] for phase in ("prefill", "decode")},
         ),
-        caption="Experts of Qwen3-30B-A3B, speedup of the framework over MoNDE (modelled; means over seeds; "
-        "diamonds: the paper's averages). After Fig. 8.",
-        alt="Two panels of bars by number of modules and their mean with the paper's diamond; with the "
-        "defaults the prefill bars are all close to 1.2, the decode bars grow with N from about 1.2 to 2.2.",
+        caption="Experts of Qwen3-30B-A3B, speedup of the framework over MoNDE (modelled; means "
+        "over seeds; diamonds: the paper's averages). After Fig. 8.",
+        alt="Two panels of bars by number of modules and their mean with the paper's diamond; "
+        "with the defaults the prefill bars are all close to 1.2, the decode bars grow with "
+        "N from about 1.2 to 2.2.",
     )
     run.figure(
         "fig10",
         figures.speedups(sweep, BALANCED, "MoNDE", "moe_prefill", means=found, columns=3),
-        caption="Experts during prefill: tensor parallelism, and load balancing with it (modelled; N.S.: not "
-        "supported; diamonds: the paper's averages). After Fig. 10.",
-        alt="Five panels of bars, N.S. where the experts do not fit. With the defaults speedups are above 1 "
-        "and highest for Mixtral, which passes 2 at six modules; the averages stand beside the paper's "
-        "diamonds.",
+        caption="Experts during prefill: tensor parallelism, and load balancing with it (modelled; "
+        "N.S.: not supported; diamonds: the paper's averages). After Fig. 10.",
+        alt="Five panels of bars, N.S. where the experts do not fit. With the defaults speedups "
+        "are above 1 and highest for Mixtral, which passes 2 at six modules; the averages "
+        "stand beside the paper's diamonds.",
     )
     run.table("What the paper leaves open", tables.assumed(CHOSEN, combined))
     run.table("Published figures", tables.published(found, combined))

@@ -65,8 +65,9 @@ def executed(run: Run, lm: Any, cut: Mapping[int, float], steps: int, seed: int)
         "modelled",
     )
     run.takeaway(
-        "Cut into {N} parts, {model} computes the same but for {apart:.1e} of its largest logit. On four "
-        "modules tensor parallelism gains {gained} over MoNDE (modelled).",
+        "Cut into {N} parts, {model} computes the same but for {apart:.1e} of its "
+        "largest logit. On four modules tensor parallelism gains {gained} over MoNDE "
+        "(modelled).",
         N=max(cut),
         model=lm.spec.name,
         apart=max(cut.values()),
@@ -86,44 +87,9 @@ def prefetching(
         [ways for of in answered.values() for ways in of],
         dataset_free.WAYS,
     )
-    run.figure(
-        "fig6",
-        bars(
-            {
-                "": {
-                    way: {source: of[way]["utilisation"] for source, of in used.items()}
-                    for way in dataset_free.WAYS
-                }
-            },
-            "prefetched and used (%)",
-            "source of the prompts",
-            columns=1,
-            percent=True,
-            line=(chance, f"chance, K/E = {chance:.1%}"),
-            kind="exact counts<br>whiskers: 95 %",
-        ),
-        caption=f"Share of the prefetched experts that a decode step uses, {spec.name}: {len(every)} prompts, "
-        f"x = K = {spec.K} of {spec.E} experts a layer (exact counts of the engine; 95 % over prompts). "
-        "After Fig. 6.",
-        alt="Groups of three bars for each source and for all. Dataset-free and calibration on the same source "
-        "are close, above chance; calibration on other sources is lower.",
-    )
+    _used_figure(run, used, spec, len(every))
     curve = dataset_free.hit_curve([ways[free] for ways in every], spec)
-    run.figure(
-        "grown",
-        lines(
-            {"": curve},
-            "a step's experts that hit (%)",
-            "prefetched experts a layer, x",
-            columns=1,
-            at=spec.K,
-            kind="exact counts<br>dashed: x = K",
-        ),
-        caption=f"Hit rate by number of prefetched experts, {spec.name} (exact counts, mean over prompts). The "
-        "upper bound knows the answer.",
-        alt="Three rising curves that meet at all experts: chance below, dataset-free above it, the upper bound "
-        "clearly higher.",
-    )
+    _grown_figure(run, curve, spec)
     run.table(
         "Hit rates of the popularity model and of the engine",
         tables.hit_rates(
@@ -141,25 +107,15 @@ def prefetching(
         "of prefetched, all sources",
         "measured",
     )
-    share, said = used["all"][free]["utilisation"][0], []
-    for way in calibrated:
-        lead, low, high = (100 * value for value in used["all"][way]["lead"])
-        verdict = (
-            "better"
-            if low > 0
-            else "worse"
-            if high < 0
-            else "no significant difference on these prompts"
-        )
-        said.append(
-            f"Against *{way}*: **{lead:+.1f} points ({low:+.1f} to {high:+.1f})**, {verdict}."
-        )
+    share = used["all"][free]["utilisation"][0]
+    said = [_lead(way, used["all"][way]["lead"]) for way in calibrated]
     known, future, lucky = (dict(points) for points in curve.values())
     x = sorted(known)[-3]
     run.takeaway(
-        "The experts most used by the prompt are used {share:.1%} of the time, chance is {chance:.1%}: the estimate of "
-        "*near chance* {held} ({lift:.2f}×). {said} With {x} of {E} experts a layer prefetched {hit:.0f} % of a step's "
-        "experts hit; chance is {lucky:.0f} %, knowledge of the future {future:.0f} %.",
+        "The experts most used by the prompt are used {share:.1%} of the time, chance is "
+        "{chance:.1%}: the estimate of *near chance* {held} ({lift:.2f}×). {said} "
+        "With {x} of {E} experts a layer prefetched {hit:.0f} % of a step's experts "
+        "hit; chance is {lucky:.0f} %, knowledge of the future {future:.0f} %.",
         share=share,
         chance=chance,
         held="failed" if share > 1.25 * chance else "held",
@@ -171,3 +127,59 @@ def prefetching(
         lucky=lucky[x],
         future=future[x],
     )
+
+
+def _used_figure(run: Run, used: Mapping[str, Any], spec: Any, prompts: int) -> None:
+    chance = spec.K / spec.E
+    run.figure(
+        "fig6",
+        bars(
+            {
+                "": {
+                    way: {source: of[way]["utilisation"] for source, of in used.items()}
+                    for way in dataset_free.WAYS
+                }
+            },
+            "prefetched and used (%)",
+            "source of the prompts",
+            columns=1,
+            percent=True,
+            line=(chance, f"chance, K/E = {chance:.1%}"),
+            kind="exact counts<br>whiskers: 95 %",
+        ),
+        caption=f"Share of the prefetched experts that a decode step uses, {spec.name}: {prompts} "
+        f"prompts, x = K = {spec.K} of {spec.E} experts a layer (exact counts of the engine; "
+        "95 % over prompts). After Fig. 6.",
+        alt="Groups of three bars for each source and for all. Dataset-free and calibration on "
+        "the same source are close, above chance; calibration on other sources is lower.",
+    )
+
+
+def _grown_figure(run: Run, curve: Mapping[str, Any], spec: Any) -> None:
+    run.figure(
+        "grown",
+        lines(
+            {"": curve},
+            "a step's experts that hit (%)",
+            "prefetched experts a layer, x",
+            columns=1,
+            at=spec.K,
+            kind="exact counts<br>dashed: x = K",
+        ),
+        caption=f"Hit rate by number of prefetched experts, {spec.name} (exact counts, mean over "
+        "prompts). The upper bound knows the answer.",
+        alt="Three rising curves that meet at all experts: chance below, dataset-free above it, "
+        "the upper bound clearly higher.",
+    )
+
+
+def _lead(way: str, lead: Any) -> str:
+    """How far the prompt's own counts are ahead of another way, in words."""
+    middle, low, high = (100 * value for value in lead)
+    if low > 0:
+        verdict = "better"
+    elif high < 0:
+        verdict = "worse"
+    else:
+        verdict = "no significant difference on these prompts"
+    return f"Against *{way}*: **{middle:+.1f} points ({low:+.1f} to {high:+.1f})**, {verdict}."

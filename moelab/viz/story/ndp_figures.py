@@ -201,10 +201,11 @@ def agreement(
         outside the grey area of ± `tolerance` are labelled with their distance.
     """
     figure = Figure()
+    wide = 100 * tolerance
     figure.add_shape(
         type="rect",
-        x0=-100 * tolerance,
-        x1=100 * tolerance,
+        x0=-wide,
+        x1=wide,
         xref="x",
         y0=0,
         y1=1,
@@ -225,6 +226,7 @@ def agreement(
         customdata=high,
         hovertemplate=hover("%{y}: %{base:+.1f} to %{customdata:+.1f} %", "all that fit"),
     )
+    figures = [name for rows in groups.values() for name in rows]
     for i, (group, rows) in enumerate(groups.items()):
         value, low, high = 100 * np.array(list(rows.values()), float).T
         add_points(
@@ -235,18 +237,14 @@ def agreement(
             "%{y}: %{x:+.1f} %",
             mode="markers+text",
             textposition="top center",
-            text=[f"{v:+.0f} %" if abs(v) > 100 * tolerance else "" for v in value],
+            text=[f"{v:+.0f} %" if abs(v) > wide else "" for v in value],
             error_x=interval(value, low, high, color="#333333"),
         )
-    figure.update_yaxes(
-        autorange="reversed",
-        categoryorder="array",
-        categoryarray=[name for rows in groups.values() for name in rows],
-    )
+    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=figures)
     return finish(
         figure,
         "modelled against published (%)",
-        legend=f"modelled<br>grey: ±{100 * tolerance:g} %<br>whiskers: seeds",
-        height=130 + 32 * sum(map(len, groups.values())),
+        legend=f"modelled<br>grey: ±{wide:g} %<br>whiskers: seeds",
+        height=130 + 32 * len(figures),
         margin_l=220,
     )

@@ -205,9 +205,9 @@ def space(found: Mapping[str, Mapping[str, Mapping[int, float]]], N: int) -> Row
 def caption(model: str, N: int, machine: str, system: str, found: OneLayer) -> str:
     """One layer in a sentence."""
     return (
-        f"{system}, {SHORT[model]} on {N} units ({machine}): this layer {1e3 * found.seconds:.3f} ms (simulated); "
-        f"mean of {len(found.closed)} layers {1e3 * sum(found.closed) / len(found.closed):.3f} ms (closed form, "
-        "modelled)."
+        f"{system}, {SHORT[model]} on {N} units ({machine}): this layer "
+        f"{1e3 * found.seconds:.3f} ms (simulated); mean of {len(found.closed)} layers "
+        f"{1e3 * sum(found.closed) / len(found.closed):.3f} ms (closed form, modelled)."
     )
 
 

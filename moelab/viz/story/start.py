@@ -24,8 +24,9 @@ def generated(run: Run, spec: Any, found: Metrics, budget: int, equal: bool) -> 
     run.metric("read_per_token", found.read_bytes_per_token, "bytes", "measured")
     run.metric("tpot", 1e3 * found.tpot, "ms a token", "measured")
     run.takeaway(
-        "With {share:.0%} of {model}'s experts in memory **{hits:.0%}** of those that were asked for were there; a "
-        "token took {tpot:.3g} ms and read {read:.3g} MB. The text is {equal} transformers' own, token for token.",
+        "With {share:.0%} of {model}'s experts in memory **{hits:.0%}** of those that "
+        "were asked for were there; a token took {tpot:.3g} ms and read {read:.3g} MB. "
+        "The text is {equal} transformers' own, token for token.",
         share=min(1.0, budget / spec.experts_bytes),
         model=spec.name,
         hits=found.hit_rate,
@@ -50,8 +51,10 @@ def budgets(run: Run, happened: Any, spec: Any) -> None:
     run.figure(
         "budgets",
         budget_curve({DEFAULT_POLICY: curves[DEFAULT_POLICY]}, ceiling=curves["belady"]),
-        caption="The generation above with other budgets, from a cache that is empty until everything fits, by "
-        f"the default policy and by one that knows the future (simulated; {spec.name}).",
-        alt="Two panels over the memory for experts: the time of a token falls and the hit rate rises with it; "
-        "the optimum lies at or above the policy, and they meet where everything fits.",
+        caption="The generation above with other budgets, from a cache that is empty until "
+        "everything fits, by the default policy and by one that knows the future (simulated; "
+        f"{spec.name}).",
+        alt="Two panels over the memory for experts: the time of a token falls and the hit rate "
+        "rises with it; the optimum lies at or above the policy, and they meet where "
+        "everything fits.",
     )

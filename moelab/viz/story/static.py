@@ -46,11 +46,12 @@ def guide(run: Run) -> None:
     run.table("Its six tokens of three experts, in blocks of four", tables.block_map(mapped))
     run.verdicts(found)
     run.takeaway(
-        "The router is ten times larger than stated, and still small: {share:.2%} of a logical core's memory, so the "
-        "*advice* to replicate it stands. The padding formulas are right; their 'worst case' isn't one: a possible "
-        "routing needs all {needed} provisioned blocks, and pads {padded:.0%}. Its bandwidth estimates are too "
-        "favourable: a decode step of 32 has {intensity:.0f} FLOPs for a byte of a *dense* layer and about 2 in an MoE "
-        "layer.",
+        "The router is ten times larger than stated, and still small: {share:.2%} of a "
+        "logical core's memory, so the *advice* to replicate it stands. The padding formulas "
+        "are right; their 'worst case' isn't one: a possible routing needs all {needed} "
+        "provisioned blocks, and pads {padded:.0%}. Its bandwidth estimates are too "
+        "favourable: a decode step of 32 has {intensity:.0f} FLOPs for a byte of a *dense* "
+        "layer and about 2 in an MoE layer.",
         share=neuron_examples.router_bytes()[-1],
         needed=worst.needed,
         padded=worst.algorithmic,
@@ -69,12 +70,13 @@ def padding(run: Run, test: RoutingTrace, step: int, seed: int) -> None:
     run.figure(
         "padding",
         figures.padding(curves),
-        caption=f"Padding against block size: {step} tokens, top-{spec.K} of {spec.E} (exact counts; the last "
-        f"line is what a static graph computes if it skips no block). Real: {len(loads) * spec.L} "
-        "steps and layers of test prompts.",
-        alt=f"Five lines over the block size. The model's own routing pads {percent(real[8], 0)} at blocks of "
-        f"8 and {percent(real[512], 0)} at 512; uniform routing {percent(uniform[8], 0)} and "
-        f"{percent(uniform[512], 0)}. All N blocks of the model's routing lie above its filled ones.",
+        caption=f"Padding against block size: {step} tokens, top-{spec.K} of {spec.E} (exact "
+        "counts; the last line is what a static graph computes if it skips no block). "
+        f"Real: {len(loads) * spec.L} steps and layers of test prompts.",
+        alt=f"Five lines over the block size. The model's own routing pads {percent(real[8], 0)} "
+        f"at blocks of 8 and {percent(real[512], 0)} at 512; uniform routing "
+        f"{percent(uniform[8], 0)} and {percent(uniform[512], 0)}. All N blocks of the "
+        "model's routing lie above its filled ones.",
     )
     counted = static.count_blocks(test.prefill.ids[:step], spec.E)
     run.table("Blocks of one step, counted while they ran", tables.blocks(counted))
@@ -87,10 +89,11 @@ def padding(run: Run, test: RoutingTrace, step: int, seed: int) -> None:
     run.metrics_of({f"padding_all_{B}": every[B] for B in (16, 64, 256)}, "of slots", "exact")
     spread, at = static.apart(curves, "Zipf 1.2", "uniform")
     run.takeaway(
-        "What the executor computes equals the formulas slot by slot. At $B=64$ the model's own routing pads "
-        "**{real:.1%}** of the filled blocks and {every:.1%} of all that are provided. Skew changes padding by "
-        "{skew:.0f} points at most (Zipf 1.2 beside uniform, at $B={at}$): it depends on $B$ relative to $TK/E$ "
-        "({mean:.0f} here), and hardly on balance. It is *capacities* that depend on balance.",
+        "What the executor computes equals the formulas slot by slot. At $B=64$ the model's "
+        "own routing pads **{real:.1%}** of the filled blocks and {every:.1%} of all "
+        "that are provided. Skew changes padding by {skew:.0f} points at most (Zipf 1.2 "
+        "beside uniform, at $B={at}$): it depends on $B$ relative to $TK/E$ ({mean:.0f} "
+        "here), and hardly on balance. It is *capacities* that depend on balance.",
         real=real[64],
         every=every[64],
         skew=100 * spread,
@@ -118,9 +121,11 @@ def block_size(run: Run, bench: experts.ExpertBenchmark, T: int, rounds: int) ->
     run.metric("bandwidth", machine["memory_bandwidth_gbs"], "GB/s", "measured")
     run.metric("gemm_rate", 1e3 * machine["bf16_tflops"], "GFLOP/s", "measured")
     run.takeaway(
-        "For GPT-OSS-120B and 4096 tokens the factor advises $B={advised}$ on TRN2 in bf16, but real tokens give "
-        "{real:.0f} FLOPs a byte, of {target:.0f} wanted{why}. Where weights are reloaded for every block it is a "
-        "sound guide: then $B\\ge{again:.0f}$. This machine needs {here:.0f} FLOPs a byte, and blocks of about {mine}.",
+        "For GPT-OSS-120B and 4096 tokens the factor advises $B={advised}$ on TRN2 in "
+        "bf16, but real tokens give {real:.0f} FLOPs a byte, of {target:.0f} "
+        "wanted{why}. Where weights are reloaded for every block it is a sound guide: then "
+        "$B\\ge{again:.0f}$. This machine needs {here:.0f} FLOPs a byte, and blocks of "
+        "about {mine}.",
         advised=once.block_size,
         real=asked[0].real,
         target=once.target,
@@ -139,10 +144,11 @@ def capacity(run: Run, costs: static.DropCosts, model: str) -> None:
     run.figure(
         "capacity",
         figures.capacity(costs),
-        caption="Dropping, padding (exact, on the loss's windows) and their cost (measured, paired; bars: 95 "
-        f"%) against the capacity factor. {model}, {n['loss']} windows, {n['needle_multikey']} "
-        "prompts a task, one text a pass.",
-        alt="Three panels over the capacity factor: shares dropped and padded, language loss, right answers. "
+        caption="Dropping, padding (exact, on the loss's windows) and their cost (measured, "
+        f"paired; bars: 95 %) against the capacity factor. {model}, {n['loss']} windows, "
+        f"{n['needle_multikey']} prompts a task, one text a pass.",
+        alt="Three panels over the capacity factor: shares dropped and padded, language loss, "
+        "right answers. "
         + "; ".join(
             f"at {way} {percent(of['loss'].drop_rate, 0)} dropped, loss "
             f"{costs.loss(way)[0]:+.1f} %, multi-key retrieval {costs.told('needle_multikey', way)}"
@@ -165,10 +171,12 @@ def capacity(run: Run, costs: static.DropCosts, model: str) -> None:
     _, low, high = costs.points("needle_multikey", gentle)
     worst = min(REMEMBERED, key=lambda task: costs.points(task, gentle)[0])
     run.takeaway(
-        "With $cf={cf}$, **{dropped:.1%}** is dropped and {padded:.1%} of the slots are padding, beside the paper's "
-        "{least:.1%} to {most:.1%} dropped. Multi-key retrieval moves by {answers}, where the paper's goes from "
-        "{paper}: {n} questions {shown}. The language loss moves by **{loss:+.1f} % ± {error:.1f}**, which the paper "
-        "doesn't report; of what weights must hold, {worst} suffers most: {held}.",
+        "With $cf={cf}$, **{dropped:.1%}** is dropped and {padded:.1%} of the slots "
+        "are padding, beside the paper's {least:.1%} to {most:.1%} dropped. Multi-key "
+        "retrieval moves by {answers}, where the paper's goes from {paper}: {n} "
+        "questions {shown}. The language loss moves by **{loss:+.1f} % ± "
+        "{error:.1f}**, which the paper doesn't report; of what weights must hold, "
+        "{worst} suffers most: {held}.",
         cf=gentle,
         dropped=tally.drop_rate,
         padded=tally.padded_fraction,
@@ -200,20 +208,7 @@ def tiers(
     """Plans run on n test prompts a source, a chunk of `tokens` each: what each drops and pads."""
     texts = static.chunk_texts(lm.tokenizer, n, tokens, seed)
     ran = static.run_ways(lm, plan.ways(), texts)
-    run.figure(
-        "tiers",
-        figures.plans(ran, {name: TABLE_3[name] for name in (LOWEST, HIGHEST)}),
-        caption=f"Choices dropped and slots padded in each layer ({lm.spec.name}, {len(texts)} test prompts of "
-        f"about {tokens} tokens, a chunk each; exact counts). Across: the least and most that NPUMoE's "
-        "Table 3 drops, with its padding (paper, PhiMoE).",
-        alt=f"Two panels over {lm.spec.L} layers, shares dropped and padded, a line a plan and two of the "
-        "paper. All layers together: "
-        + "; ".join(
-            f"{name} {percent(of.total.drop_rate, 0)} and {percent(of.total.padded_fraction, 0)}"
-            for name, of in ran.items()
-        )
-        + ".",
-    )
+    _tiers_figure(run, ran, lm.spec, len(texts), tokens)
     run.table(
         "Tiers",
         tables.tiers(plan, calibration.imbalance(PREFILL), static.chunk_imbalance(train, tokens)),
@@ -228,6 +223,35 @@ def tiers(
         "of slots",
         "measured",
     )
+    pad, prune = ran["tiers, pad"], ran["tiers, prune"]
+    if pad.total.dropped:
+        raise AssertionError("padding lost a token")
+    same = (
+        pad.agree >= prune.agree
+    )  # in bf16 rounding alone moves ties, of a model of noise at many places
+    run.metric("pad_is_lossless", same, "", "exact")
+    run.metric("pad_logits_largest_change", pad.changed, "logits, bf16", "measured")
+    _tiers_takeaway(run, ran, plan.launches, lm.spec.E, same)
+
+
+def _tiers_figure(run: Run, ran: Mapping[str, Any], spec: Any, prompts: int, tokens: int) -> None:
+    run.figure(
+        "tiers",
+        figures.plans(ran, {name: TABLE_3[name] for name in (LOWEST, HIGHEST)}),
+        caption=f"Choices dropped and slots padded in each layer ({spec.name}, {prompts} test "
+        f"prompts of about {tokens} tokens, a chunk each; exact counts). Across: the "
+        "least and most that NPUMoE's Table 3 drops, with its padding (paper, PhiMoE).",
+        alt=f"Two panels over {spec.L} layers, shares dropped and padded, a line a plan and two "
+        "of the paper. All layers together: "
+        + "; ".join(
+            f"{name} {percent(of.total.drop_rate, 0)} and {percent(of.total.padded_fraction, 0)}"
+            for name, of in ran.items()
+        )
+        + ".",
+    )
+
+
+def _tiers_takeaway(run: Run, ran: Mapping[str, Any], launches: float, E: int, same: bool) -> None:
     one, pad, prune, groups, printed = (
         ran[name]
         for name in (
@@ -238,27 +262,22 @@ def tiers(
             "tiers, literal B/E",
         )
     )
-    if pad.total.dropped:
-        raise AssertionError("padding lost a token")
-    same = (
-        pad.agree >= prune.agree
-    )  # in bf16 rounding alone moves ties, of a model of noise at many places
-    run.metric("pad_is_lossless", same, "", "exact")
-    run.metric("pad_logits_largest_change", pad.changed, "logits, bf16", "measured")
     run.takeaway(
-        "Calibrated tiers drop **{dropped:.1%}** and pad **{padded:.1%}**; one capacity of $cf=1.25$ drops {one:.1%} "
-        "and pads {one_padded:.1%}. Groups drop the same and pad {groups:.1%}, in {launches:.1f} launches a layer "
-        "instead of up to {E}. *Pad* drops nothing: the most likely token is the same at {agree:.1%} of the "
-        "places, when pruning at {pruned_agree:.1%}; {rest}. It computes {rows:.2f} rows a choice, where pruning "
-        "computes {pruned:.2f}. The base capacity as the paper prints it would drop {printed:.0%}: the factor $K$ is "
+        "Calibrated tiers drop **{dropped:.1%}** and pad **{padded:.1%}**; one capacity "
+        "of $cf=1.25$ drops {one:.1%} and pads {one_padded:.1%}. Groups drop the same "
+        "and pad {groups:.1%}, in {launches:.1f} launches a layer instead of up to "
+        "{E}. *Pad* drops nothing: the most likely token is the same at {agree:.1%} of "
+        "the places, when pruning at {pruned_agree:.1%}; {rest}. It computes "
+        "{rows:.2f} rows a choice, where pruning computes {pruned:.2f}. The base "
+        "capacity as the paper prints it would drop {printed:.0%}: the factor $K$ is "
         "missing.",
         dropped=prune.total.drop_rate,
         padded=prune.total.padded_fraction,
         one=one.total.drop_rate,
         one_padded=one.total.padded_fraction,
         groups=groups.total.padded_fraction,
-        launches=plan.launches,
-        E=lm.spec.E,
+        launches=launches,
+        E=E,
         agree=pad.agree,
         pruned_agree=prune.agree,
         rest="the rest is rounding in bf16" if same else "**that is more than rounding explains**",
@@ -274,17 +293,7 @@ def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
     judge = min(
         REMEMBERED, key=lambda task: costs.points(task, "strongest")[0]
     )  # the most sensitive task
-    run.figure(
-        "who",
-        figures.drop_orders(costs),
-        caption="Cost of dropping by drop order, against nothing dropped (measured, paired; bars: 95 %). "
-        f"Tiers at {slack:g} × the calibrated loads, {model}, {n} prompts a task, one text a pass. 'No "
-        f"experts at all' is off the scale of the loss: {costs.loss(static.NO_EXPERTS)[0]:+.0f} %.",
-        alt="Panels of points with intervals, a row for each order: language loss, retrieval, and what weights "
-        "must hold. Loss: "
-        + "; ".join(f"{order} {costs.loss(order)[0]:+.1f} %" for order in ORDERS)
-        + f". Multi-key retrieval without experts: {costs.told('needle_multikey', static.NO_EXPERTS)}.",
-    )
+    _orders_figure(run, costs, f"{slack:g} × the calibrated loads, {model}, {n} prompts a task")
     run.table("Orders of dropping", tables.orders(costs))
     run.metrics_of(
         {f"loss_more_order_{slug(way)}": costs.loss(way)[0] for way in costs.tallies},
@@ -308,11 +317,13 @@ def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
     )
     best = min(ORDERS, key=lambda order: costs.loss(order)[0])
     run.takeaway(
-        "Saliency is **{saliency}** in language loss ({said}), and its opposite is {opposite}. Router weight is "
-        "**{router}**. Best of all: *{best}*, {least:+.1f} % of loss, where saliency costs {salient:+.1f} %. "
-        "Of the questions, {judge} judge best: by saliency they move by {least_salient}, by router weight by {routed}, "
-        "and by {strongest} if the *strongest* are dropped. Multi-key retrieval moves by {none} without any expert at "
-        "all ({n} questions a task).",
+        "Saliency is **{saliency}** in language loss ({said}), and its opposite is "
+        "{opposite}. Router weight is **{router}**. Best of all: *{best}*, "
+        "{least:+.1f} % of loss, where saliency costs {salient:+.1f} %. Of the "
+        "questions, {judge} judge best: by saliency they move by {least_salient}, by "
+        "router weight by {routed}, and by {strongest} if the *strongest* are dropped. "
+        "Multi-key retrieval moves by {none} without any expert at all ({n} questions a "
+        "task).",
         saliency=costs.verdict("saliency"),
         opposite=costs.verdict("strongest"),
         router=costs.verdict("router"),
@@ -326,6 +337,21 @@ def orders(run: Run, costs: static.DropCosts, model: str, slack: float) -> None:
         routed=costs.told(judge, "router"),
         strongest=costs.told(judge, "strongest"),
         none=costs.told("needle_multikey", static.NO_EXPERTS),
+    )
+
+
+def _orders_figure(run: Run, costs: static.DropCosts, tiers: str) -> None:
+    run.figure(
+        "who",
+        figures.drop_orders(costs),
+        caption="Cost of dropping by drop order, against nothing dropped (measured, paired; "
+        f"bars: 95 %). Tiers at {tiers}, one text a pass. 'No experts at all' is off the scale of the loss: "
+        f"{costs.loss(static.NO_EXPERTS)[0]:+.0f} %.",
+        alt="Panels of points with intervals, a row for each order: language loss, retrieval, "
+        "and what weights must hold. Loss: "
+        + "; ".join(f"{order} {costs.loss(order)[0]:+.1f} %" for order in ORDERS)
+        + ". Multi-key retrieval without experts: "
+        f"{costs.told('needle_multikey', static.NO_EXPERTS)}.",
     )
 
 
@@ -347,14 +373,16 @@ def executors(
             {phase: of.samples for phase, of in timed.items()},
             {phase: of.limits for phase, of in timed.items()},
         ),
-        caption=f"Time of one layer's experts ({config.num_experts} experts, top-{config.num_experts_per_tok}, "
-        f"H {config.hidden_size}, I {config.moe_intermediate_size}, bf16, {bench.threads} thread(s); "
-        "measured in turn, medians, whiskers p10 to p90; experts are cold). Lines: the weights read "
-        "once, and the routed arithmetic, at the rates measured in the same rounds.",
+        caption=f"Time of one layer's experts ({config.num_experts} experts, "
+        f"top-{config.num_experts_per_tok}, H {config.hidden_size}, I "
+        f"{config.moe_intermediate_size}, bf16, {bench.threads} thread(s); measured in turn, "
+        "medians, whiskers p10 to p90; experts are cold). Lines: the weights read once, and "
+        "the routed arithmetic, at the rates measured in the same rounds.",
         alt="Two panels of points on logarithmic axes, a row for each way. "
         + " ".join(
             f"In {phase} {of.ours[1]} is fastest with {ms(of.ours[0])} ms, all experts takes "
-            f"{ms(of.medians['all_experts'])}, and the higher limit is {ms(max(of.limits.values()))}."
+            f"{ms(of.medians['all_experts'])}, and the higher limit is "
+            f"{ms(max(of.limits.values()))}."
             for phase, of in timed.items()
         ),
     )
@@ -372,13 +400,18 @@ def executors(
         run.metric(f"{phase}_speedup_over_transformers", of.speedup, "×", "measured")
         if not isinstance(of.reached, str):  # or the limit was measured wrongly
             run.metric(f"{phase}_share_of_roofline", of.reached, "", "measured")
-    many, one = found.values()
+    _executors_takeaway(run, *found.values())
+    return found["decode"]
+
+
+def _executors_takeaway(run: Run, many: experts.ExpertTimes, one: experts.ExpertTimes) -> None:
     run.takeaway(
-        "In prefill *{many}* is {faster:.2f} times as fast as the best of transformers and reaches {reached} of the "
-        "roofline; all experts with masks takes {all:.1f} times as long. In decode *{one}* is {decode:.2f} times as "
-        "fast and at **{near}** of what {bound} allows. Blocks, the only static executor that drops nothing, take "
-        "{blocks:.1f} times as long as the best in prefill and {block:.1f} in decode: static shapes are for devices "
-        "that can't run any others.",
+        "In prefill *{many}* is {faster:.2f} times as fast as the best of transformers "
+        "and reaches {reached} of the roofline; all experts with masks takes {all:.1f} "
+        "times as long. In decode *{one}* is {decode:.2f} times as fast and at "
+        "**{near}** of what {bound} allows. Blocks, the only static executor that drops "
+        "nothing, take {blocks:.1f} times as long as the best in prefill and {block:.1f} "
+        "in decode: static shapes are for devices that can't run any others.",
         many=many.ours[1],
         faster=many.speedup,
         reached=percent(many.reached, 0),
@@ -390,7 +423,6 @@ def executors(
         blocks=many.medians["blockwise"] / many.ours[0],
         block=one.medians["blockwise"] / one.ours[0],
     )
-    return one
 
 
 def loading(
@@ -409,8 +441,9 @@ def loading(
     run.figure(
         "unique",
         figures.selective({f"{spec.name}, measured": counted}, unique, spec.E),
-        caption=f"Unique experts of a decode step against the batch ({spec.name}, top-{spec.K} of {spec.E}, "
-        f"mean of layers; points: counted on {test.sequences} sequences, exact; lines: formulas).",
+        caption=f"Unique experts of a decode step against the batch ({spec.name}, top-{spec.K} of "
+        f"{spec.E}, mean of layers; points: counted on {test.sequences} sequences, exact; "
+        "lines: formulas).",
         alt=f"Points: {counted[0][1]:.1f} of {spec.E} experts at batch {counted[0][0]} and "
         f"{counted[-1][1]:.1f} at {counted[-1][0]}, below the dashed line of all. Lines: "
         + "; ".join(f"{name} {of[-1][1]:.1f} there" for name, of in unique.items())
@@ -430,10 +463,12 @@ def loading(
     run.metric("unique_at_the_rule_even", needed, "of E", "exact")
     first, (b, last) = experts.crossing(ratios), counted[-1]
     run.takeaway(
-        "At the guide's threshold even routing still needs only {needed:.0%} of the experts; our model's sequences "
-        "need {last:.1f} of {E} at batch {b}, independent ones would need {lone:.1f}. On this machine loading all is "
-        "faster {crossed} (at batch {near}: {ratio:.2f} times selective's time). The rule is about *regular loads*, "
-        "which suit an accelerator; on a CPU the arithmetic of masked tokens decides.",
+        "At the guide's threshold even routing still needs only {needed:.0%} of the "
+        "experts; our model's sequences need {last:.1f} of {E} at batch {b}, "
+        "independent ones would need {lone:.1f}. On this machine loading all is faster "
+        "{crossed} (at batch {near}: {ratio:.2f} times selective's time). The rule is "
+        "about *regular loads*, which suit an accelerator; on a CPU the arithmetic of masked "
+        "tokens decides.",
         needed=needed,
         last=last,
         E=spec.E,
@@ -477,18 +512,18 @@ def formats(run: Run, lm: Any, tokens: int, windows: int, seed: int) -> None:
         "measured",
     )
     run.takeaway(
-        "Relative RMS error of a layer's routed output: {errors}.{outliers} In a store bf12 and Huffman change no "
-        "bit; the loss rises by {losses}.",
+        "Relative RMS error of a layer's routed output: {errors}.{outliers} In a store "
+        "bf12 and Huffman change no bit; the loss rises by {losses}.",
         errors=", ".join(
             f"{name} **{error[name]:.2f} %** at {size[name]:.2f} of the bytes" for name in FORMATS
         ),
-        outliers=" INT8 with a scale for each channel is more exact than FP8: these weights have no outliers, and FP8 "
+        outliers=" INT8 is more exact than FP8 with its larger blocks: these weights have few outliers, and FP8 "
         "spends bits on a range that they don't use."
         if error["int8"] < error["fp8"]
         else "",
         losses=", ".join(
-            f"**{of['loss: difference']:+.4f}** ± {of['loss: difference error']:.4f} nats with {name} "
-            f"({of['bits a weight']:.2f} bits)"
+            f"**{of['loss: difference']:+.4f}** ± {of['loss: difference error']:.4f} nats "
+            f"with {name} ({of['bits a weight']:.2f} bits)"
             for name, of in kept.items()
             if "loss: difference" in of
         ),
@@ -520,18 +555,19 @@ def exchange(run: Run, tokens: int, seed: int, W: int = 2) -> Mapping[str, Any]:
         caption=f"Rows of all ranks for a token against the number of ranks ({parallel.E} experts, "
         f"top-{parallel.K}, uniform routing, tokens spread over the ranks). Lines: formulas, exact "
         f"expectations. Points: counted on {W} gloo processes, {tokens} tokens (measured).",
-        alt="All-gather rises in proportion to the ranks. All-to-all-v starts highest and levels off at eight "
-        "rows; deduplicated lies below both everywhere. The three points are what was counted on two "
-        "ranks, beside their lines.",
+        alt="All-gather rises in proportion to the ranks. All-to-all-v starts highest and levels "
+        "off at eight rows; deduplicated lies below both everywhere. The three points are "
+        "what was counted on two ranks, beside their lines.",
     )
     run.metrics_of(
         {f"rows_sent_{way}": of for way, of in sent.items()}, f"a token, {W} ranks", "measured"
     )
     run.metric("bytes_sent_equal_the_formulas", as_formula, "", "exact")
     run.takeaway(
-        "The bytes on two processes are those of the formulas, to the byte. Plain all-to-all-v sends "
-        "{plain:.2f} rows a token there, all-gather {gather:.2f} and deduplicated {dedup:.2f}: what the "
-        "guide announces pays only with more than $K$ ranks (with $K$ it is a tie), or deduplicated.",
+        "The bytes on two processes are those of the formulas, to the byte. Plain "
+        "all-to-all-v sends {plain:.2f} rows a token there, all-gather {gather:.2f} and "
+        "deduplicated {dedup:.2f}: what the guide announces pays only with more than $K$ "
+        "ranks (with $K$ it is a tie), or deduplicated.",
         plain=sent["ep-a2a"],
         gather=sent["ep"],
         dedup=sent["ep-dedup"],
@@ -550,10 +586,10 @@ def balance(
     run.figure(
         "balance",
         figures.balance({name: of[hardest].device_load for name, of in placed.items()}),
-        caption=f"Load of 8 ranks in layer {hardest}, the least even, of {test.spec.name} ({test.spec.E} "
-        "experts): placed by the calibration, counted on test prompts (exact).",
-        alt="Groups of three bars for each of eight ranks, one for each way of placing experts. The most "
-        "loaded rank has "
+        caption=f"Load of 8 ranks in layer {hardest}, the least even, of {test.spec.name} "
+        f"({test.spec.E} experts): placed by the calibration, counted on test prompts (exact).",
+        alt="Groups of three bars for each of eight ranks, one for each way of placing experts. "
+        "The most loaded rank has "
         + ", ".join(f"{of[hardest]:.2f} times the mean {name}" for name, of in ratios.items())
         + ".",
     )
@@ -574,9 +610,10 @@ def balance(
     run.metric("advice_mixtral_8", advice["Mixtral-8x7B"][8].kind, "", "exact")
     run.metric("advice_deepseek_v3_64", advice["DeepSeek-V3"][64].kind, "", "exact")
     run.takeaway(
-        "At Zipf 0.6 the most loaded of 8 ranks has {order:.2f} times the mean in order, **{packed:.3f}** packed and "
-        "**{spare:.3f}** with 8 spare places; {model}, placed by its calibration and judged on other text, has {own} "
-        "in the worst layer. The rest is what the calibration can't predict.",
+        "At Zipf 0.6 the most loaded of 8 ranks has {order:.2f} times the mean in order, "
+        "**{packed:.3f}** packed and **{spare:.3f}** with 8 spare places; {model}, "
+        "placed by its calibration and judged on other text, has {own} in the worst layer. "
+        "The rest is what the calibration can't predict.",
         order=at["in order"],
         packed=at["EPLB, 0 spare"],
         spare=at["EPLB, 8 spare"],

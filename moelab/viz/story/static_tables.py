@@ -59,10 +59,11 @@ def caption(p: Padding, T: int, E: int, K: int, skew: float) -> str:
     """One block size in a sentence: blocks, padding and the intensity factor of T tokens, top-K of
     E."""
     return (
-        f"B = {p.B}, {T} tokens, Zipf {skew:g}: {p.provisioned} blocks provided, {p.needed} filled; "
-        f"{percent(1 - p.pairs / (p.needed * p.B), 0)} of the filled slots are padding, "
-        f"{percent(p.padded / p.slots, 0)} of all. AIF {intensity_factor(p.B, p.provisioned, E):.0f} FLOPs/byte "
-        f"over all blocks, {T * K / E:.0f} on real tokens; one block alone {p.B}."
+        f"B = {p.B}, {T} tokens, Zipf {skew:g}: {p.provisioned} blocks provided, {p.needed} "
+        f"filled; {percent(1 - p.pairs / (p.needed * p.B), 0)} of the filled slots are "
+        f"padding, {percent(p.padded / p.slots, 0)} of all. AIF "
+        f"{intensity_factor(p.B, p.provisioned, E):.0f} FLOPs/byte over all blocks, "
+        f"{T * K / E:.0f} on real tokens; one block alone {p.B}."
     )
 
 
@@ -208,7 +209,8 @@ def stored(found: Mapping[str, Mapping[str, Any]]) -> Rows:
             "bits a weight (exact)": f"{of['bits a weight']:.2f}",
             "of raw (exact)": percent(of["of raw"]),
             "loss, nats a token (measured)": f"{of['loss: score']:.4f}",
-            "against raw, paired": f"{of['loss: difference']:+.4f} ± {of['loss: difference error']:.4f}"
+            "against raw, paired": f"{of['loss: difference']:+.4f} ± "
+            f"{of['loss: difference error']:.4f}"
             if "loss: difference" in of
             else "0, lossless",
             "95 %": "[{:+.4f}, {:+.4f}]".format(*of["loss: interval"])

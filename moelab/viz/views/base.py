@@ -3,7 +3,8 @@ place for errors.
 
 A view is made of plain functions, so all that it shows can be had, and tested, without a widget:
 
-    values ─ compute ─▶ data ─ draw ─▶ figures;  rows(data) is their table, command(values) what reproduces them
+    values ─ compute ─▶ data ─ draw ─▶ figures;  rows(data) is their table, command(values) what
+                                                 reproduces them
 
 Nothing is a widget before a view is displayed in Jupyter, whose notebook keeps the picture that the
 browser first drew; executed headlessly, it shows the figure alone, which the runner gives its PNG.
@@ -164,7 +165,10 @@ class View:
         self.refresh()
 
     def __repr__(self) -> str:
-        return f"<view {self.name}: {', '.join(f'{name}={value!r}' for name, value in self.values.items())}>"
+        return (
+            f"<view {self.name}: "
+            f"{', '.join(f'{name}={value!r}' for name, value in self.values.items())}>"
+        )
 
     def _check(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -258,8 +262,7 @@ class View:
             live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}", self.pictures)
             threading.Thread(target=self._prepare, daemon=True).start()
 
-    # ----------------------------------------------------------------------------------------------
-    # in Jupyter
+    # ---- in Jupyter
 
     @cached_property
     def widget(self) -> Any:

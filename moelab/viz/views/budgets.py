@@ -8,7 +8,7 @@ curves. Left out: prefetching, and pools of chunks (`moelab advise`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, log
@@ -23,6 +23,7 @@ from moelab.offloading.budget import kv_bytes
 from moelab.offloading.slots import Sizes, divide
 from moelab.records import Rows
 from moelab.registry import names, require
+from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import flat, machine_of, ordered, simulate
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
@@ -55,7 +56,8 @@ class Point(NamedTuple):
 class Explorer:
     """A recorded run on one machine: simulates it within any budget, once.
 
-    run : what was recorded.    device : a card's name, or None for what was measured where it was recorded.
+    run : what was recorded.
+    device : a card's name, or None for what was measured where it was recorded.
     """
 
     found: Recorded
@@ -63,6 +65,7 @@ class Explorer:
     points: dict[tuple[str, Pools, int], Point] = field(default_factory=dict)
     ceilings: dict[int, float] = field(default_factory=dict)
     measured: list[tuple[str, Point]] = field(default_factory=list)
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         run = self.found.run
@@ -71,7 +74,7 @@ class Explorer:
             run.settings,
             max(1, len(run.forwards) // 3),
         )
-        self.machine = machine_of(run, self.device)
+        self.machine = self.machine or machine_of(run, self.device)
         self.delays = self.machine.delays
         own = [pair for layer in self.delays.experts_bytes for pair in layer] or [
             (self.delays.e_bytes, self.delays.sm_bytes)
@@ -313,15 +316,16 @@ def words(found: Budgets) -> tuple[str, str]:
     ]
     told = (
         f"{found.name}, {size(found.memory)} for experts, {found.device}: {best} takes "
-        f"{ms(found.at[best].tpot)} ms a token and finds {found.at[best].hit_rate:.0%} of the experts in memory. "
-        f"{_rate(found.target)} need {', '.join(reached) or 'more than memory: no budget gives them here'}. "
-        f"TPOT is the mean of decode steps (simulated; routing {found.how})."
+        f"{ms(found.at[best].tpot)} ms a token and finds {found.at[best].hit_rate:.0%} of the "
+        f"experts in memory. {_rate(found.target)} need "
+        f"{', '.join(reached) or 'more than memory: no budget gives them here'}. TPOT is the "
+        f"mean of decode steps (simulated; routing {found.how})."
     )
     return (
         told,
-        "Above, TPOT falls as memory for experts grows, a line a policy, all above Belady's and the grey "
-        "limit; in the middle their hit rates rise below the ceiling; below, a bar of what takes the "
-        "memory, with a line at what the budget holds.",
+        "Above, TPOT falls as memory for experts grows, a line a policy, all above Belady's "
+        "and the grey limit; in the middle their hit rates rise below the ceiling; below, a "
+        "bar of what takes the memory, with a line at what the budget holds.",
     )
 
 
@@ -347,18 +351,70 @@ def budget(
 
     sources : what is looked at, a menu if there are several: opened models, runs (`lm.moelab.run`),
         names of model cards, see `moelab.viz.views.recorded.recorded`.
-    share : the budget at first, per cent of what all experts take.    policies : names of `moelab.names("cache")`.
-    device : the machine at first: a card's name, or None for what was measured where the run was
-        recorded, if it was.
-    devices : cards of the menu; those that lack a figure are left out.    target : tokens/s that are wanted;
-        by default a fifth more than there are at first.
-    prompt, tokens : what an opened model generates.    options : further ones of `open_model` for the real run.
+    share : the budget at first, per cent of what all experts take.
+    policies : names of `moelab.names("cache")`.
+    device : the machine at first: a card's name; None: the one that the run was measured on.
+    devices : cards of the menu; those that lack a figure are left out.
+    target : tokens/s that are wanted; None: a fifth more than there are at first.
+    prompt, tokens : what an opened model generates.
+    options : further ones of `open_model` for the real run.
 
     Raises ValueError: no source, an unknown policy, no machine to simulate; what `recorded` raises.
     """
+    known = [name for name in names("cache") if name not in NEEDS]
     found = {one.name: one for one in (recorded(source, prompt, tokens) for source in sources)}
     if not found:
         raise ValueError("there is nothing to explore: give an opened model, as views.budget(lm)")
+    explorers, machines = _explorers(found, device, devices)
+    first = next(iter(found))
+    if target is None:
+        at = explorers[first, device or machines[0]]
+        target = float(f"{1.2 / min(at.play(p, at.share(share)).tpot for p in policies):.2g}")
+
+    def compute(share: float, policies: Any, model: str, machine: str, target: float) -> Budgets:
+        return budgets(explorers[model, machine], share, policies, target)
+
+    controls = {
+        "share": slider("memory for experts (% of all)", share, 1.0, 100.0, log=True),
+        "policies": several("cache policies", policies, known),
+        "model": menu("model", first, list(found)),
+        "machine": menu("machine", device or machines[0], machines),
+        "target": _wanted(target),
+    }
+    return View(
+        "budget",
+        controls,
+        compute,
+        draw,
+        rows,
+        command("budget", found[first]),
+        words,
+        lambda view: button(view, lambda: explorers[_chosen(view)], options),
+        lambda: _ahead(explorers.values(), dict.fromkeys([*policies, BELADY, *known])),
+    )
+
+
+def _chosen(view: View) -> tuple[str, str]:
+    return view.values["model"], view.values["machine"]
+
+
+def _ahead(explorers: Iterable[Explorer], policies: Iterable[str]) -> Iterator[Point]:
+    """All that may be asked for, played before it is."""
+    for policy in policies:
+        for one in explorers:
+            yield from (one.play(policy, memory) for memory in one.grid())
+
+
+def _wanted(target: float) -> Any:
+    least, most = min(target, 1.0) / 10, max(target, 10.0) * 10
+    return slider("wanted (tokens/s)", target, least, most, log=True, beyond=1e9)
+
+
+def _explorers(
+    found: Mapping[str, Recorded], device: str | None, devices: Sequence[str]
+) -> tuple[dict[tuple[str, str], Explorer], list[str]]:
+    """({(source, machine): its explorer}, the machines on which all sources can be simulated).
+    ValueError: `device` is none of them, or there are none."""
     explorers = {
         (name, machine): made
         for name, one in found.items()
@@ -372,54 +428,11 @@ def budget(
     ]
     if not machines or device not in (None, *machines):
         raise ValueError(
-            f"device is {device!r}; what can be simulated: {', '.join(machines) or 'nothing'}. The run "
-            f"of a model in memory has no delays, and a card needs rates of disk, memory and arithmetic"
+            f"device is {device!r}; what can be simulated: "
+            f"{', '.join(machines) or 'nothing'}. The run of a model in memory has no delays, "
+            "and a card needs rates of disk, memory and arithmetic"
         )
-    first = next(iter(found))
-
-    if target is None:
-        at = explorers[first, device or machines[0]]
-        target = float(f"{1.2 / min(at.play(p, at.share(share)).tpot for p in policies):.2g}")
-
-    def compute(
-        share: float, policies: Sequence[str], model: str, machine: str, target: float
-    ) -> Budgets:
-        return budgets(explorers[model, machine], share, policies, target)
-
-    known = [name for name in names("cache") if name not in NEEDS]
-
-    def ahead() -> Iterator[Point]:
-        for policy in dict.fromkeys([*policies, BELADY, *known]):
-            for one in explorers.values():
-                yield from (one.play(policy, memory) for memory in one.grid())
-
-    controls = {
-        "share": slider("memory for experts (% of all)", share, 1.0, 100.0, log=True),
-        "policies": several("cache policies", policies, known),
-        "model": menu("model", first, list(found)),
-        "machine": menu("machine", device or machines[0], machines),
-        "target": slider(
-            "wanted (tokens/s)",
-            target,
-            min(target, 1.0) / 10,
-            max(target, 10.0) * 10,
-            log=True,
-            beyond=1e9,
-        ),
-    }
-    return View(
-        "budget",
-        controls,
-        compute,
-        draw,
-        rows,
-        command("budget", found[first]),
-        words,
-        lambda view: button(
-            view, lambda: explorers[view.values["model"], view.values["machine"]], options
-        ),
-        ahead,
-    )
+    return explorers, machines
 
 
 def _explorer(found: Recorded, machine: str) -> Explorer | None:

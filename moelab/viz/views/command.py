@@ -52,9 +52,10 @@ def _command(name: str, found: Recorded, **values: Any) -> tuple[str, str]:
     flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
     return (
         " ".join(["moelab view", name, _word(found.source), *flags, *words]),
-        f"import moelab\nfrom moelab.viz import views\n"
-        f"with moelab.open_model({', '.join([repr(found.source), *_arguments(opened)])}) as lm:\n"
-        f"    view = views.{name}({', '.join(['lm', *_arguments(found.asked)])}).set({arguments})\nview",
+        "import moelab\nfrom moelab.viz import views\nwith "
+        f"moelab.open_model({', '.join([repr(found.source), *_arguments(opened)])}) as lm:\n  "
+        "  view = "
+        f"views.{name}({', '.join(['lm', *_arguments(found.asked)])}).set({arguments})\nview",
     )
 
 
@@ -165,8 +166,8 @@ def _class(text: str | None) -> type:
         return found
     except Exception as error:  # whatever the file itself raises, too
         raise ValueError(
-            f"the arena is of a class, as in `moelab view arena mine:TakeTurns` for TakeTurns of mine.py, "
-            f"not of {text!r}: {error}"
+            "the arena is of a class, as in `moelab view arena mine:TakeTurns` for TakeTurns "
+            f"of mine.py, not of {text!r}: {error}"
         ) from error
     finally:
         sys.path.remove("")
@@ -193,6 +194,7 @@ def _write(view: Any, output: Path | None) -> int:
     print(filled(view.words[0]))
     if output is not None:
         print(
-            f"written to {write_text(output, view.html() if output.suffix == '.html' else view.csv())}"
+            "written to "
+            f"{write_text(output, view.html() if output.suffix == '.html' else view.csv())}"
         )
     return 0

@@ -57,8 +57,7 @@ class Detailed(View):
 
             display(HTML(self.detail(self._first).html))
 
-    # ----------------------------------------------------------------------------------------------
-    # in Jupyter
+    # ---- in Jupyter
 
     def _build(self) -> list[Any]:
         import ipywidgets
@@ -118,5 +117,8 @@ def html_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], summary: str =
         for row in rows
     )
     heads = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in head)
-    table = f"<table style='line-height:1.4'><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
+    table = (
+        "<table "
+        f"style='line-height:1.4'><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
+    )
     return f"<details><summary>{escape(summary)}</summary>{table}</details>" if summary else table

@@ -70,7 +70,8 @@ def draw(rows: Sequence[ledger.Row]) -> Figure:
                 marker=point_look(i),
                 customdata=[name_of(row) for row in own],
                 text=[
-                    f"{row.claim.where}: {row.claim.text}<br>{row.claim.said}; ours {row.cells[3]} ({row.kind})"
+                    f"{row.claim.where}: {row.claim.text}<br>{row.claim.said}; ours "
+                    f"{row.cells[3]} ({row.kind})"
                     for row in own
                 ],
                 hovertemplate="%{text}<extra>" + verdict + "</extra>",
@@ -134,8 +135,10 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
     def words(found: Sequence[ledger.Row]) -> tuple[str, str]:
         numbers = sum(bool(row.distance) for row in found)
         return (
-            f"{ledger.summary(list(found))} {numbers} are numbers and drawn; the others are in the menu below.",
-            "Points on a logarithmic axis, one a claim: at 1, what was found is what the source says.",
+            f"{ledger.summary(list(found))} {numbers} are numbers and drawn; the others are "
+            "in the menu below.",
+            "Points on a logarithmic axis, one a claim: at 1, what was found is what the "
+            "source says.",
         )
 
     def command(source: str, verdict: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Two runs side by side: parameters, metrics with their spread, figures laid over each other.
 
-views.runs()                    the two newest            views.runs("01", "results/runs/01_calibration/2025…")
+views.runs()                    the two newest            views.runs("01",
+                                                          "results/runs/01_calibration/2025…")
 """
 
 from __future__ import annotations
@@ -185,39 +186,12 @@ def runs(
         found = compared(a, b)
         return found, figure if figure in found.figures else METRICS
 
-    def words(data: tuple[Comparison, str]) -> tuple[str, str]:
-        found, figure = data
-        differ = ", ".join(f"{name} {a} / {b}" for name, (a, b) in found.params.items()) or "none"
-        kept = f" {found.figures[figure][0]['caption']}" if figure != METRICS else ""
-        return (
-            f"A: {found.names[0]}, B: {found.names[1]}; parameters that differ: {differ}.{kept}",
-            f"Runs {found.names[0]} and {found.names[1]}, {figure}",
-        )
-
-    def rows(data: tuple[Comparison, str]) -> Rows:
-        found, _ = data
-        params = [
-            {"metric": name, "kind": "parameter", "A": str(a), "B": str(b)}
-            for name, (a, b) in found.params.items()
-        ]
-        return params + [dict(zip((*HEAD, "A", "B", "B ÷ A"), cells)) for cells in found.cells]
-
     def command(a: str, b: str, figure: str) -> tuple[str, str]:
         paths = [str(known[name]) for name in (a, b)]
         return (
             f"moelab compare {' '.join(paths)}",
             f"from moelab.viz import views\nviews.runs({paths[0]!r}, {paths[1]!r})",
         )
-
-    def tell(data: tuple[Comparison, str], name: str) -> Detail:
-        found, _ = data
-        if name == METRICS:
-            params = [
-                [name, "", "parameter", *map(str, of), ""] for name, of in found.params.items()
-            ]
-            return Detail(html_rows([*HEAD, "A", "B", ""], params + found.cells))
-        cells = next(cells for cells in found.cells if cells[0] == name)
-        return Detail(html_rows([*HEAD, "A", "B", ""], [cells]))
 
     return Detailed(
         "runs",
@@ -228,10 +202,38 @@ def runs(
         },
         compute,
         lambda data: draw(*data),
-        rows,
+        _rows,
         command,
-        words,
+        _words,
         label="metric",
         names=lambda data: [METRICS, *(m.name for m in data[0].metrics)],
-        tell=tell,
+        tell=_tell,
     )
+
+
+def _words(data: tuple[Comparison, str]) -> tuple[str, str]:
+    found, figure = data
+    differ = ", ".join(f"{name} {a} / {b}" for name, (a, b) in found.params.items()) or "none"
+    kept = f" {found.figures[figure][0]['caption']}" if figure != METRICS else ""
+    return (
+        f"A: {found.names[0]}, B: {found.names[1]}; parameters that differ: {differ}.{kept}",
+        f"Runs {found.names[0]} and {found.names[1]}, {figure}",
+    )
+
+
+def _rows(data: tuple[Comparison, str]) -> Rows:
+    found, _ = data
+    params = [
+        {"metric": name, "kind": "parameter", "A": str(a), "B": str(b)}
+        for name, (a, b) in found.params.items()
+    ]
+    return params + [dict(zip((*HEAD, "A", "B", "B ÷ A"), cells)) for cells in found.cells]
+
+
+def _tell(data: tuple[Comparison, str], name: str) -> Detail:
+    found, _ = data
+    if name == METRICS:
+        params = [[name, "", "parameter", *map(str, of), ""] for name, of in found.params.items()]
+        return Detail(html_rows([*HEAD, "A", "B", ""], params + found.cells))
+    cells = next(cells for cells in found.cells if cells[0] == name)
+    return Detail(html_rows([*HEAD, "A", "B", ""], [cells]))

@@ -21,8 +21,10 @@ class RealRun:
     """One run in a thread of its own; made, started, perhaps stopped, and over when `done` was
     called.
 
-    explorer : whose recorded run is repeated.    policy, memory : with which cache, in so many bytes.
-    tick : told how many tokens there are, from the thread.    done : told what `measure` returned, or what it raised;
+    explorer : whose recorded run is repeated.
+    policy, memory : with which cache, in so many bytes.
+    tick : told how many tokens there are, from the thread.
+    done : told what `measure` returned, or what it raised;
         None after a stop.    options : further ones of `open_model`.
     """
 

@@ -103,7 +103,8 @@ def recorded(
         prefetches in every token if it was opened to prefetch; an `EngineRun`, such as
         `lm.moelab.run`; or the name of a model card, whose routing is then assumed: all experts as
         often.
-    prompt : a text or token ids; by default a few words of a library.    tokens : that are generated.
+    prompt : a text or token ids; by default a few words of a library.
+    tokens : that are generated.
 
     Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything
     else."""
@@ -117,8 +118,9 @@ def recorded(
         )
     if not hasattr(source, "moelab"):
         raise TypeError(
-            f"this is a {type(source).__name__}; a view is of a model that moelab.open_model has opened, "
-            f"of its run (lm.moelab.run), or of a card: {', '.join(names('model'))}"
+            f"this is a {type(source).__name__}; a view is of a model that moelab.open_model "
+            "has opened, of its run (lm.moelab.run), or of a card: "
+            f"{', '.join(names('model'))}"
         )
     return _whole(_generate(source, prompt, tokens))
 
@@ -126,8 +128,8 @@ def recorded(
 def _whole(found: Recorded) -> Recorded:
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
         raise ValueError(
-            "this run has fewer than two decode steps, so nothing can be said about TPOT: generate at "
-            "least three tokens"
+            "this run has fewer than two decode steps, so nothing can be said about TPOT: "
+            "generate at least three tokens"
         )
     return found
 

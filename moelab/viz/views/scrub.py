@@ -182,12 +182,13 @@ def words(found: Scrub) -> tuple[str, str]:
     total = found.counts()[1:].sum(0)
     routed = max(1, int(total[[HIT, AHEAD, MISSED]].sum()))
     return (
-        f"{found.name}, {len(found.words)} forward passes: of the experts routed after the prompt, "
-        f"{total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} prefetched in time and "
-        f"{total[MISSED] / routed:.0%} missed; {total[UNUSED]} prefetches were not used (exact; times measured)."
-        " Space plays, the arrow keys step.",
-        "A grid, a row a layer and a column an expert: grey squares are in memory, green circles routed and there, "
-        "blue diamonds prefetched in time, orange triangles prefetched and not used, red crosses missed.",
+        f"{found.name}, {len(found.words)} forward passes: of the experts routed after the "
+        f"prompt, {total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} "
+        f"prefetched in time and {total[MISSED] / routed:.0%} missed; {total[UNUSED]} "
+        "prefetches were not used (exact; times measured). Space plays, the arrow keys step.",
+        "A grid, a row a layer and a column an expert: grey squares are in memory, green "
+        "circles routed and there, blue diamonds prefetched in time, orange triangles "
+        "prefetched and not used, red crosses missed.",
     )
 
 
@@ -245,7 +246,8 @@ def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = T
 
     source : an opened model, which generates `tokens` after `prompt`; or a run, `lm.moelab.run`,
         which must have begun
-        with the cache as it is opened.    token : the forward pass that is shown at first; 0 is the prompt.
+        with the cache as it is opened.    token : the forward pass that is shown at first; 0 is the
+                                           prompt.
 
     Raises ValueError: a run of fewer than two decode steps.
     """

@@ -20,6 +20,7 @@ from typing import Any
 from moelab.offloading.metrics import Forward
 from moelab.progress import progress
 from moelab.records import Rows
+from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import (
     Prefetching,
     Simulation,
@@ -62,10 +63,11 @@ class Stage:
     predictions: dict[tuple[str, int], list[dict[int, list[int]]]]
     seconds: dict[tuple[str, int], float]
     losses: dict[tuple[str, int] | None, float] = field(default_factory=dict)
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         self.settings = self.found.run.settings
-        self.machine = machine_of(self.found.run, self.device)
+        self.machine = self.machine or machine_of(self.found.run, self.device)
         self.delays = self.machine.delays
         self.forwards = [tuple(forward[2:]) for forward in self.found.run.forwards]
         self.warm = next(n for n, forward in enumerate(self.forwards) if forward[1] == "decode")
@@ -149,7 +151,8 @@ class Stage:
 class Scene:
     """What is seen: one way of prefetching, and one decode step of it.
 
-    runs : {title: events of this step}, without prefetching and so.    stalls, took : [n], seconds of each decode step.
+    runs : {title: events of this step}, without prefetching and so.
+    stalls, took : [n], seconds of each decode step.
     beside : {way: (mean seconds of a decode step, change of the loss in per cent or None)}, of the
     ways that were seen."""
 
@@ -308,12 +311,14 @@ def words(found: Scene) -> tuple[str, str]:
     )
     recall = "" if found.way == "none" else f", recall {found.recall:.0%}"
     return (
-        f"{found.title}{recall}, the disk at {found.bandwidth / 1e6:.4g} MB/s: {ms(here[0])} ms a token, of which "
-        f"{ms(fmean(found.stalls))} ms waiting; {ms(none)} ms without prefetching (simulated){change}. Step "
-        f"{found.token} above; numbers in bars are experts.",
-        "Two timelines, one below the other: disk, workers and compute as rows; with prefetching, reads of the "
-        "next layer lie under the computing of this one and the waiting shrinks. Below, a bar a token, its waiting "
-        "hatched; beside it, the change of the loss against the time.",
+        f"{found.title}{recall}, the disk at {found.bandwidth / 1e6:.4g} MB/s: {ms(here[0])} "
+        f"ms a token, of which {ms(fmean(found.stalls))} ms waiting; {ms(none)} ms without "
+        f"prefetching (simulated){change}. Step {found.token} above; numbers in bars are "
+        "experts.",
+        "Two timelines, one below the other: disk, workers and compute as rows; with "
+        "prefetching, reads of the next layer lie under the computing of this one and the "
+        "waiting shrinks. Below, a bar a token, its waiting hatched; beside it, the change "
+        "of the loss against the time.",
     )
 
 
@@ -342,7 +347,8 @@ def theatre(
     predictors, distances : names of `moelab.names("predictor")`, and how many layers ahead they
         look.
     ingredients : what predictors need beside the model, such as vectors= or estimator=.
-    device : a card on which it is played.    bandwidth : of the disk at first, bytes/s; as measured if not given.
+    device : a card on which it is played.
+    bandwidth : of the disk at first, bytes/s; as measured if not given.
 
     Raises ValueError: a model without delays and no device; a predictor that lacks something.
     """

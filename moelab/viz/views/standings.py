@@ -1,6 +1,7 @@
 """The arena: what one has written oneself, ranked against everything of its kind on three traces.
 
-moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedule (`moelab.bench.arena`)
+moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedule
+                                    (`moelab.bench.arena`)
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def words(contest: Contest) -> tuple[str, str]:
         said += "" if contest.place == 1 else f" First is {best.name}."
     return (
         f"{said} Scores: {contest.unit}, {kind}; the ceiling is 100 %.",
-        f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share of the ceiling.",
+        f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share "
+        "of the ceiling.",
     )
 
 
@@ -94,7 +96,8 @@ def tell(contest: Contest, name: str) -> Detail:
     head = ["where", "chose", "better", "cost"]
     table = html_rows([*head], wrong[:LISTED])
     return Detail(
-        f"<p>{len(wrong)} choices that another beats, the costliest {min(len(wrong), LISTED)}:</p>{table}"
+        f"<p>{len(wrong)} choices that another beats, the costliest "
+        f"{min(len(wrong), LISTED)}:</p>{table}"
     )
 
 
@@ -123,18 +126,6 @@ def arena(
     def compute(share: int = percent) -> Contest:
         return every[share]
 
-    def rows(contest: Contest) -> Rows:
-        return [
-            {"place": place, "name": of.name}
-            | {f"{trace}, {contest.unit}": of.scores.get(trace) for trace in contest.ceiling}
-            for place, of in enumerate(contest.standings, 1)
-        ] + [
-            {
-                "place": "ceiling",
-                **{f"{trace}, {contest.unit}": top for trace, top in contest.ceiling.items()},
-            }
-        ]
-
     def command(share: float = 0.0) -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
@@ -158,7 +149,7 @@ def arena(
         controls,
         compute,
         draw,
-        rows,
+        _rows,
         command,
         words,
         label="where it chose wrongly",
@@ -166,3 +157,16 @@ def arena(
         tell=tell,
         first=TRACEBACK if first.own.error else "",
     )
+
+
+def _rows(contest: Contest) -> Rows:
+    return [
+        {"place": place, "name": of.name}
+        | {f"{trace}, {contest.unit}": of.scores.get(trace) for trace in contest.ceiling}
+        for place, of in enumerate(contest.standings, 1)
+    ] + [
+        {
+            "place": "ceiling",
+            **{f"{trace}, {contest.unit}": top for trace, top in contest.ceiling.items()},
+        }
+    ]

@@ -1,11 +1,12 @@
 """The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation
 would do, or by use.
 
-    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert popularity")
+    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert
+                                                popularity")
     views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
-checkpoint is read as it is, a sample of a tensor at a time (`moelab.store.survey`)."""
+checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ from moelab.progress import progress
 from moelab.records import Rows
 from moelab.registry import like, names, require
 from moelab.schema import naming
-from moelab.store import survey
 from moelab.store.headers import Stored
 from moelab.table import format_value
+from moelab.viz import survey
 from moelab.viz.figures import finish
 from moelab.viz.plotly_json import Figure
 from moelab.viz.store_figures import microscope
@@ -226,97 +227,108 @@ def model_map(model: str | Path | None = None, counts: Any = None, colour: str =
 
     Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another
     geometry."""
-    card = find_model(model) if like("model", model) and not Path(model).exists() else None
-    path = Path(card.spec.name) if card else locate(model)[1]
-    parts = parts_of(card) if card else survey.parts(path)
-    most = survey.sample_size(parts)
-    seen = counted(counts)
-    measures = {BOUND: lambda part: survey.bound(part, most)} | {
-        f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, most)
-        for name in names("format")
-    }
-    colours = [*measures, *([POPULARITY] if seen is not None else [])]
-    require("colour" + " without counts=" * (seen is None), colour, colours)
+    shown = _Map(model, counts)
+    require("colour" + " without counts=" * (shown.seen is None), colour, shown.colours)
+    shown.look_soon()
+    return Detailed(
+        "model_map",
+        {"colour": menu("colour", colour, shown.colours)},
+        shown.compute,
+        lambda data: draw(*data),
+        _rows,
+        shown.command,
+        shown.words,
+        label="tensor",
+        tell=_tell,
+        names=lambda data: [node.name for node in data[0]][:MOST],
+    )
 
-    @cache
-    def values(colour: str) -> list[float | None]:
+
+class _Map:
+    """The parts of a checkpoint and what they are coloured by."""
+
+    def __init__(self, model: str | Path | None, counts: Any) -> None:
+        self.model, self.counts = model, counts
+        card = find_model(model) if like("model", model) and not Path(model).exists() else None
+        self.card, self.path = card, Path(card.spec.name) if card else locate(model)[1]
+        self.parts = parts_of(card) if card else survey.parts(self.path)
+        self.most = survey.sample_size(self.parts)
+        self.seen = counted(counts)
+        self.measures = {BOUND: lambda part: survey.bound(part, self.most)} | {
+            f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, self.most)
+            for name in names("format")
+        }
+        self.colours = [*self.measures, *([POPULARITY] if self.seen is not None else [])]
+        self.values = cache(self._values)
+
+    def _values(self, colour: str) -> list[float | None]:
         if colour == POPULARITY:
-            return survey.popularity(parts, seen)
-        return [measures[colour](part) for part in progress(parts, colour, unit="tensor")]
+            return survey.popularity(self.parts, self.seen)
+        measure = self.measures[colour]
+        return [measure(part) for part in progress(self.parts, colour, unit="tensor")]
 
-    if sum(min(part.stored.nbytes, most) for part in parts) <= SOON:
-        for one in measures:
-            values(one)
+    def look_soon(self) -> None:
+        """Measure all colours of what is small at once."""
+        if sum(min(part.stored.nbytes, self.most) for part in self.parts) <= SOON:
+            for one in self.measures:
+                self.values(one)
 
-    def compute(colour: str) -> Shown:
-        return nodes(parts, values(colour), path.name), colour
+    def compute(self, colour: str) -> Shown:
+        return nodes(self.parts, self.values(colour), self.path.name), colour
 
-    def words(data: Shown) -> tuple[str, str]:
+    def words(self, data: Shown) -> tuple[str, str]:
         tree, colour = data
-        root, sampled = tree[0], sum(part.stored.nbytes > most for part in parts)
-        kind = (
-            f"by its card: experts' bytes are exact, others the {card.how}"
-            if card
-            else "exact"
-            if not sampled or colour == POPULARITY
-            else f"exact, but {sampled:,} tensors by samples of {most / 1e6:.2g} MB"
-        )
+        root, sampled = tree[0], sum(part.stored.nbytes > self.most for part in self.parts)
+        if self.card:
+            kind = f"by its card: experts' bytes are exact, others the {self.card.how}"
+        elif not sampled or colour == POPULARITY:
+            kind = "exact"
+        else:
+            kind = f"exact, but {sampled:,} tensors by samples of {self.most / 1e6:.2g} MB"
         said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
         return (
-            f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: {said} on average "
-            f"({kind}). Area: bytes. A click opens a layer or an expert, and the bits of a tensor.",
+            f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(self.parts):,} parts; {colour}: "
+            f"{said} on average ({kind}). Area: bytes. A click opens a layer or an expert, and the "
+            "bits of a tensor.",
             f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
         )
 
-    def rows(data: Shown) -> Rows:
-        return [
-            {"name": node.name, "part of": node.parent, "bytes": node.bytes, data[1]: node.value}
-            for node in data[0]
-        ]
-
-    def command(colour: str) -> tuple[str, str]:
-        file = file_of(counts) if colour == POPULARITY else None
+    def command(self, colour: str) -> tuple[str, str]:
+        file = file_of(self.counts) if colour == POPULARITY else None
         words = [
             "moelab view model_map",
-            *([str(model)] if model else []),
+            *([str(self.model)] if self.model else []),
             *([f"--counts {file}"] if file else []),
             f"-p colour='{colour}'",
         ]
-        given = f"counts={str(file)!r}, " if file else ""
-        return (
-            " ".join(words),
-            f"from moelab.viz import views\nviews.model_map({str(model or path)!r}, {given}colour={colour!r})",
-        )
+        given = [repr(str(self.model or self.path))]
+        given += [f"counts={str(file)!r}"] if file else []
+        call = f"views.model_map({', '.join([*given, f'colour={colour!r}'])})"
+        return " ".join(words), f"from moelab.viz import views\n{call}"
 
-    def tell(data: Shown, name: str) -> Detail:
-        node = next(node for node in data[0] if node.name == name)
-        part = node.part
-        if part is None or survey.bound(part) is None:
-            return Detail(
-                html_rows(["", node.name], [("MB", node.bytes / 1e6), (data[1], node.value)])
-            )
-        shape = " × ".join(map(str, part.stored.shape))
-        about = [
-            ("tensor", part.name),
-            ("shape", shape),
-            ("type", part.stored.dtype),
-            ("MB", part.stored.nbytes / 1e6),
-            (data[1], node.value),
-            ("read", min(part.stored.nbytes, survey.SAMPLE) / 1e6),
-        ]
-        return Detail(
-            html_rows(["", node.name], about), microscope(survey.histogram(part), part.stored.dtype)
-        )
 
-    return Detailed(
-        "model_map",
-        {"colour": menu("colour", colour, colours)},
-        compute,
-        lambda data: draw(*data),
-        rows,
-        command,
-        words,
-        label="tensor",
-        tell=tell,
-        names=lambda data: [node.name for node in data[0]][:MOST],
-    )
+def _rows(data: Shown) -> Rows:
+    tree, colour = data
+    return [
+        {"name": node.name, "part of": node.parent, "bytes": node.bytes, colour: node.value}
+        for node in tree
+    ]
+
+
+def _tell(data: Shown, name: str) -> Detail:
+    tree, colour = data
+    node = next(node for node in tree if node.name == name)
+    part = node.part
+    if part is None or survey.bound(part) is None:
+        known = [("MB", node.bytes / 1e6), (colour, node.value)]
+        return Detail(html_rows(["", node.name], known))
+    about = [
+        ("tensor", part.name),
+        ("shape", " × ".join(map(str, part.stored.shape))),
+        ("type", part.stored.dtype),
+        ("MB", part.stored.nbytes / 1e6),
+        (colour, node.value),
+        ("read", min(part.stored.nbytes, survey.SAMPLE) / 1e6),
+    ]
+    bits = microscope(survey.histogram(part), part.stored.dtype)
+    return Detail(html_rows(["", node.name], about), bits)

@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import closing
 from dataclasses import replace
 
@@ -74,7 +73,7 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
 
 
 def test_group_graphs_compute_the_models_experts(converted, model):
-    experts = plug(model)[0].experts
+    experts = plug(model)[0].seam
     for index in (0, 1):
         graph = converted.group(1, index)
         slots = torch.randn(
@@ -222,27 +221,6 @@ def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatc
             convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "settings", [SETTINGS, ConversionSettings(context=64, every_tier=True, weights="int8")]
-)
-def test_nothing_temporary_is_left(settings, checkpoint, model, tmp_path, monkeypatch):
-    """coremltools keeps a copy of each package until the process ends; here it has gone when the
-    package is whole."""
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    seen, add = [], convert_module.Work.add
-
-    def watched(work, *args):
-        add(work, *args)
-        seen.append(
-            [path for path in work.building.rglob("*")] + list((tmp_path / "temporary").iterdir())
-        )
-
-    monkeypatch.setattr(convert_module.Work, "add", watched)
-    result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
-    assert seen == [[]] * len(result.packages) and tempfile.tempdir == str(tmp_path / "temporary")
-
-
 KILLED = """
 import os, signal, sys, tempfile
 from moelab.ane.coreml.convert import convert_model
@@ -335,14 +313,6 @@ def plan_of_all(spec, chunk=16):
     return ANEPlan(
         spec, chunk, "npumoe", (LayerPlan(Tiers((16,), (16,) * spec.E), (group,), "ane"),) * spec.L
     )
-
-
-def test_chunks_that_no_graph_takes_are_refused(checkpoint, model, tmp_path):
-    with pytest.raises(ValueError, match="multiples of 16"):
-        convert_model(checkpoint, tmp_path / "ane", plan_of_all(model.spec, 24), SETTINGS)
-    with pytest.raises(ValueError, match="context is 64, less than a chunk of 80"):
-        convert_model(checkpoint, tmp_path / "ane", plan_of_all(model.spec, 80), SETTINGS)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_graph_of_other_experts_than_the_models_is_not_kept(

@@ -128,18 +128,6 @@ def test_convolution(shape):
             OPS["conv"](**{"x": x, "weight": w} | options)
 
 
-def test_what_coremltools_does_not_infer():
-    x = torch.arange(24.0).view(2, 3, 4)
-    assert [t.tolist() for t in OPS["split"](x=x, num_splits=3, axis=1)] == [
-        x[:, i : i + 1].tolist() for i in range(3)
-    ]
-    assert [t.tolist() for t in OPS["split"](x=x, split_sizes=np.array([1, 2]), axis=1)] == [
-        x[:, :1].tolist(),
-        x[:, 1:].tolist(),
-    ]
-    torch.testing.assert_close(OPS["silu"](x=x), x / (1 + (-x).exp()))
-
-
 def interleaved(x):
     return mb.concat(values=(x, x), axis=1, interleave=True, name="y")
 
@@ -190,8 +178,7 @@ def test_every_kind_of_gelu_in_a_program(mode, tmp_path):
     np.testing.assert_allclose(found, of * phi(of), rtol=1e-9, atol=1e-12)
 
 
-# ----------------------------------------------------------------------------------------------------
-# whole programs
+# ---- whole programs
 
 
 def save(path, shape, body, dtype=types.fp16):
@@ -276,21 +263,6 @@ def test_a_result_that_is_not_as_declared_is_refused(declared, tmp_path):
     for mode in ("double", "fp16"):
         with pytest.raises(ValueError, match="relu y makes .* the file declares"):
             Evaluator(wrong, mode=mode)({"x": torch.zeros(1, 64)})
-
-
-def test_what_cannot_be_evaluated_is_named(tmp_path):
-    path = save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.topk(x=x, k=4, axis=1)[0])
-    with pytest.raises(ValueError, match="'topk'"):
-        Evaluator(path)
-    path = save(tmp_path / "q.mlpackage", (1, 64), lambda x: mb.relu(x=x, name="y"))
-    evaluate = Evaluator(path)
-    for inputs in ({}, {"z": torch.zeros(1, 64)}, {"x": torch.zeros(1, 32)}):
-        with pytest.raises(ValueError, match="x"):
-            evaluate(inputs)
-    with pytest.raises(ValueError, match="mode"):
-        Evaluator(path, mode="fp8")
-    with pytest.raises(ValueError, match="no function 'c16'"):
-        Evaluator(path, "c16")
 
 
 def test_what_is_no_package_is_refused(tmp_path):
