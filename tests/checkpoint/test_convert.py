@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from moelab import open_model
 from moelab.__main__ import main as moelab_main
+from moelab.bench.synthesize import synthesize
 from moelab.checkpoint import convert as converting
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.restore import places, restore
-from moelab.checkpoint.synthesize import synthesize
 from moelab.models import plug
 from moelab.store.layout import StoreError
 from moelab.store.reader import StoreExperts

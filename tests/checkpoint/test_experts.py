@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moelab import open_model
+from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.experts import CheckpointExperts, CheckpointStore
-from moelab.checkpoint.synthesize import synthesize
 from moelab.models.identity import identity
 from moelab.offloading.offload import offload
 from moelab.specs import MoESpec

@@ -16,10 +16,10 @@ import moelab
 from moelab import open_model
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.measure import in_process
+from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.opening import require_tokenizer
-from moelab.checkpoint.synthesize import synthesize
 from moelab.files import small_model
 from moelab.models import discover, plug, unplug
 from moelab.specs import MoESpec

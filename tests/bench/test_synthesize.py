@@ -14,9 +14,9 @@ import torch
 
 from moelab import cards, open_model
 from moelab.__main__ import main
-from moelab.checkpoint import synthesize as synthesizing
+from moelab.bench import synthesize as synthesizing
+from moelab.bench.synthesize import config_of, draw, scaled, synthesize
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.synthesize import config_of, draw, scaled, synthesize
 from moelab.generate import generate
 from moelab.specs import MoESpec
 from moelab.store import inspect
