@@ -36,9 +36,9 @@ from moelab.api import using
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.end_to_end import SPEC
+from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.synthesize import synthesize
 from moelab.intervals import Interval, named
 from moelab.intervals import ratio as ratio_of
 from moelab.offloading.metrics import Forward, Metrics

@@ -25,9 +25,9 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
+from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.checkpoint.synthesize import COLUMNS, draw
 from moelab.intervals import Interval
 from moelab.records import Numbers, Record, Records
 from moelab.store import bits
