@@ -11,22 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import Field, dataclass, fields, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moelab import datasets, registry
+from moelab.arguments import number
 from moelab.calibration import Calibration
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
-from moelab.fast.fast_decode import DENSE, FastDecode
+from moelab.fast.fast_decode import FastDecode
+from moelab.fast.packing import DENSE
 from moelab.models import eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
+from moelab.offloading.budget import memory as budget
 from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
-from moelab.offloading.offload import DEFAULT_POLICY, offload
+from moelab.offloading.offload import Offloading, offload, option
 from moelab.offloading.session import Session
 from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.predictors import lacking
@@ -35,80 +41,123 @@ from moelab.store.layout import ExpertStore
 from moelab.zipmoe.measure import quick_delays
 from moelab.zipmoe.planner import auto_pools
 
-#: further options with `memory`: those of `offload` and of `Reader`
-OPTIONS = (
-    "plan",
-    "scope",
-    "margin",
-    "staging",
-    "ahead",
-    "delays",
-    "mode",
-    "bandwidth",
-    "verify",
-    "compact",
-    "scheduler",
-)
-
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
 
 
-def open_model(
-    source: str | Path | ExpertStore | None = None,
-    *,
-    memory: str | float | int | None = None,
-    cache: Any = DEFAULT_POLICY,
-    executor: Any = "exact",
-    prefetch: Any = None,
-    calibration: Calibration | None = None,
-    dtype: torch.dtype | str = "auto",
-    device: str | torch.device | None = None,
-    workers: int = 1,
-    dense: str | None = None,
-    experts: str = "resident",
-    quantize: str | None = None,
-    cache_aware: float | None = None,
-    **options: Any,
-) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions(Offloading):
+    """How a model is opened: the one description of it, for `open_model`, the command line and the
+    docs. Making one checks it, before anything is opened.
+
+    Raises ValueError: an unknown name, or options that exclude each other; TypeError: what is
+    neither a name nor an object of the kind."""
+
+    memory: str | float | int | None = option(
+        None,
+        "for routed experts, the others stay on disk: bytes, 8GB, 50%% of them, or auto for what this "
+        "machine has left; by default all are in memory",
+        type=budget,
+        metavar="SIZE",
+    )
+    executor: Any = option(
+        "exact",
+        "what computes the experts, a name or a function: exact is transformers' own arithmetic, bit "
+        "for bit; fast is equal within the dtype's tolerance, and computes attention, norms, routers "
+        "and linear layers of single tokens by kernels of its own, too",
+        names="executor",
+    )
+    prefetch: Any = option(
+        None,
+        "what predicts which experts to load ahead: a name, a predictor, or what makes one of the "
+        "model; no bit of the output changes, and it is on while it is faster",
+        "memory",
+        names="predictor",
+    )
+    cache_aware: float | None = option(
+        None,
+        "lossy, with the executor fast: experts in memory are chosen before others that lead them by "
+        "less than so many logits",
+        "memory",
+        type=number(0),
+        metavar="MARGIN",
+    )
+    calibration: Calibration | None = option(
+        None, "counts of this very model: for executors with capacities, plan auto, prefetch static"
+    )
+    dense: str | None = option(
+        None,
+        "with the executor fast: all other linear layers by copies of fewer bits, made when it is "
+        "opened and kept beside them; bf12 is lossless, the others round",
+        choices=DENSE,
+    )
+    quantize: str | None = option(
+        None,
+        "round the experts, once, to a store in the cache (data/cache, $MOELAB_CACHE), and open that",
+        names="format",
+    )
+    experts: str = option(
+        "resident",
+        "external neither reads nor allocates the experts and supplies them one by one from the "
+        "checkpoint, slowly, until another source is plugged in (moelab.models.plug)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.memory is None and (given := [f.name for f in self.given() if f.metadata["needs"]]):
+            raise ValueError(
+                f"{', '.join(given)}: for experts that are loaded when they are needed; give "
+                f"memory= (--memory), too"
+            )
+        if self.dense is not None and (self.dense not in DENSE or self.executor != "fast"):
+            raise ValueError(
+                f"dense is {self.dense!r}; it must be one of {', '.join(DENSE)}, and only the executor "
+                f'"fast" computes with it'
+            )
+        if self.cache_aware is not None and require_margin(self.cache_aware) and not self.computes:
+            raise ValueError(
+                'cache_aware changes the output, and the executor "exact" promises every bit of it: use '
+                'executor="fast"'
+            )
+        policy = all(hasattr(self.cache, name) for name in ("touch", "victim"))
+        wanted = "a policy with the methods touch(key, step) and victim(resident)"
+        _check("cache", self.cache, policy, wanted)
+        if not isinstance(self.calibration, Calibration | None):
+            raise TypeError(
+                f"the calibration is {self.calibration!r}; it must be a moelab.Calibration: "
+                f"calibrate(trace) counts one, Calibration.load(path) reads one"
+            )
+        _check_device(self.device)
+        _check_executor(self.executor)
+        _check_prefetch(self.prefetch, self.calibration)
+
+    @property
+    def computes(self) -> bool:
+        """Whether something else than transformers' own arithmetic computes the experts."""
+        return self.executor not in ("exact", None)
+
+    def completed(self) -> OpenOptions:
+        """With what follows from executor, prefetch and calibration, unless it is given."""
+        kernels = "kernels" if self.executor in ("fast", "gemv") else False
+        return replace(
+            self,
+            ahead=None if self.prefetch is not None and self.ahead == 0 else self.ahead,
+            compact=kernels if self.compact is None else self.compact,
+            delays=quick_delays if self.delays is None else self.delays,
+            plan=partial(auto_pools, self.calibration) if self.plan == "auto" else self.plan,
+        )
+
+    def given(self) -> list[Field]:
+        """The fields that are not what they are by default."""
+        return [f for f in fields(self) if not _same(getattr(self, f.name), f.default)]
+
+
+def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **options: Any) -> Any:
     """Open a mixture-of-experts model for inference: everything in memory or, with `memory`, its
     experts on disk.
 
     source : hub id, folder of a checkpoint or an expert store, `ExpertStore`, or None for the small
         model shipped.
-    memory : for routed experts: bytes, a share of what all of them take (0.5, "50%"), "8GB", or
-        "auto" for what this machine has left. It is allocated at once and never exceeded; if all
-        fit, they are read at once, too. None loads everything as transformers does.
-    cache : with `memory`, who is evicted: a name of `moelab.names("cache")` or a policy of your
-        own.
-    executor : what computes the experts: a name of `moelab.names("executor")` or a function of your
-        own. "exact" is transformers' own arithmetic, bit for bit; "fast" is equal within the
-        dtype's tolerance, and computes attention, norms, routers and linear layers of single tokens
-        in kernels of its own, too.
-    prefetch : with `memory`, which experts of the next layer are loaded ahead: a name of
-        `moelab.names("predictor")`, a predictor, or what makes one of the model. No bit of the
-        output changes. It is on in tokens once that was seen to be faster, see
-        `moelab.offloading.prefetch_gate`.
-    calibration : counts of this very model, for executors with static capacities, for plan="auto"
-        and for prefetch="static".
-    dtype, device : to compute in ("auto" takes what config.json says, or else the checkpoint's);
-        where to, or the CPU. On a GPU, `memory` is for its own, and mode="pinned" keeps all experts
-        in the CPU's.
-    workers : with `memory`, threads that decompress.
-    dense : with the executor "fast", multiplies all other linear layers and the head by copies of
-        fewer bits a weight, made when the model is opened and kept beside them: "bf12" is lossless,
-        a quarter fewer bytes a token, 75 % more memory for them; "int8", "int4" and "mxfp4" round
-        them, a half to a quarter of the bytes, 53 to 27 % more, until memory is short: then the
-        system drops what it has mapped of their files, which nothing reads any more.
-    experts : "external" neither reads nor allocates the experts and supplies them one by one from
-        the checkpoint, slowly, until another source is plugged in (`moelab.models.plug`).
-    quantize : round the experts to a name of `moelab.names("format")`: the model is converted to a
-        store in the cache (data/cache, $MOELAB_CACHE), unless that was done before, and opened from
-        there.
-    cache_aware : with `memory`, lossy: logits by which an expert on disk must lead one in memory to
-        be chosen (`moelab.offloading.cache_aware`). Not with the executor "exact".
-    options : with `memory`, further ones of `moelab.offloading.offload.offload`: plan, staging,
-        ahead, verify …
+    options : fields of `OpenOptions`.
 
     Returns a transformers model in eval mode and a context manager that closes it, with
     `.tokenizer` (None if it has none that can be read), `.spec`, and `.moelab`: metrics, run,
@@ -118,96 +167,64 @@ def open_model(
     nor the network; ValueError for a dense model, an unknown architecture, a damaged or incomplete
     checkpoint, a budget that is too small, an unknown name or option, another model's calibration
     or predictor."""
-    if unknown := options.keys() - set(OPTIONS):
+    known = [f.name for f in fields(OpenOptions)]
+    if unknown := options.keys() - set(known):
         raise ValueError(
-            f"open_model takes no {', '.join(sorted(unknown))}; beside the parameters of its docstring, "
-            f"with memory, it takes {', '.join(OPTIONS)}"
+            f"open_model takes no {', '.join(sorted(unknown))}; it takes {', '.join(known)}"
         )
-    if dense is not None and (dense not in DENSE or executor != "fast"):
-        raise ValueError(
-            f'dense is {dense!r}; it must be one of {", ".join(DENSE)}, and only the executor "fast" '
-            f"computes with it"
+    asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
+    if asked.quantize is not None:
+        checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
+    if asked.memory is None:
+        model = open_checkpoint(
+            checkpoint, experts=asked.experts, dtype=asked.dtype, device=asked.device
         )
-    _check_executor(executor)
-    _check_device(device)
-    if cache_aware is not None and require_margin(cache_aware) and executor in ("exact", None):
-        raise ValueError(
-            'cache_aware changes the output, and the executor "exact" promises every bit of it: use '
-            'executor="fast"'
-        )
-    _check(
-        "cache",
-        cache,
-        all(hasattr(cache, name) for name in ("touch", "victim")),
-        "a policy with the methods touch(key, step) and victim(resident)",
-    )
-    if not isinstance(calibration, Calibration | None):
-        raise TypeError(
-            f"the calibration is {calibration!r}; it must be a moelab.Calibration: calibrate(trace) counts "
-            f"one, Calibration.load(path) reads one"
-        )
-    _check_prefetch(prefetch, calibration)
-    if quantize is not None:
-        source = kept_store(
-            source.folder if isinstance(source, ExpertStore) else source, quantize=quantize
-        )
-    if memory is None:
-        wanted = {
-            "cache": cache != DEFAULT_POLICY,
-            "prefetch": prefetch is not None,
-            "workers": workers != 1,
-            "cache_aware": cache_aware is not None,
-        }
-        if given := [name for name, differs in wanted.items() if differs] + list(options):
-            raise ValueError(
-                f"{', '.join(given)}: for experts that are loaded when they are needed; give "
-                f"memory= (--memory), too"
-            )
-        folder = source.folder if isinstance(source, ExpertStore) else source
-        model = open_checkpoint(folder, experts=experts, dtype=dtype, device=device)
         Session(model)
     else:
-        ahead = options.pop("ahead", None if prefetch is not None else 0)
-        if options.get("plan") == "auto":
-            options["plan"] = partial(auto_pools, calibration)
-        options = {
-            "compact": "kernels" if executor in ("fast", "gemv") else False,
-            "delays": quick_delays,
-        } | options
-        model = offload(
-            source,
-            memory,
-            policy=cache,
-            workers=workers,
-            ahead=ahead,
-            dtype=dtype,
-            device=device or "cpu",
-            **options,
-        )
+        model = offload(checkpoint, asked.memory, asked.completed())
     with ExitStack() as unless_open:
         unless_open.callback(model.moelab.close)
-        if calibration is not None:
-            calibration.require(identity(model), model.spec)
-        if executor != "exact":
-            model.moelab.enter(_executing(model, executor, calibration, dense))
-        if prefetch is not None:
-            model.moelab.enter(_prefetching(model, prefetch, calibration))
-        if cache_aware is not None:
-            model.moelab.enter(_routing(model, cache_aware))
+        if asked.calibration is not None:
+            asked.calibration.require(identity(model), model.spec)
+        if asked.executor != "exact":
+            how = _executing(model, asked.executor, asked.calibration, asked.dense)
+            model.moelab.enter(how)
+        if asked.prefetch is not None:
+            model.moelab.enter(_prefetching(model, asked.prefetch, asked.calibration))
+        if asked.cache_aware is not None:
+            model.moelab.enter(_routing(model, asked.cache_aware))
         model.moelab.reset()  # of what was run to measure default vectors
         unless_open.pop_all()
     return model
 
 
+open_model.__signature__ = signature(open_model).replace(
+    parameters=[
+        signature(open_model).parameters["source"],
+        *signature(OpenOptions).parameters.values(),
+    ]
+)
+open_model.__doc__ = "\n".join(
+    [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only:"]
+    + [
+        f"    {f.name}{'*' * bool(f.metadata['needs'])} : {f.metadata['purpose']} [{f.default!r}]"
+        for f in fields(OpenOptions)
+    ]
+)
+
+
 def _check(kind: str, given: Any, fits: bool, wanted: str) -> None:
-    """ValueError for an unknown name, TypeError for what is neither a name nor `wanted`, before
-    anything is opened."""
+    """ValueError for an unknown name, TypeError for what is neither a name nor `wanted`."""
     if isinstance(given, str):
         registry.find(kind, given)
     elif not fits:
         raise TypeError(
             f"the {kind} is {given!r}; it must be {wanted}, or one of {', '.join(registry.names(kind))}"
         )
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or type(value) is type(default) and value == default
 
 
 def _check_executor(executor: Any) -> None:

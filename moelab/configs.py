@@ -7,6 +7,8 @@ says."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from moelab.specs import DTYPE_BYTES, MoESpec
@@ -145,15 +147,6 @@ REFUSED = {
 
 #: where configs say how they are quantised: transformers', and what MLX writes
 QUANTISATION = ("quantization_config", "quantization")
-#: quantization_config.quant_method → our dtype, or what finds it in the config
-QUANTISED: dict[str, Any] = {
-    "mxfp4": "mxfp4",
-    "fp8": "float8_e4m3fn",
-    **dict.fromkeys(("gptq", "awq"), lambda read: f"int{read('bits')}"),
-    "compressed-tensors": lambda read: _compressed(
-        next(iter(read("config_groups").values()))["weights"]
-    ),
-}
 #: field of a quantization_config without a quant_method → the software that writes it so
 UNNAMED = {
     "load_in_4bit": "bitsandbytes",
@@ -172,57 +165,32 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
 
     Raises ValueError: the config is dense, lacks a fact, has layers that differ, or is quantised in
     a way unknown here."""
-    outer = config
-    while inner := next(
-        (getattr(config, key) for key in NESTED if getattr(config, key, None) is not None), None
-    ):
-        config = inner
+    outer, config = config, _language_model(config)
     model_type = config.model_type
     name = name or getattr(outer, "_name_or_path", None) or model_type
-    known = EXCEPTIONS.get(model_type, {})
-
     if reason := REFUSED.get(model_type) or REFUSED.get(outer.model_type):
         raise ValueError(
             f"{name} ({model_type}) is a mixture of experts that moelab does not run: it {reason}. "
             f"moelab.names('model') lists models that it runs"
         )
-
-    def find(fact: str) -> Any:
-        """What the config says of a fact, or None."""
-        if fact in known:
-            return known[fact](config) if callable(known[fact]) else known[fact]
-        return next(
-            (value for key in NAMES.get(fact, ()) if (value := _read(config, key)) is not None),
-            None,
-        )
+    find = partial(_find, config)
 
     def size(fact: str) -> int:
-        value = find(fact)
-        if not isinstance(value, int):
+        if not isinstance(value := find(fact), int):
             raise ValueError(
                 f"{name} ({model_type}): {fact} should be a whole number under one of {', '.join(NAMES[fact])}, but "
                 f"is {value!r}; set it in the config, or name the attribute in moelab.configs.NAMES"
             )
         return value
 
-    if not find("E"):
-        raise ValueError(
-            f"{name} ({model_type}) is a dense model: its config has no experts (looked for {', '.join(NAMES['E'])}). "
-            "Open a mixture-of-experts model; moelab.names('model') lists the known ones"
-        )
-    num_layers, I = size("num_layers"), size("I")
-    moe_layers = find("moe_layers")
-    if moe_layers is None:
-        rule = next(
-            (MOE_LAYERS[key] for key in MOE_LAYERS if getattr(config, key, None) is not None), None
-        )
-        moe_layers = [i for i in range(num_layers) if rule is None or rule(config, i)]
+    moe_layers = _moe_layers(config, size("num_layers")) if find("E") else ()
     if not moe_layers:
         raise ValueError(
-            f"{name} ({model_type}) is a dense model: its config mentions experts, but none of its {num_layers} layers "
-            f"is MoE (looked at {', '.join(MOE_LAYERS)}). Open another model, or correct the config"
+            f"{name} ({model_type}) is a dense model: its config has no experts, or none of its layers is "
+            f"MoE (looked for {', '.join(NAMES['E'])}; {', '.join(MOE_LAYERS)}). Open a "
+            f"mixture-of-experts model; moelab.names('model') lists the known ones"
         )
-    shared = find("shared_I")
+    shared, I = find("shared_I"), size("I")
     heads, kv_heads, head_dim = (
         max(value) if isinstance(value, list) else value or 0  # for costs: widest layer
         for value in map(find, ("heads", "kv_heads", "head_dim"))
@@ -230,27 +198,46 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
     return MoESpec(
         name=name,
         model_type=model_type,
-        num_layers=num_layers,
+        num_layers=size("num_layers"),
         moe_layers=tuple(moe_layers),
         E=size("E"),
         K=size("K"),
         H=size("H"),
         I=I,
         router=find("router") or _router(config),
-        gated=known.get("gated", True),
-        bias=known.get("bias", False),
+        gated=find("gated") is not False,
+        bias=bool(find("bias")),
         shared_I=(find("shared_count") or 0) * I if shared is None else shared,
-        dense_I=size("dense_I") if len(moe_layers) < num_layers else 0,
+        dense_I=size("dense_I") if len(moe_layers) < size("num_layers") else 0,
         vocab=find("vocab") or 0,
         heads=heads,
         kv_heads=kv_heads or heads,
         head_dim=head_dim or (size("H") // heads if heads else 0),
-        dtype=_dtype(outer, config, find, name),
+        dtype=_dtype(outer, config, name),
     )
 
 
-def _compressed(weights: dict[str, Any]) -> str:
-    return "float8_e4m3fn" if weights.get("type") == "float" else f"int{weights['num_bits']}"
+def _language_model(config: Any) -> Any:
+    """The config of the language model in a multimodal one."""
+    inner = next(filter(None, (getattr(config, key, None) for key in NESTED)), None)
+    return config if inner is None else _language_model(inner)
+
+
+def _find(config: Any, fact: str) -> Any:
+    """What a config, or its architecture, says of a fact; None for nothing."""
+    known = EXCEPTIONS.get(config.model_type, {})
+    if fact in known:
+        return known[fact](config) if callable(known[fact]) else known[fact]
+    values = (_read(config, key) for key in NAMES.get(fact, ()))
+    return next((value for value in values if value is not None), None)
+
+
+def _moe_layers(config: Any, num_layers: int) -> list[int]:
+    if (layers := _find(config, "moe_layers")) is not None:
+        return layers
+    said = (rule for key, rule in MOE_LAYERS.items() if getattr(config, key, None) is not None)
+    rule = next(said, lambda config, i: True)
+    return [i for i in range(num_layers) if rule(config, i)]
 
 
 def _read(config: Any, key: str) -> Any:
@@ -288,46 +275,46 @@ def quantisation(config: Any) -> str | None:
     """What a config says that weights are quantised with: transformers' name of the method ("fp8",
     …) and, where it says one, the algorithm ("modelopt NVFP4"); or the software that gives it no
     name; None for not at all."""
-    if not (read := _quantised(config)):
+    if not (said := _quantised(config)):
         return None
-    method = read("quant_method") or next(
-        (name for key, name in UNNAMED.items() if read(key)), "an unnamed method"
-    )
-    return " ".join(
-        filter(None, (str(getattr(method, "value", method)), str(read("quant_algo") or "")))
-    )
+    unnamed = (name for key, name in UNNAMED.items() if said.get(key))
+    method = said.get("quant_method") or next(unnamed, "an unnamed method")
+    algorithm = said.get("quant_algo")
+    return f"{getattr(method, 'value', method)}" + (f" {algorithm}" if algorithm else "")
 
 
-def _quantised(config: Any) -> Callable[[str], Any] | None:
-    """What reads a field of what a config says of quantisation; None if it says nothing."""
-    if not (
-        said := next(filter(None, (getattr(config, name, None) for name in QUANTISATION)), None)
-    ):
-        return None
-    return said.get if isinstance(said, dict) else lambda key: getattr(said, key, None)
+def _quantised(config: Any) -> dict[str, Any]:
+    """The fields of what a config says of quantisation; {} for nothing."""
+    said = next(filter(None, (getattr(config, name, None) for name in QUANTISATION)), {})
+    return said if isinstance(said, dict) else vars(said)
 
 
-def _dtype(outer: Any, config: Any, find: Callable[[str], Any], name: str) -> str:
+def _dtype(outer: Any, config: Any, name: str) -> str:
     """How the experts are stored; bfloat16 where neither config says."""
-    for holder in (outer, config):
-        if method := quantisation(holder):
-            try:
-                dtype = (
-                    QUANTISED[method]
-                    if isinstance(QUANTISED[method], str)
-                    else QUANTISED[method](_quantised(holder))
-                )
-            except (KeyError, TypeError, AttributeError, StopIteration):
-                dtype = None
-            if dtype not in DTYPE_BYTES:
-                raise ValueError(
-                    f"{name} is quantised with {method}, in a form that is not read here; known are "
-                    f"{', '.join(QUANTISED)}. Take one of these, or the unquantised checkpoint of the "
-                    f"model"
-                )
-            return dtype
-    dtype = find("dtype") or next(
-        (v for k in NAMES["dtype"] if (v := getattr(outer, k, None))), "bfloat16"
-    )
+    if method := quantisation(outer) or quantisation(config):
+        dtype = _quantised_dtype(method, _quantised(outer) or _quantised(config))
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"{name} is quantised with {method}, in a form that is not read here; known are mxfp4, "
+                f"fp8, gptq, awq, compressed-tensors. Take one of these, or the unquantised checkpoint "
+                f"of the model"
+            )
+        return dtype
+    dtype = _find(config, "dtype") or _find(outer, "dtype") or "bfloat16"
     dtype = str(dtype).removeprefix("torch.")
     return dtype if dtype in DTYPE_BYTES else "bfloat16"
+
+
+def _quantised_dtype(method: str, said: dict[str, Any]) -> str | None:
+    if method == "mxfp4":
+        return "mxfp4"
+    if method == "fp8":
+        return "float8_e4m3fn"
+    if method in ("gptq", "awq"):
+        return f"int{said.get('bits')}"
+    if method != "compressed-tensors":
+        return None
+    with suppress(KeyError, TypeError, AttributeError, StopIteration):
+        weights = next(iter(said["config_groups"].values()))["weights"]
+        return "float8_e4m3fn" if weights.get("type") == "float" else f"int{weights['num_bits']}"
+    return None

@@ -32,6 +32,9 @@ from typing import Any
 
 from moelab.files import small_model
 
+#: text → number of tokens
+Count = Callable[[str], int]
+
 ADJECTIVES = [
     "amber",
     "azure",
@@ -103,7 +106,8 @@ NOUNS = [
 NUMBERS = [str(number) for number in range(10, 100)]
 COUPLES = [f"{adjective} {noun}" for adjective in ADJECTIVES[:16] for noun in NOUNS]
 SUMMANDS = range(10, 40)
-SKIPPED_FOLDERS = {
+#: folders of the standard library that are no text to read
+SKIPPED_FOLDERS = [
     "test",
     "tests",
     "idle_test",
@@ -111,7 +115,7 @@ SKIPPED_FOLDERS = {
     "dist-packages",
     "encodings",
     "__pycache__",
-}
+]
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def prompts(
     tokens: int = 256,
     seed: int = 0,
     split: str = "test",
-    count: Callable[[str], int] | None = None,
+    count: Count | None = None,
 ) -> list[Prompt]:
     """`n` prompts of a source (a key of `SOURCES`), or of each of several, the same for the same
     arguments.
@@ -180,7 +184,11 @@ def prompts(
         raise ValueError(
             f"tokens is {tokens}; a generated prompt needs at least 64 to hold its facts and question"
         )
-    return list(SOURCES[source](source, n, tokens, seed, split, count or _small_token_count()))
+    count = count or _small_token_count()
+    if source in HUB:
+        return list(_from_hub(source, n, tokens, seed, split, count))
+    seeds = (f"{source}/{split}/{seed}/{i}" for i in range(n))
+    return [SOURCES[source](source, random.Random(of), tokens, split, count) for of in seeds]
 
 
 def in_split(name: str, split: str, share: int = 10) -> bool:
@@ -256,7 +264,7 @@ def library(kind: str, split: str) -> tuple[str, ...]:
     return tuple(text for text in tidy if text.count("\n") >= 8)
 
 
-def budget(room: int, count: Callable[[str], int]) -> Callable[[str], bool]:
+def budget(room: int, count: Count) -> Callable[[str], bool]:
     """A test that says yes to each text in turn until together they are longer than `room`
     tokens."""
 
@@ -285,7 +293,7 @@ def bury(
     questions: list[tuple[str, str]],
     tokens: int,
     split: str,
-    count: Callable[[str], int],
+    count: Count,
 ) -> list[tuple[str, bool]]:
     """Library text up to `tokens`, the facts between its lines, the questions at the end, as
     [(text, is_answer)]."""
@@ -298,49 +306,43 @@ def bury(
     ]
 
 
-def _generated(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
-    n_facts = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}.get(
-        source, 0
-    )
-    for i in range(n):
-        rng = random.Random(f"{source}/{split}/{seed}/{i}")
-        facts = invent_facts(rng, n_facts, split)
-        question, answer = (
-            ask(rng, rng.choice(facts), facts, yesno=source == "yesno")
-            if facts
-            else remember(rng, source)
-        )
-        if source == "lookup":
-            text = "".join(f.statement for f in facts) + question
-        else:
-            pieces = bury(rng, facts, [(question, "")], tokens - count(answer), split, count)
-            text = "".join(piece for piece, _ in pieces)
-        yield Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
+# Each kind of generated source makes one prompt.
 
 
-def _solved(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
-    for i in range(n):
-        rng = random.Random(f"{source}/{split}/{seed}/{i}")
-        examples, fits = "", budget(tokens, count)
-        question, answer = remember(rng, rng.choice(SOLVED[source]))
-        fits(question + answer)
-        while fits(example := "".join(remember(rng, rng.choice(SOLVED[source])))):
-            examples += example
-        yield Prompt(source, examples + question, answer)
+def _asked(source: str, rng: random.Random, tokens: int, split: str, count: Count) -> Prompt:
+    """A question about facts that stand in the prompt, or one that only weights can answer; before
+    it library text, but for "lookup"."""
+    n = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}
+    facts = invent_facts(rng, n.get(source, 0), split)
+    if facts:
+        question, answer = ask(rng, rng.choice(facts), facts, yesno=source == "yesno")
+    else:
+        question, answer = remember(rng, source)
+    if source == "lookup":
+        text = "".join(f.statement for f in facts) + question
+    else:
+        pieces = bury(rng, facts, [(question, "")], tokens - count(answer), split, count)
+        text = "".join(piece for piece, _ in pieces)
+    return Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
 
 
-def _library_prompts(
-    source: str, n: int, tokens: int, seed: int, split: str, count
-) -> Iterator[Prompt]:
-    for i in range(n):
-        rng = random.Random(f"{source}/{split}/{seed}/{i}")
-        lines: list[str] = []
-        while (
-            len(lines) < 2 or len(lines[-1].split()) < 2
-        ):  # the last line is cut in two: it needs two words
-            lines = _passage(rng, source, split, budget(tokens, count))
-        head, _, answer = lines[-1].rpartition(" ")
-        yield Prompt(source, "".join(lines[:-1]) + head, " " + answer)
+def _solved(source: str, rng: random.Random, tokens: int, split: str, count: Count) -> Prompt:
+    """Solved questions that only weights can answer, then one to solve."""
+    examples, fits = "", budget(tokens, count)
+    question, answer = remember(rng, rng.choice(SOLVED[source]))
+    fits(question + answer)
+    while fits(example := "".join(remember(rng, rng.choice(SOLVED[source])))):
+        examples += example
+    return Prompt(source, examples + question, answer)
+
+
+def _passages(source: str, rng: random.Random, tokens: int, split: str, count: Count) -> Prompt:
+    """A passage of the library; the answer is the last word of its last line."""
+    lines: list[str] = []
+    while len(lines) < 2 or len(lines[-1].split()) < 2:  # the last line is cut in two
+        lines = _passage(rng, source, split, budget(tokens, count))
+    head, _, answer = lines[-1].rpartition(" ")
+    return Prompt(source, "".join(lines[:-1]) + head, " " + answer)
 
 
 def _hub_prompt(source: str, row: dict) -> Prompt:
@@ -354,15 +356,11 @@ def _hub_prompt(source: str, row: dict) -> Prompt:
         case "gsm8k":
             return Prompt(source, f"Question: {row['question']}\nAnswer:", " " + row["answer"])
         case "sharegpt":
-            return Prompt(
-                source, next((t["value"] for t in row["conversations"] if t["from"] == "human"), "")
-            )
+            said = (turn["value"] for turn in row["conversations"] if turn["from"] == "human")
+            return Prompt(source, next(said, ""))
         case "ruler":
-            return Prompt(
-                source,
-                row["context"] + row["question"] + row["answer_prefix"],
-                f" {row['answer'][0]}",
-            )
+            text = row["context"] + row["question"] + row["answer_prefix"]
+            return Prompt(source, text, f" {row['answer'][0]}")
 
 
 #: source → (hub dataset, configuration, split that stands for "train", split that stands for
@@ -372,27 +370,25 @@ HUB: dict[str, tuple[str, str | None, str, str]] = {
     "hellaswag": ("Rowan/hellaswag", None, "train", "validation"),
     "gsm8k": ("openai/gsm8k", "main", "train", "test"),
     "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", "train"),
-    "ruler": ("simonjegou/ruler", "{tokens}", "test", "test"),
+    "ruler": ("simonjegou/ruler", None, "test", "test"),
 }
 
 
-def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) -> Iterator[Prompt]:
+def _from_hub(
+    source: str, n: int, tokens: int, seed: int, split: str, count: Count
+) -> Iterator[Prompt]:
     name, configuration, train, test = HUB[source]
-    if (
-        configuration == "{tokens}"
-    ):  # RULER is published at fixed lengths, each with room for its template
+    if source == "ruler":  # published at fixed lengths, each with room for its template
         configuration = str(next((size for size in (4096, 8192) if size >= tokens), 16384))
         tokens = 10**9
     try:
         from datasets import load_dataset
 
         rows = load_dataset(name, configuration, split=train if split == "train" else test)
-    except (
-        Exception
-    ) as error:  # datasets raises a dozen kinds for "no network"; the person needs one
+    except Exception as error:  # datasets raises a dozen kinds for "no network"
         raise RuntimeError(
             f"the data set {name!r} behind prompts({source!r}) cannot be loaded here "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). It needs the "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). It needs the "
             f"package `datasets` and a network or a filled cache. Offline, use one of {', '.join(GENERATED)}."
         ) from error
     order = list(range(len(rows)))
@@ -412,7 +408,7 @@ def _from_hub(source: str, n: int, tokens: int, seed: int, split: str, count) ->
 
 
 @lru_cache(maxsize=1)
-def token_count(tokenizer: Any) -> Callable[[str], int]:
+def token_count(tokenizer: Any) -> Count:
     """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its
     prompts; ValueError if the model has none."""
     if tokenizer is None:
@@ -424,7 +420,7 @@ def token_count(tokenizer: Any) -> Callable[[str], int]:
     )
 
 
-def _small_token_count() -> Callable[[str], int]:
+def _small_token_count() -> Count:
     """text → number of tokens of the shipped model's tokenizer; needs neither torch nor
     transformers' models."""
     from tokenizers import Tokenizer
@@ -435,10 +431,11 @@ def _small_token_count() -> Callable[[str], int]:
 
 REMEMBERED = ("couples", "spelling", "sums")
 SOLVED = {"arithmetic": ("sums",), "knowledge": ("couples", "spelling")}  # what their prompts ask
-SOURCES: dict[str, Callable] = {
-    **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno", *REMEMBERED), _generated),
+#: source → what makes a prompt of it, or of a hub source None
+SOURCES: dict[str, Callable[..., Prompt] | None] = {
+    **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno", *REMEMBERED), _asked),
     **dict.fromkeys(SOLVED, _solved),
-    **dict.fromkeys(("code", "prose"), _library_prompts),
-    **dict.fromkeys(HUB, _from_hub),
+    **dict.fromkeys(("code", "prose"), _passages),
+    **dict.fromkeys(HUB),
 }
 GENERATED = tuple(name for name in SOURCES if name not in HUB)

@@ -21,49 +21,32 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
 from moelab import datasets, registry
-from moelab.api import DEFAULT_POLICY, make_predictor, open_model
+from moelab.api import OpenOptions, make_predictor, open_model
 from moelab.arguments import number, output, whole
 from moelab.calibration import Calibration
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
-from moelab.fast.fast_decode import DENSE
 from moelab.files import writable
 from moelab.models import eager
 from moelab.models.greedy import greedy, not_followed
-from moelab.offloading.budget import memory
 from moelab.offloading.metrics import told
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-#: options of `moelab.open_model` that several ranks do not take
-ALONE = (
-    "memory",
-    "cache",
-    "plan",
-    "prefetch",
-    "cache_aware",
-    "workers",
-    "dense",
-    "quantize",
-    "device",
-    "mode",
-)
-#: kind → names of it that are offered here; others need what no file has
-OFFERED = {
-    kind: [
-        name
-        for name in registry.names(kind)
-        if name not in ("belady", "next-token", "hybrid", "oracle")
-    ]
-    for kind in ("executor", "cache", "predictor", "format")
-}
+#: options of `moelab.open_model` that the command has, those of them that several ranks take, too
+OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
+SHARED = ("executor", "dtype")
+#: further options of `generate` that the command has
+GENERATING = ("model", "prompt", "max_new_tokens", "perfetto")
+#: registered names that are not offered, since they need what no file has
+NOT_OFFERED = ("belady", "next-token", "hybrid", "oracle")
 
 
 @dataclass(frozen=True)
@@ -86,147 +69,86 @@ class Generation:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         nargs="?",
         help="a checkpoint folder, a store or a hub id (default: the small model)",
     )
-    parser.add_argument(
-        "--prompt", help="the text to go on from (default: a needle hidden in library text)"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--memory",
-        type=memory,
-        metavar="SIZE",
-        help="for routed experts, the others stay on "
-        "disk: 8GB, 50%%, auto (default: all in memory)",
-    )
-    parser.add_argument(
-        "--cache",
-        choices=OFFERED["cache"],
-        metavar="NAME",
-        help=f"with --memory, who is evicted (default: {DEFAULT_POLICY})",
-    )
-    parser.add_argument(
-        "--plan",
-        choices=["auto"],
-        help="with --memory and --calibration, of a compressed store: what "
-        "to keep in which state, chosen by simulation (default: whole experts)",
-    )
-    parser.add_argument(
-        "--prefetch",
-        choices=OFFERED["predictor"],
-        metavar="NAME",
-        help="with --memory, what predicts which experts to load ahead",
-    )
-    parser.add_argument(
-        "--estimator", metavar="FILE", help="a trained one, for --prefetch estimator"
-    )
-    parser.add_argument(
-        "--cache-aware",
-        type=number(0),
-        metavar="MARGIN",
-        help="with --memory and --executor fast, "
-        "lossy: experts in memory are chosen before others that lead them by less than so many logits",
-    )
-    parser.add_argument(
-        "--workers", type=whole(1), metavar="N", help="with --memory, decode workers (default: 1)"
-    )
-    parser.add_argument(
-        "--executor",
-        choices=OFFERED["executor"],
-        default="exact",
-        metavar="NAME",
-        help="what computes the experts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dense",
-        choices=DENSE,
-        help="with --executor fast: all other linear layers by copies "
-        "of fewer bits, made when it is opened; bf12 is lossless, the others round",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=OFFERED["format"],
-        metavar="FORMAT",
-        help="round the experts, once, to a store in data/cache, and run that",
-    )
-    parser.add_argument(
+    add("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
+    _add_opening(parser)
+    add("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
+    add(
         "--calibration",
         metavar="FILE",
-        help="of `moelab calibrate`, for executors with "
-        "capacities and for --plan auto; on several ranks, experts are placed so that it loads all "
-        "ranks alike (EPLB)",
+        help="of `moelab calibrate`, for executors with capacities and for --plan auto; on several "
+        "ranks, experts are placed so that it loads all ranks alike (EPLB)",
     )
-    parser.add_argument(
+    add(
         "--parallel",
         choices=(*VARIANTS, "auto"),
         metavar="NAME",
-        help=f"how experts are spread over "
-        f"the ranks that torchrun started, to have memory for them, not to be faster: ep (all-gather), "
-        f"ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp (cut), tp-ep (both), "
-        f"auto: as AWS Neuron's guide advises (default: {DEFAULT})",
+        help=f"how experts are spread over the ranks that torchrun started, to have memory for them, "
+        f"not to be faster: ep (all-gather), ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp "
+        f"(cut), tp-ep (both), auto: as AWS "
+        f"Neuron's guide advises (default: {DEFAULT})",
     )
-    parser.add_argument(
+    add(
         "--spare",
         type=whole(),
         default=0,
         metavar="N",
-        help="with --calibration, on several ranks: "
-        "so many places more in each layer, where the busiest experts are held again",
+        help="with --calibration, on several ranks: so many places more in each layer, where the "
+        "busiest experts are held again",
     )
-    parser.add_argument(
+    add(
         "--tp",
         type=whole(1),
         metavar="N",
         help="ranks that share an expert, for tp-ep (default: 2)",
     )
-    parser.add_argument(
-        "--device",
-        metavar="NAME",
-        help="where to compute: cpu, or cuda, a GPU, whose memory --memory "
-        "then is for (default: cpu)",
-    )
-    parser.add_argument(
-        "--mode",
-        metavar="NAME",
-        help="with --memory, how experts are read: auto, direct, buffered; "
-        "pinned: for a GPU, all of them once, into the CPU's memory (default: auto)",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of the weights (default: the checkpoint's)"
-    )
-    parser.add_argument(
+    add(
         "--timeout",
         type=number(above=0),
         default=600,
         metavar="SECONDS",
         help="how long a rank waits for another that is silent (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--perfetto",
         type=output,
         metavar="FILE",
-        help="write what happened when as a trace for "
-        "https://ui.perfetto.dev; with --memory, every read, decoding and wait",
+        help="write what happened when as a trace for https://ui.perfetto.dev; with --memory, every "
+        "read, decoding and wait",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.epilog = "\n\n".join(
-        [
-            parser.epilog or "",
-            *(f"{kind}s:\n{registry.describe(kind, offered)}" for kind, offered in OFFERED.items()),
-        ]
-    )
+    add("--json", action="store_true", help="print one JSON document")
+
+
+def _add_opening(parser: argparse.ArgumentParser) -> None:
+    """The options of `open_model`, and what their names are for at the end of --help."""
+    kinds = [parser.epilog or ""]
+    for name, of in OPENING.items():
+        flag, needs, purpose = (
+            dict(of.metadata["flag"]),
+            of.metadata["needs"],
+            of.metadata["purpose"],
+        )
+        if kind := flag.pop("names", None):
+            offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
+            flag |= {"choices": offered, "metavar": "NAME"}
+            kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
+        if needs:
+            purpose = f"with --{needs}, {purpose}"
+        if of.default is not None:
+            purpose += f" (default: {of.default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", help=purpose, **flag)
+    parser.epilog = "\n\n".join(kinds)
 
 
 def main(args: argparse.Namespace) -> int:
-    options = {
-        name: getattr(args, name)
-        for name in ("model", "prompt", "max_new_tokens", "executor", "dtype", "perfetto")
-    } | {"stream": not args.json}
+    options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
+    options = {name: value for name, value in options.items() if value is not None}
     if (args.estimator is None) != (args.prefetch != "estimator"):
         raise ValueError(
             "--prefetch estimator and --estimator FILE need each other; moelab.speculate.train makes the "
@@ -237,39 +159,27 @@ def main(args: argparse.Namespace) -> int:
             "--prefetch static needs --calibration FILE, made by `moelab calibrate MODEL FILE`"
         )
     if args.estimator is not None:
-        args.prefetch = estimating(args.estimator)
-    calibration = Calibration.load(args.calibration) if args.calibration else None
+        options["prefetch"] = estimating(args.estimator)
+    if args.calibration:
+        options["calibration"] = Calibration.load(args.calibration)
+    ranks = {"parallel": args.parallel, "tp": args.tp, "spare": args.spare}
+    given = " ".join(f"--{name} {value}" for name, value in ranks.items() if value)
     if "RANK" in os.environ:
-        if given := [
-            f"--{name.replace('_', '-')}" for name in ALONE if getattr(args, name) is not None
-        ]:
+        if alone := [name for name in OPENING if name in options and name not in SHARED]:
             raise ValueError(
-                f"{', '.join(given)}: for one process; under torchrun each rank holds its share of the "
-                f"experts as they are stored (few bits: convert the model first, and give the store)"
+                f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
+                f"holds its share of the experts as they are stored (few bits: convert the model first, "
+                f"and give the store)"
             )
+        ranks["parallel"] = args.parallel or DEFAULT
         with connect(args.timeout) as device:
-            result = generate(
-                **options,
-                parallel=args.parallel or DEFAULT,
-                tp=args.tp,
-                device=device,
-                calibration=calibration,
-                spare=args.spare,
-            )
-    elif given := " ".join(
-        f"--{name} {value}"
-        for name in ("parallel", "spare", "tp")
-        if (value := getattr(args, name))
-    ):
+            result = generate(**options, **ranks, device=device, stream=not args.json)
+    elif given:
         raise ValueError(
             f"{given} needs several processes: torchrun --nproc-per-node 2 -m moelab generate {given} …"
         )
     else:
-        result = generate(
-            **options,
-            calibration=calibration,
-            **{name: value for name in ALONE if (value := getattr(args, name)) is not None},
-        )
+        result = generate(**options, stream=not args.json)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(asdict(result)) if args.json else _told(result))
     return 0
@@ -306,8 +216,7 @@ def generate(
     parallel, tp, spare : as of `open_parallel`; of `opening`, it takes the calibration.
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
-    opening : memory, cache, plan, prefetch, workers, calibration, dense, quantize, cache_aware,
-        mode of `moelab.open_model`.
+    opening : further options of `moelab.open_model`.
 
     Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or
     an executor that does not fit; and what `moelab.open_model` raises. PeerLost: another rank died.
@@ -317,7 +226,8 @@ def generate(
     prompt = datasets.prompts("needle", 1)[0].text if prompt is None else prompt
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
-    require_tokenizer(model)
+    checkpoint = Checkpoint.at(model)
+    require_tokenizer(checkpoint)
     if perfetto is not None:
         writable(perfetto)
     stream = stream and int(os.environ.get("RANK", 0)) == 0
@@ -325,11 +235,11 @@ def generate(
     if stream:
         print(f"opening {model or 'the small model'} …", file=sys.stderr, flush=True)
     if parallel is None:
-        network = open_model(model, executor=executor, dtype=dtype, device=device, **opening)
+        network = open_model(checkpoint, executor=executor, dtype=dtype, device=device, **opening)
     else:
         inner = eager if executor == "exact" else registry.make("executor", executor)
         network = open_parallel(
-            model, parallel, tp, inner, dtype, device, opening.get("calibration"), spare
+            checkpoint, parallel, tp, inner, dtype, device, opening.get("calibration"), spare
         )
         Session(network)
         parallel = network.parallel

@@ -1,21 +1,15 @@
 """The one way in: what an opened model is, resident and offloaded, and how it is run otherwise for
 a while."""
 
-import copy
-import pickle
-import re
-
 import pytest
 import torch
 import transformers
 
 import moelab
-from moelab import api as opening
 from moelab import registry
 from moelab.experts import EXECUTORS
 from moelab.experts.executor import Sorted
 from moelab.models import discover
-from moelab.offloading import session
 from moelab.offloading.prefetch_gate import ungated
 from moelab.speculate import Predictor
 from tests.models import tiny
@@ -59,12 +53,6 @@ def test_an_opened_model_is_transformers_and_closes_itself(folder, memory, tmp_p
             tokens(lm)
 
 
-def test_what_is_saved_is_transformers_own(folder, tmp_path):
-    lm = moelab.open_model(folder)
-    lm.save_pretrained(tmp_path / "saved")
-    assert torch.equal(tokens(moelab.open_model(tmp_path / "saved")), tokens(lm))
-
-
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "llama4_text", "switch_transformers", "gpt_oss", "deepseek_v3"]
 )
@@ -78,24 +66,6 @@ def test_a_resident_model_says_the_steps_that_the_engine_sees(name, tmp_path):
     assert [forward[2:] for forward in runs[0].forwards] == [
         forward[2:] for forward in runs[1].forwards
     ]
-
-
-def test_a_long_run_of_a_resident_model_keeps_the_latest(folder, monkeypatch):
-    monkeypatch.setattr(session, "LONGEST", 4)
-    lm = moelab.open_model(folder)
-    tokens(lm, new=8)
-    assert (
-        len(lm.moelab.run.steps) == len(lm.moelab.run.forwards) == 4
-        and lm.moelab.metrics().tpot > 0
-    )
-
-
-def test_a_resident_run_is_simulated_on_a_device(folder):
-    lm = moelab.open_model(folder)
-    tokens(lm)
-    assert moelab.simulate(lm.moelab.run, device="raspberry-pi-5").tpot > 0
-    with pytest.raises(ValueError, match="give device="):
-        moelab.simulate(lm.moelab.run, cache="lru")
 
 
 @pytest.mark.parametrize("memory", [None, "60%"])
@@ -130,21 +100,6 @@ def test_fast_is_fast_everywhere(folder):
         with moelab.open_model(folder, memory=memory, executor="fast") as lm:
             assert forwards(lm) > before
             assert tokens(lm).shape == tokens(own).shape
-
-
-def test_default_vectors_are_measured_on_prompts_of_the_models_own_tokens(monkeypatch):
-    """A tokenizer of letters; what is measured is not looked at."""
-    monkeypatch.setattr(opening, "default_vectors", lambda model, prompts: prompts)
-    monkeypatch.setattr(opening.registry, "make", lambda kind, name, model, vectors: vectors)
-    with moelab.open_model(None, memory="60%") as lm:
-        lm.tokenizer = lambda text, **_: {"input_ids": list(text)}
-        prompts = opening.make_predictor(lm, "quasi")
-        assert len(prompts) == opening.PROMPTS and all(
-            len(p.text + p.answer) <= 128 for p in prompts
-        )
-        lm.tokenizer = None
-        with pytest.raises(ValueError, match="no tokenizer"):
-            opening.make_predictor(lm, "quasi")
 
 
 class Same(Predictor):
@@ -227,58 +182,6 @@ def test_what_an_executor_returns_is_checked(folder, returned, told, memory):
             assert lm(IDS).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "guess, told",
-    [
-        (lambda ids, weights: ids, "predicted a Tensor"),
-        (lambda ids, weights: (ids, None), "predicted a tuple"),
-        (
-            lambda ids, weights: (ids[:-1], weights[:-1]),
-            r"int64 \[6, 3\].*expected are \(ids, weights\), \[7, K\]",
-        ),
-        (lambda ids, weights: (ids, weights[:, :1]), r"\[7, 3\] and .*\[7, 1\]"),
-        (lambda ids, weights: (ids.float(), weights), "float32"),
-        (lambda ids, weights: (ids - 9, weights), "ids from -"),
-        (lambda ids, weights: (ids + 9, weights), "ids from .* 0 to 7, or 8"),
-    ],
-)
-def test_what_a_predictor_predicts_is_checked(folder, guess, told):
-    class Mine(Predictor):
-        def predict(self, layer, s, r, ids, weights):
-            return guess(ids, weights)
-
-    with moelab.open_model(folder, memory="60%", prefetch=Mine) as lm:
-        with pytest.raises(ValueError, match=f"the predictor Mine .*{told}"):
-            lm(IDS)
-
-
-@pytest.mark.parametrize("memory", [None, "60%"])
-def test_what_is_opened_cannot_be_copied(folder, memory):
-    with moelab.open_model(folder, memory=memory) as lm:
-        for again in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="bound to hooks, threads, files and memory"):
-                again(lm)
-        assert lm(IDS).logits.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "changed, error, told",
-    [
-        ({"executor": Sorted}, TypeError, "the executor is <class"),
-        ({"cache": "lru"}, ValueError, "using takes no cache"),
-        ({"exector": "fast"}, ValueError, "using takes no exector"),
-        ({"executor": moelab.models.eager, "factor": 2.0}, ValueError, "using takes no factor"),
-    ],
-)
-def test_using_refuses_what_it_would_not_use(folder, changed, error, told):
-    with (
-        moelab.open_model(folder) as lm,
-        pytest.raises(error, match=told),
-        moelab.using(lm, **changed),
-    ):
-        pass
-
-
 def test_using_is_for_opened_models(folder):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     moelab.models.plug(theirs)
@@ -287,32 +190,6 @@ def test_using_is_for_opened_models(folder):
         moelab.using(theirs, executor="sorted"),
     ):
         pass
-
-
-def test_they_tell_about_themselves_in_a_line(folder):
-    with moelab.open_model(
-        folder, memory="60%", executor="sorted", prefetch="router", cache="lfu"
-    ) as lm:
-        assert repr(lm.moelab.metrics()) == "<Metrics: no forward pass yet>"
-        tokens(lm)
-        assert re.fullmatch(
-            r"<moelab: offloaded, [\d.e-]+ GB for experts, lfu, sorted, prefetch NextRouter; "
-            r"4 forward passes>",
-            repr(lm.moelab),
-        )
-        with moelab.using(lm, executor=Sorted()):
-            assert "Sorted" in repr(lm.moelab)
-        played = moelab.simulate(lm.moelab.run)
-        for told in map(repr, (lm.moelab.metrics(), played, lm.moelab.run)):
-            assert len(told) < 120 and "\n" not in told
-        assert all(
-            "TTFT" in told and "hit rate" in told
-            for told in map(repr, (lm.moelab.metrics(), played))
-        )
-    assert (
-        repr(moelab.open_model(folder).moelab)
-        == "<moelab: all experts in memory, exact; 0 forward passes>"
-    )
 
 
 @pytest.mark.parametrize(
@@ -340,13 +217,6 @@ def test_another_models_calibration_is_refused(folder):
         moelab.open_model(folder, memory="60%", calibration=calibration)
     with moelab.using(lm, executor="tiered", calibration=calibration):
         assert discover(lm)[0].seam.executor.capacities(0, 8, 2, lm.spec.E)
-
-
-def test_every_name_says_what_it_is_for():
-    for kind in moelab.registry.KINDS:
-        for name, (purpose, use) in moelab.describe(kind).items():
-            assert purpose and use in ("use", "teaching"), f"{kind} {name}"
-    assert opening.make_executor(None, "exact") is None
 
 
 def test_a_model_whose_experts_are_elsewhere_is_not_saved(tmp_path):

@@ -19,7 +19,6 @@ from moelab.generate import generate
 from moelab.models.greedy import OPTIONS
 from moelab.models.identity import identity
 from moelab.parallel import launch
-from moelab.parallel.opening import open_parallel
 from moelab.speculate import Estimator
 
 ROOT = Path(__file__).parents[1]
@@ -92,15 +91,8 @@ def test_the_command_prints_text_and_json(capsys):
     [
         {"return_dict_in_generate": True, "output_logits": True},
         {"num_beams": 4, "num_return_sequences": 3},
-        {"num_return_sequences": 2, "do_sample": True},
         {"do_sample": True, "temperature": 0.0},
-        {"stop_strings": ["zebra"], "token_healing": True, "max_length": 3},
-        {"penalty_alpha": 0.6, "top_k": 4},
-        {"cache_implementation": "offloaded", "output_scores": True},
         {"cache_implementation": "static"},
-        {"prompt_lookup_num_tokens": 3},
-        {"force_words_ids": [[5]], "num_beam_groups": 2},
-        {"is_assistant": True},
     ],
 )
 def test_a_checkpoint_s_defaults_are_honoured_or_named(defaults, tmp_path, capsys):
@@ -117,27 +109,6 @@ def test_a_checkpoint_s_defaults_are_honoured_or_named(defaults, tmp_path, capsy
         for name in defaults
         if defaults[name] and OPTIONS.get(name, defaults[name]) != defaults[name]
     )
-
-
-def test_defaults_that_change_greedy_decoding_itself_are_honoured(tmp_path):
-    folder = shutil.copytree(small_model(), tmp_path / "m")
-    model = open_model()
-    ids = model.tokenizer("the red fox", return_tensors="pt").input_ids
-    for defaults in (
-        {"stop_strings": ["x", "e"]},
-        {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
-        {"forced_eos_token_id": 5},
-        {"suppress_tokens": [758]},
-    ):
-        (folder / "generation_config.json").write_text(
-            json.dumps(defaults | {"eos_token_id": 0, "pad_token_id": 0})
-        )
-        expected = model.generate(
-            ids, max_new_tokens=8, do_sample=False, tokenizer=model.tokenizer, **defaults
-        )
-        assert (
-            generate(str(folder), "the red fox", 8).tokens == expected[0, ids.shape[1] :].tolist()
-        )
 
 
 def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, monkeypatch, capsys):
@@ -220,11 +191,6 @@ def test_ranks_refuse_what_is_for_one_process(option, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert main(["generate", *option]) == 2
     assert f"{option[0]}: for one process" in capsys.readouterr().err
-
-
-def test_a_process_that_is_alone_is_told():
-    with pytest.raises(RuntimeError, match="alone"):
-        open_parallel(parallel="ep")
 
 
 def test_within_a_memory_budget_the_text_is_the_same_and_the_cost_is_told(alone, capsys):

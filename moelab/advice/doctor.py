@@ -60,6 +60,7 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
             yield what, find()
         except OSError as error:
             yield what, f"unknown: {error.strerror or error} ({error.filename or folder})"
+    yield from _fast_paths()
     for package, purpose in PACKAGES.items():
         try:
             yield package, version(package)
@@ -149,6 +150,19 @@ def _kernels() -> str:
     return f"{made} cached; the first use of another compiles it, seconds each"
 
 
+def _fast_paths() -> Iterator[tuple[str, str]]:
+    """What `executor="fast"` makes of the small model that is shipped."""
+    try:
+        from moelab.api import open_model
+        from moelab.fast.paths import described
+    except ModuleNotFoundError as error:
+        yield "fast paths", f"none without {error.name}"
+        return
+    with open_model(executor="fast") as model:
+        for what, found in described(model):
+            yield f"fast: {what}", found
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", nargs="?", default=".", help="on the disk that shall be measured (default: here)"
@@ -161,5 +175,5 @@ def main(args: argparse.Namespace) -> int:
             f"there is no folder at {args.folder}, on whose disk reads could be measured"
         )
     for what, found in findings(args.folder):
-        print(f"{what:<14}{found}", flush=True)
+        print(f"{what:<25}{found}", flush=True)
     return 0

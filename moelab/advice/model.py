@@ -96,13 +96,10 @@ def find_model(model: str | Path | None) -> Model:
         )
         return found if path.exists() else _to_download(found)
     from moelab.checkpoint.checkpoint import Checkpoint
-    from moelab.checkpoint.opening import find, model_name
 
-    folder = find(model)
-    checkpoint = Checkpoint.at(folder)
-    config = checkpoint.config()
-    spec = spec_from_config(config, model_name(model, folder))
-    everything, most = sum(entry.nbytes for entry in checkpoint.tensors.values()), _most(config)
+    checkpoint = Checkpoint.at(model)
+    folder, spec, most = checkpoint.folder, checkpoint.spec, _most(checkpoint.config)
+    everything = sum(entry.nbytes for entry in checkpoint.tensors.values())
     if (store := checkpoint.store) is not None:
         return Model(
             str(folder), spec, everything, "exact", folder, store.quantized or store.codec, most
@@ -150,7 +147,7 @@ def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:
                 file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields)
             )
             return spec_from_config(config, name), config
-    from moelab.checkpoint.checkpoint import load_config
+    from moelab.checkpoint.config import load_config
 
     config = load_config(file.parent)
     return spec_from_config(config, name), config

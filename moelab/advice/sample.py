@@ -151,7 +151,7 @@ def measured(
                 or time.monotonic() + (time.monotonic() - start) / (2 * len(new)) < end
             ):
                 again = of_store(store.folder, executor)  # what disturbed the machine may be over
-                new[form] = min(new[form], again, key=lambda one: one.tpot)
+                new[form] = min(new[form], again, key=lambda one: (disturbed(one), one.tpot))
         for form, seconds in resident_tokens(stores, executor, others).items():
             new[form] = replace(new[form], resident=median(seconds))
             if form not in found or new[form].others <= found[form].others:

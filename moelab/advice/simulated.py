@@ -244,10 +244,9 @@ def chosen(search: Search, kept: real.Kept, loss: float) -> list[Way]:
 
 
 def identity_of(model: Model) -> str:
-    from moelab.checkpoint.checkpoint import Checkpoint, load_config
-    from moelab.models.identity import of_checkpoint
+    from moelab.checkpoint.checkpoint import Checkpoint
 
-    return of_checkpoint(Checkpoint.at(model.folder), load_config(model.folder))
+    return Checkpoint.at(model.folder).identity
 
 
 def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:

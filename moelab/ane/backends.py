@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
 from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import ANEPlan
-from moelab.experts.executor import activate, banks, names, plain
+from moelab.experts.executor import names, plain
+from moelab.experts.located import banks
 from moelab.models.patches import Patches
 
 
@@ -79,10 +80,10 @@ class TorchBackend(Backend):
         def linear(x: Tensor, name: str) -> Tensor:
             weights = banks(experts, name)[members]
             y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
-            return y + getattr(experts, name + "_bias")[members][:, None] if experts.has_bias else y
+            return y + banks(experts, name + "_bias")[members][:, None] if experts.has_bias else y
 
         up, down = names(experts)
-        return linear(activate(experts, linear(buffer, up)), down) * scale[..., None]
+        return linear(experts.activate(linear(buffer, up)), down) * scale[..., None]
 
 
 class ConvertedBackend(Backend):

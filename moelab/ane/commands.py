@@ -29,7 +29,6 @@ from typing import Any
 
 from moelab import cards, registry
 from moelab.arguments import number, output, several, whole
-from moelab.configs import spec_from_config
 from moelab.specs import MoESpec
 from moelab.table import format_value, head_and_rows, text_table
 
@@ -270,11 +269,10 @@ def plan(args: argparse.Namespace) -> int:
     ):  # only what a conversion would put on the ANE
         from moelab.ane.coreml.convert import ConversionSettings, possible
         from moelab.checkpoint.checkpoint import Checkpoint
-        from moelab.checkpoint.opening import find
 
         made = possible(
             made,
-            Checkpoint.at(find(None if args.model == "small" else args.model)).config(),
+            Checkpoint.at(None if args.model == "small" else args.model).config,
             ConversionSettings(max(args.prompt, made.chunk)),
         )
     if args.layers is not None and max(args.layers) >= spec.L:
@@ -444,24 +442,21 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""
     if card := registry.like("model", model):
         return cards.load_model(card), None
-    from moelab.checkpoint import opening
     from moelab.checkpoint.checkpoint import Checkpoint
-    from moelab.checkpoint.opening import find
+    from moelab.checkpoint.opening import open_checkpoint
     from moelab.models.identity import identity
 
     try:
-        folder = find(model)
+        checkpoint = Checkpoint.at(model)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}.{registry.near(model, cards.MODELS)} Model cards are: "
             f"{', '.join(cards.MODELS)}"
         ) from None
     if with_identity:
-        opened = opening.open_checkpoint(model, experts="external")
+        opened = open_checkpoint(checkpoint, experts="external")
         return opened.spec, identity(opened)
-    return spec_from_config(
-        Checkpoint.at(folder).config(), name=opening.model_name(model, folder)
-    ), None
+    return checkpoint.spec, None
 
 
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:

@@ -72,7 +72,7 @@ class Bench:
         seed: int,
     ) -> None:
         self.store, self.disk, self.workers, self.rounds = (
-            kept_store(model or None),
+            kept_store(model or None, codec="huffman"),
             disk,
             workers,
             rounds,
@@ -249,7 +249,7 @@ class Bench:
         return offload(
             self.store,
             memory,
-            policy=policy,
+            cache=policy,
             plan=pools,
             scheduler=scheduler,
             delays=self.delays,

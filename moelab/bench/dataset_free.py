@@ -23,8 +23,8 @@ import torch
 from moelab import open_model
 from moelab.arguments import whole
 from moelab.cache.pools import Pools
-from moelab.checkpoint.direct import CheckpointStore
-from moelab.checkpoint.opening import examine
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.experts import CheckpointStore
 from moelab.datasets import prompts, token_count
 from moelab.intervals import Interval, interval
 from moelab.models import discover
@@ -89,8 +89,8 @@ class Prefetcher:
     def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
         store = source
         if not isinstance(store, ExpertStore):
-            found = examine(source)
-            store = found.checkpoint.store or CheckpointStore(found, found.dtype("auto"))
+            checkpoint = Checkpoint.at(source)
+            store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype())
         self.spec, self.x, self.policy = store.spec, (x := x or store.spec.K), Chosen()
         if not 1 <= x <= self.spec.E:
             raise ValueError(
@@ -99,7 +99,7 @@ class Prefetcher:
         sizes, staging = Sizes.of(store), self.spec.K + 2
         room = self.spec.L * x * sizes.full + staging * sizes.in_flight + store.scratch
         self.model = offload(
-            store, room, policy=self.policy, plan=Pools(F=x), scope="layer", staging=staging
+            store, room, cache=self.policy, plan=Pools(F=x), scope="layer", staging=staging
         )
 
     def __enter__(self) -> Prefetcher:

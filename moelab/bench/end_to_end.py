@@ -629,10 +629,12 @@ def section(share: float, rate: float, axes: Sequence[str] = ()) -> str:
 def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list[int]]:
     """A checkpoint's folder and spec, and so many tokens of prose by its own tokenizer."""
     from moelab.checkpoint import opening
+    from moelab.checkpoint.checkpoint import Checkpoint
     from moelab.datasets import prompts
 
-    opening.require_tokenizer(model)
-    opened = opening.open_checkpoint(model, experts="external")
+    checkpoint = Checkpoint.at(model)
+    opening.require_tokenizer(checkpoint)
+    opened = opening.open_checkpoint(checkpoint, experts="external")
     text = "\n".join(
         prompt.text for prompt in prompts("prose", 2 + count // 64, tokens=128, seed=seed)
     )
@@ -641,7 +643,7 @@ def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list
         raise ValueError(
             f"{count} tokens are needed, and the text has {len(ids)}; ask for shorter prompts"
         )
-    return opening.find(model), opened.spec, ids[:count]
+    return checkpoint.folder, opened.spec, ids[:count]
 
 
 def _arm(text: str) -> str:

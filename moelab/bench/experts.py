@@ -30,7 +30,7 @@ from moelab.bench import measure
 from moelab.bench.measure import Samples
 from moelab.experts import EXECUTORS
 from moelab.experts.gemv import GEMV
-from moelab.fast.fast_decode import as_bf12
+from moelab.fast.packing import as_bf12
 from moelab.kernels.compile import kernel
 from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records

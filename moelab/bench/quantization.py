@@ -4,9 +4,8 @@ experts.
 Errors are relative RMS, in float32, on router inputs recorded from the training split: of the
 weights, of an expert's output, and of each layer's routed output. In the tasks the whole model runs
 on the quantised experts (dequantised on use, products in bf16). Routers, attention and shared
-experts stay as they are. The formats of `convert --quantize`, whose scales are of groups and
-blocks, are compared apart, with the lossless codecs; their bytes are of all routed experts as a
-store holds them, without alignment."""
+experts stay as they are. A last section compares them with the lossless codecs; bytes there are of
+all routed experts as a store holds them, without alignment."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from typing import Any
 from moelab import datasets, open_model, registry
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
-from moelab.experts.quantization import FORMATS, STORED, Quantized, layer_error
+from moelab.experts.quantization import FORMATS, Quantized, layer_error
 from moelab.models import plug, plugged, unplug
 from moelab.recording import record
 from moelab.records import Numbers, Records
@@ -134,7 +133,7 @@ def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) ->
     layers = plug(model)
     own = [w for layer in layers for e in range(layer.E) for w in layer.seam.weights(e).values()]
     raw, count = sum(w.nbytes for w in own), sum(w.numel() for w in own)
-    sources = {name: Quantized(layers, STORED + name) for name in registry.names("format")}
+    sources = {name: Quantized(layers, name) for name in registry.names("format")}
     size = {name: sum(compress_tensor(w.contiguous(), name).nbytes for w in own) for name in CODECS}
     size |= {
         name: sum(source.nbytes(*key) for key in source.kept) for name, source in sources.items()

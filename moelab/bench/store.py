@@ -25,8 +25,8 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
-from moelab.checkpoint.direct import CheckpointExperts
-from moelab.checkpoint.opening import examine
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.synthesize import COLUMNS, draw
 from moelab.intervals import Interval
 from moelab.records import Numbers, Record, Records
@@ -297,8 +297,8 @@ class Sample(NamedTuple):
     def of(cls, model: str | None, nbytes: int) -> Sample:
         """About `nbytes` of a checkpoint's. ValueError: weights that are not all of one float type
         of `FORMATS`."""
-        found = examine(model)
-        source, spec = CheckpointExperts(found.checkpoint, found.config), found.spec
+        checkpoint = Checkpoint.at(model)
+        source, spec = CheckpointExperts(checkpoint), checkpoint.spec
         every = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         step = max(1, -(-len(every) * spec.expert_bytes // nbytes))
         tensors = [tensor for key in every[::step] for tensor in source(*key).values()]

@@ -1,106 +1,100 @@
-"""A checkpoint folder: every header and index checked before it is trusted, tensors read one at a
-time.
+"""A checkpoint: what is found of a model before a weight of it is read, each thing once.
+
+    locate → headers (`Checkpoint.at`) → config → geometry (spec) → plan
+
+`Checkpoint.at` takes whatever names a model and reads headers only; config, spec, plan and identity
+are found when they are first asked for. Opening, converting, offloading and restoring hand this one
+object on. The folder of an expert store is a checkpoint whose experts lie in the store.
 
 Weights may be links to any safetensors file; other files lie in the folder or in the blobs of a hub
 cache, so that no link in a folder from elsewhere brings a person's own files into a prompt, a
-message or a store. The folder of an expert store is a checkpoint whose experts lie in the store.
-"""
+message or a store."""
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from moelab.checkpoint import deepseek
-from moelab.configs import QUANTISATION, quantisation
-from moelab.files import absolute, stamp
-from moelab.models import compat
-from moelab.models.identity import of_checkpoint
-from moelab.specs import DTYPE_BYTES
-from moelab.store.headers import Stored, other_weights, read_folder, read_json
-from moelab.store.layout import INDEX, ExpertStore, StoreError
+from moelab import registry
+from moelab.cards import load_card
+from moelab.checkpoint.config import blamed, load_config
+from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
+from moelab.configs import QUANTISATION, quantisation, spec_from_config
+from moelab.files import absolute, from_hub, small_model, stamp
+from moelab.models.guard import check_spec
+from moelab.models.identity import digest, of_tensors
+from moelab.progress import progress
+from moelab.specs import DTYPE_BYTES, MoESpec
+from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
+from moelab.store.layout import FILE_LIMIT, INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
+from moelab.store.reader import MEASURED
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+#: prefix of a source's file whose name a store uses itself
+BESIDE = "source."
 #: names of those without which there is no model; without others it only has no tokenizer
 NEEDED = re.compile(r"safetensors|^((generation|hf_quant)_config|index)\.json$")
-#: safetensors' names of the types of plain weights
-FLOATS = ("F64", "F32", "F16", "BF16")
-#: names of what a config counts, and constructing a model takes time for
-COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|blocks)(_|$)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A folder with config.json and whole safetensors files.
 
+    name : what the model is called in print: "small", the folder's name, or the hub id.
     files : the files that hold weights; tensors : every tensor in them by its key.
     store : the expert store that holds the experts, if the folder is one.
-    stamps : config.json and the files that hold weights, each with its `stamp` when the checkpoint
-    was found."""
+    stamps : config.json and the files that hold weights, each with its `stamp` when it was found."""
 
+    name: str
     folder: Path
     files: tuple[Path, ...]
     tensors: dict[str, Stored] = field(repr=False)
-    store: ExpertStore | None = None
-    stamps: dict[Path, tuple[int, ...]] = field(kw_only=True, repr=False)
+    store: ExpertStore | None
+    stamps: dict[Path, tuple[int, ...]] = field(repr=False)
 
     @classmethod
-    def at(cls, folder: str | Path) -> Checkpoint:
-        """Find and check the files of a checkpoint; reads headers only.
+    def at(cls, source: str | Path | ExpertStore | Checkpoint | None) -> Checkpoint:
+        """Find and check the files of a model; reads headers only.
+
+        source : a hub id, the folder of a checkpoint or of an expert store, an `ExpertStore`, None
+            for the small model that is shipped; a `Checkpoint` is returned as it is.
 
         Raises FileNotFoundError: no folder, config.json or safetensors files, or a shard that the
-        index names is gone. ValueError: a file is cut off, not safetensors or contradicts itself;
-        an index and its shards disagree; a
-            name, or the link of a small file, leads out of the folder; a store that is damaged or
-            unfinished.
-        """
-        folder = absolute(folder)
-        if folder.is_file():
-            raise ValueError(f"{folder} is a file; give the folder of a safetensors checkpoint")
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no checkpoint folder at {folder}")
-        if folder.suffix == ".part" and Path(f"{folder}.jsonl").exists():
-            raise ValueError(
-                f"{folder} is an unfinished expert store; run its convert command again and it goes on"
-            )
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{folder} has no config.json, so it is no transformers checkpoint"
-                f"{other_weights(folder)}"
-            )
-        for path in read_by_name(folder):
-            if path.is_file() or NEEDED.search(path.name):
-                _stays_inside(path, folder.resolve())
-        stored = (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
-        store = ExpertStore(folder) if stored else None
+        index names is gone; a hub id that can be had neither from the cache nor the network.
+        ValueError: a file is cut off, not safetensors or contradicts itself; an index and its
+        shards disagree; a name, or the link of a small file, leads out of the folder; a store that
+        is damaged or unfinished."""
+        if isinstance(source, Checkpoint):
+            return source
+        store = source if isinstance(source, ExpertStore) else None
+        name, folder = (store.folder.name, store.folder) if store else locate(source)
+        _check_folder(folder)
+        if (
+            store is None
+            and (folder / INDEX).is_file()
+            and any(folder.glob("experts-*.safetensors"))
+        ):
+            store = ExpertStore(folder)
         files, tensors = read_folder(folder)
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
-        return cls(folder, tuple(files), tensors, store, stamps=stamps)
+        return cls(name, folder, tuple(files), tensors, store, stamps)
 
-    def require_unchanged(self, *files: Path, mapped: bool = False) -> None:
-        """StoreError if one of these files, or of all, is not the one any more that was found.
-
-        mapped : for weights that were mapped, which a file that takes the place of another one does
-        not change."""
-        for file in files or (self.files if mapped else self.stamps):
-            now, before = stamp(file), self.stamps[file]
-            if now != before and not (mapped and now[:2] != before[:2]):
-                raise StoreError(
-                    f"{file} was changed since the model was opened from it; open it again"
-                )
-
+    @cached_property
     def config(self) -> Any:
-        """Its config, see `load_config`, told to dequantise (`compat.dequantising`) if some weights
-        are quantised: tools that dequantise a checkpoint leave its quantization_config in
-        config.json."""
+        """Its config, set to dequantise (`models.quantizers`) if some weights are quantised.
+
+        Tools that dequantise a checkpoint leave its quantization_config in config.json: where all
+        weights are plain, that does not count."""
         config = load_config(self.folder)
         method, store = quantisation(config), self.store
         plain = all(entry.dtype in FLOATS for entry in self.tensors.values()) and (
@@ -115,26 +109,155 @@ class Checkpoint:
         if plain or not method:
             for name in QUANTISATION:
                 vars(config).pop(name, None)
-        return compat.dequantising(config)
+        from moelab.models import quantizers
 
+        return quantizers.dequantising(config)
+
+    @cached_property
+    def spec(self) -> MoESpec:
+        """Its geometry. Raises ValueError: a dense model, or one that is not run here."""
+        with blamed(self.folder / "config.json", "its values make no sense", passing=ValueError):
+            return spec_from_config(self.config, name=self.name)
+
+    @cached_property
+    def plan(self) -> LoadingPlan:
+        """Which tensor feeds which parameter (`checkpoint.plan`). Raises ValueError unless the
+        checkpoint is the whole model of its config."""
+        spec = self.spec
+        blame = blamed(self.folder / "config.json", "no model can be made of it", ValueError)
+        with blame:
+            plan = make_plan(self.folder, self.tensors, self.store, self.config)
+        check_spec(spec, plan.layers)
+        return plan
+
+    @cached_property
     def identity(self) -> str:
         """The identity of a model that is made of it (`models.identity`)."""
-        return of_checkpoint(self, load_config(self.folder))
+        if self.store is not None:
+            return self.store.identity
+        return of_tensors(self.tensors, self.config)
 
-    def read(self, key: str, part: int | None = None) -> torch.Tensor:
-        """A tensor, or its part [part:part+1], by plain reads into new memory at a multiple of 64
-        bytes.
+    @cached_property
+    def content(self) -> str:
+        """32 hex digits of all files that a conversion reads, every byte, unlike those of
+        `identity`; of a store, its index, which has the checksums of the others."""
+        if self.store is not None:
+            return digest(self.folder / INDEX)
+        every = {
+            name: xxhash.xxh3_128_hexdigest(content)
+            for name, content in self.small_files()
+            if Path(name).suffix in SUFFIXES
+        }
+        for file in progress(self.files, "looking for changes", unit="file"):
+            every[file.name] = digest(file)
+        return xxhash.xxh3_128_hexdigest(repr(sorted(every.items())).encode())
+
+    def small_files(self) -> Iterator[tuple[str, bytes]]:
+        """(name in a store, content) of everything in the folder that is no weights; links, as far
+        as they were found to stay inside."""
+        for path in sorted(self.folder.iterdir()):
+            name, foreign = path.name, path.is_symlink() and path.suffix not in SUFFIXES
+            if name.startswith(".") or name == MEASURED or path.suffix in OTHER_WEIGHTS:
+                continue
+            if foreign or not path.is_file():
+                continue
+            if path.stat().st_size > FILE_LIMIT:
+                raise ValueError(
+                    f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; "
+                    f"move it elsewhere"
+                )
+            taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
+            yield BESIDE * taken + name, path.read_bytes()
+
+    def dtype(self, dtype: torch.dtype | str = "auto") -> torch.dtype:
+        """What to compute in: as asked, or as config.json says, or else as most weights are
+        stored."""
+        if dtype == "auto":
+            return getattr(self.config, "dtype", None) or self.plan.dtype
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ValueError(
+                f"dtype is {dtype!r}; it must be 'auto' or a floating-point type of torch"
+            )
+        return found
+
+    def require_unchanged(self, *files: Path, mapped: bool = False) -> None:
+        """StoreError if one of these files, or of all, is not the one any more that was found.
+
+        mapped : for weights that were mapped, which a file that takes the place of another one does
+        not change."""
+        for file in files or (self.files if mapped else self.stamps):
+            now, before = stamp(file), self.stamps[file]
+            if now != before and not (mapped and now[:2] != before[:2]):
+                raise StoreError(
+                    f"{file} was changed since the model was opened from it; open it again"
+                )
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """A tensor, or a slice of one, by plain reads into new memory at a multiple of 64 bytes.
 
         Plain, since what is read of a mapped file would count as this process's memory; and at odd
         offsets CPU kernels take other, slower paths whose fp32 results differ in the last bit."""
-        entry = self.tensors[key] if part is None else self.tensors[key].slice(part)
-        tensor = entry.empty()
-        self.require_unchanged(entry.file)
-        with open(entry.file, "rb") as f:
-            f.seek(entry.begin)
-            if f.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != entry.nbytes:
-                raise ValueError(f"{entry.file} ends inside the tensor {key}; download it again")
+        self.require_unchanged(stored.file)
+        tensor = stored.empty()
+        with open(stored.file, "rb") as f:
+            f.seek(stored.begin)
+            if f.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != stored.nbytes:
+                raise ValueError(f"{stored.file} became shorter while it was read")
         return tensor
+
+
+def locate(source: str | Path | None) -> tuple[str, Path]:
+    """(name, local folder) of a model; a hub id is downloaded (config, tokenizer, safetensors) or
+    found in the cache."""
+    if source is None:
+        return "small", small_model()
+    path, text = absolute(source), str(source)
+    if path.exists():
+        return path.name, path
+    if path.with_name(path.name + ".part").is_dir():
+        raise FileNotFoundError(
+            f"there is nothing at {path} yet: its conversion was cut off; run the same convert "
+            f"command again and it goes on"
+        )
+    if card := registry.like("model", text):
+        hub = load_card(card).get("hub")
+        raise ValueError(
+            f"{card} is a card, the geometry of a model without its weights: give "
+            + f"its hub id, {hub}, or " * bool(hub)
+            + f"a folder; `moelab synthesize FOLDER --model {card}` writes one with random weights"
+        )
+    if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
+        raise FileNotFoundError(f"there is no checkpoint folder at {path}")
+    return text, from_hub(text, [f"*{suffix}" for suffix in SUFFIXES])
+
+
+def _check_folder(folder: Path) -> None:
+    """FileNotFoundError or ValueError unless it has a config, and no small file leads out of it."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file; give the folder of a safetensors checkpoint")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint folder at {folder}")
+    if folder.suffix == ".part" and Path(f"{folder}.jsonl").exists():
+        raise ValueError(
+            f"{folder} is an unfinished expert store; run its convert command again and it goes on"
+        )
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.json, so it is no transformers checkpoint{other_weights(folder)}"
+        )
+    home = folder.resolve()
+    for path in read_by_name(folder):
+        if not path.is_file() and not NEEDED.search(path.name):
+            continue
+        require_file(path)
+        real = path.resolve()
+        cached = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+        if not (real.is_relative_to(home) or cached or path.suffix == ".safetensors"):
+            raise ValueError(
+                f"{path} is a link to {real}. Weights may be in another folder; small files are read "
+                f"in this folder or in the hub's cache: replace this link by a copy"
+            )
 
 
 def read_by_name(folder: Path) -> list[Path]:
@@ -152,116 +275,3 @@ def require_file(path: Path) -> None:
         raise ValueError(
             f"{path} is no regular file, or a link that leads nowhere; remove it, or put the file there"
         )
-
-
-def _stays_inside(path: Path, home: Path) -> None:
-    """ValueError for what is no regular file, or a small file that leads out of the folder but not
-    into a hub cache."""
-    require_file(path)
-    real = path.resolve()
-    cached = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
-    if not (real.is_relative_to(home) or cached or path.suffix == ".safetensors"):
-        raise ValueError(
-            f"{path} is a link to {real}. Weights may be in another folder; small files are read in this "
-            f"folder or in the hub's cache: replace this link by a copy"
-        )
-
-
-def load_config(folder: Path) -> Any:
-    """The config of a checkpoint folder; ValueError for one that transformers does not know or that
-    is damaged."""
-    import transformers
-
-    file = folder / "config.json"
-    fields = read_json(file)
-    model_type = fields.get("model_type")
-    if model_type == "deepseek":
-        deepseek.register()
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        own = (
-            ", or it comes with code of its own (auto_map), which is never run here"
-            if "auto_map" in fields
-            else ""
-        )
-        raise ValueError(
-            f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
-            f"({file}): upgrade transformers, or check the config{own}"
-        )
-    for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
-        if "/" in str(fields.get(name, "")):
-            raise ValueError(
-                f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
-                f"of the kind is fetched. Remove that line"
-            )
-    for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
-        for name in ("quantization_config", "rope_scaling", "rope_parameters"):
-            block = str(_object(file, part, name).get("weight_block_size"))[:80]
-            if not re.fullmatch(r"None|\[[1-9]\d*, [1-9]\d*\]", block):
-                raise ValueError(
-                    f"{file} says weight_block_size = {block!r}, where two whole numbers of 1 or more are "
-                    f"expected; correct it"
-                )
-        for name, value in part.items():
-            if (
-                COUNTS.search(name)
-                and type(value) in (int, float)
-                and not (0 <= value < (2_000 if "layer" in name else 100_000))
-            ):
-                raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
-    with blamed(file, f"it is no config of a {model_type} model"):
-        config = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        for inner in (getattr(config, name, None) for name in type(config).sub_configs):
-            if quantisation(inner) and not quantisation(config):
-                config.quantization_config = (
-                    vars(inner).pop("quantization_config", None) or inner.quantization
-                )
-    beside = folder / "hf_quant_config.json"
-    if beside.is_file() and not quantisation(config):
-        config.quantization_config = {"quant_method": "modelopt"} | _object(
-            beside, read_json(beside), "quantization"
-        )
-    return config
-
-
-def _object(file: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object that one of a JSON file has, {} if it has none; ValueError for anything else of
-    that name."""
-    if not isinstance(value := fields.get(name), dict | None):
-        raise ValueError(
-            f"{file} says {name} = {str(value)[:80]!r}, which is no object; correct it, or remove it"
-        )
-    return value or {}
-
-
-@contextmanager
-def blamed(file: Path, what: str, passing: type[Exception] | tuple = ()) -> Iterator[None]:
-    """Whatever a library makes of a file that is damaged or foreign becomes a ValueError that names
-    the file.
-
-    passing : errors that are left as they are.
-    """
-    try:
-        yield
-    except passing:
-        raise
-    except BaseException as error:  # a panic of a Rust extension is no Exception
-        if (
-            isinstance(error, OSError)
-            and error.errno
-            or not (isinstance(error, Exception) or type(error).__name__ == "PanicException")
-        ):
-            raise
-        raise ValueError(f"{file}: {what} ({_told(error, file)})") from error
-
-
-def _told(error: BaseException, file: Path) -> str:
-    """What a library's error says, in one line, and where the value that it does not know is in a
-    JSON file."""
-    error = error.__cause__ or error
-    told = " ".join(str(error)[:1000].split())
-    if type(error) is KeyError and file.is_file():
-        for name in re.findall(rf'"(\w+)":\s*"{re.escape(told[1:-1])}"', file.read_text()):
-            told += f" is not known as {name}"
-    return f"{type(error).__name__}: {told}"

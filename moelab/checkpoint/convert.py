@@ -14,38 +14,31 @@ import math
 import shutil
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
-
 from moelab import registry
 from moelab.arguments import whole
-from moelab.checkpoint import opening
-from moelab.checkpoint.checkpoint import SUFFIXES, Checkpoint
-from moelab.checkpoint.direct import CheckpointExperts, few_bits, store_layers
-from moelab.checkpoint.restore import blobs_of, pieces, places, small_files, source_files
-from moelab.configs import spec_from_config
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.experts import CheckpointExperts, Piece, few_bits, store_layers
+from moelab.checkpoint.restore import blobs_of, pieces, places
 from moelab.files import cache_root, vacant
 from moelab.forks import in_children
 from moelab.models.experts import Weights, seam_of
-from moelab.models.guard import check_spec
-from moelab.models.identity import digest, of_checkpoint
 from moelab.models.seam import MoELayer
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
 from moelab.store.headers import WEIGHT_MAP
-from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
+from moelab.store.layout import SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
 
 def convert(
-    source: str | Path | None,
+    source: str | Path | ExpertStore | Checkpoint | None,
     destination: str | Path,
     codec: str = codecs.DEFAULT,
     *,
@@ -55,113 +48,112 @@ def convert(
 ) -> ExpertStore:
     """Convert a checkpoint to an expert store, or resume a conversion that was interrupted.
 
-    source : a checkpoint folder or a hub id; None for the shipped small model.
+    source : as of `Checkpoint.at`: a checkpoint folder or a hub id; None for the shipped small
+        model.
     destination : the store's folder; until it is whole and verified, `destination.part`.
     codec, shards : how exponents are compressed and into how many shards; see
         `moelab.store.codecs`.
     quantize : a name of `moelab.names("format")`, to which the experts' matrices are rounded; what
         does not fit keeps its bits. The store's model is then another one than the source, which
         cannot be restored.
-
     seconds : after which it stops, with TimeoutError.
 
     Of a conversion that was interrupted it goes on with what is missing or damaged, or begins anew
     if the source was changed since. Raises FileExistsError: the destination exists, or another
     process is writing it. FileNotFoundError, ValueError: as `open_checkpoint`; an unknown codec or
-    format; a quantisation that is not read, by
-        its name; a store that was quantised before; an unfinished store of another model or codec;
-        a source that is changed meanwhile.
-    OSError: a disk is full or fails, or time is over; what is written is kept, and the same call
-    goes on from there."""
+    format; a quantisation that is not read, by its name; a store that was quantised before; an
+    unfinished store of another model or codec; a source that is changed meanwhile. OSError: a disk
+    is full or fails, or time is over; what is written is kept, and the same call goes on from
+    there."""
     vacant(destination)
     if quantize is not None:
         fewbit.find_format(quantize)
-    checkpoint = Checkpoint.at(opening.find(source))
-    config = checkpoint.config()
-    if checkpoint.store is not None and checkpoint.store.quantized:
-        raise ValueError(
-            f"{checkpoint.folder} was quantised to {checkpoint.store.quantized}; convert the checkpoint "
-            f"that it was made from"
-        )
-    spec, end = (
-        spec_from_config(config, name=opening.model_name(source, checkpoint.folder)),
-        time.monotonic() + seconds,
-    )
-    experts = CheckpointExperts(checkpoint, config)
-    check_spec(spec, experts.plan.layers)
-    for layer in experts.plan.layers:
-        for name, bank in layer.experts.named_parameters(recurse=False):
-            if len(bank) != layer.E:
-                raise ValueError(
-                    f"{layer.name}.experts.{name} has {len(bank)} rows for {layer.E} experts, and a store "
-                    f"has no place for the others: {spec.model_type} cannot be converted"
-                )
-    layers = store_layers(experts.plan.layers)
+    checkpoint, end = Checkpoint.at(source), time.monotonic() + seconds
+    _require_convertible(checkpoint)
+    layers = store_layers(checkpoint.plan.layers)
     writer = StoreWriter(
         destination,
-        spec,
-        of_checkpoint(checkpoint, config),
+        checkpoint.spec,
+        checkpoint.identity,
         layers,
         codec,
         shards,
         quantize,
-        content_of(checkpoint),
+        checkpoint.content,
     )
-    try:
-        each = spec.expert_params * (4 if spec.dtype == "float32" else 2)
-        with progress(
-            total=sum(E for _, E, _ in layers) * each,
-            desc="converting",
-            unit="B",
-            initial=len(writer.records) * each,
-        ) as bar:
-            for layer, expert in writer.missing():
-                if time.monotonic() > end:
-                    raise TimeoutError(
-                        f"{destination} is half converted after {seconds:.0f} s; the same call goes on"
-                    )
-                tensors, blobs, read = read_expert(experts, layer, expert)
-                size = sum(t.nbytes for t in tensors.values())
-                found = (
-                    None
-                    if quantize or not read
-                    else places(read, pieces(tensors, blobs), writer.checksum)
-                )
-                del read  # one expert at a time is in memory
-                if quantize:
-                    quantize_expert(quantize, tensors, blobs, experts.plan.layers[layer])
-                writer.add(layer, expert, tensors, found, blobs)
-                bar.update(size)
+    with closing(writer):
+        _write_experts(checkpoint, writer, quantize, end)
         others = {
             key: tensor
             for key, tensor in sorted(checkpoint.tensors.items())
-            if key not in experts.plan.expert_keys
+            if key not in checkpoint.plan.expert_keys
         }
-        if checkpoint.store is None:
-            files, source = (
-                list(small_files(checkpoint)),
-                source_files(checkpoint, writer.head["checksum"]),
-            )
-        else:
-            source, files = (
-                None,
-                [
-                    (name, (checkpoint.folder / name).read_bytes())
-                    for name in checkpoint.store.files
-                    if name not in (WEIGHT_MAP, SOURCE_LAYOUT if quantize else WEIGHT_MAP)
-                ],
-            )
-        writer.finish(others, files, source)
+        writer.finish(others, *_other_files(checkpoint, writer, quantize))
         checkpoint.require_unchanged()
         verify(writer.folder)
         return ExpertStore(writer.publish())
-    finally:
-        writer.close()
+
+
+def _require_convertible(checkpoint: Checkpoint) -> None:
+    store = checkpoint.store
+    if store is not None and store.quantized:
+        raise ValueError(
+            f"{store.folder} was quantised to {store.quantized}; convert the checkpoint that it was "
+            f"made from"
+        )
+    for layer in checkpoint.plan.layers:
+        for name, bank in layer.experts.named_parameters(recurse=False):
+            if len(bank) != layer.E:
+                raise ValueError(
+                    f"{layer.name}.experts.{name} has {len(bank)} rows for {layer.E} experts, and a store "
+                    f"has no place for the others: {checkpoint.spec.model_type} cannot be converted"
+                )
+
+
+def _write_experts(
+    checkpoint: Checkpoint, writer: StoreWriter, quantize: str | None, end: float
+) -> None:
+    """Read and write what is still missing, one expert at a time."""
+    experts, layers = CheckpointExperts(checkpoint), checkpoint.plan.layers
+    each = checkpoint.spec.expert_params * (4 if checkpoint.spec.dtype == "float32" else 2)
+    everything, done = sum(layer.E for layer in layers) * each, len(writer.records) * each
+    with progress(total=everything, desc="converting", unit="B", initial=done) as bar:
+        for layer, expert in writer.missing():
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{checkpoint.folder} is half converted, and time is over; the same call goes on"
+                )
+            tensors, blobs, read = read_expert(experts, layer, expert)
+            size, found = sum(t.nbytes for t in tensors.values()), None
+            if quantize:
+                quantize_expert(quantize, tensors, blobs, layers[layer])
+            elif read:
+                found = places(read, pieces(tensors, blobs), writer.checksum)
+            del read  # one expert at a time is in memory
+            writer.add(layer, expert, tensors, found, blobs)
+            bar.update(size)
+
+
+def _other_files(
+    checkpoint: Checkpoint, writer: StoreWriter, quantize: str | None
+) -> tuple[list[tuple[str, bytes]], dict[str, Any] | None]:
+    """(small files, what the source's files looked like) for `StoreWriter.finish`."""
+    if checkpoint.store is None:
+        headers = {}
+        for file in checkpoint.files:
+            with open(file, "rb") as f:
+                header = f.read(int.from_bytes(f.read(8), "little")).decode()
+            headers[file.name] = [file.stat().st_size, header]
+        looked = {"files": headers, "checksum": writer.head["checksum"]}
+        return list(checkpoint.small_files()), looked
+    left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
+    names = [name for name in checkpoint.store.files if name not in left_out]
+    return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
 
 
 def read_expert(
     experts: CheckpointExperts, layer: int, expert: int
-) -> tuple[Weights, dict[str, tuple[Codec, Any]], list[tuple[str, int, torch.Tensor]]]:
+) -> tuple[Weights, dict[str, tuple[Codec, Any]], list[Piece]]:
     """An expert's tensors, the blobs of those that the source has in few bits, and what was read of
     a checkpoint, see `places`; scales as they are in the blobs."""
     if experts.stored is not None:
@@ -170,7 +162,7 @@ def read_expert(
     tensors, blobs, read = {}, {}, []
     for name, made, sources in experts.made(layer, expert):
         tensors[name] = made.detach().contiguous()
-        if few := few_bits(experts.plan, sources, made):
+        if few := few_bits(experts.checkpoint.plan, sources, made):
             form, blob, sources = few
             blobs[name] = form, blob
         read += sources
@@ -194,29 +186,12 @@ def quantize_expert(
             form.decompress(blob, tensor)
 
 
-def content_of(checkpoint: Checkpoint) -> str:
-    """32 hex digits of all files that a conversion reads, every byte, unlike those of
-    `moelab.models.identity`; of a store, its index, which has the checksums of the others."""
-    if checkpoint.store is not None:
-        return digest(checkpoint.folder / INDEX)
-    small = {
-        name: xxhash.xxh3_128_hexdigest(content)
-        for name, content in small_files(checkpoint)
-        if Path(name).suffix in SUFFIXES
-    }
-    large = {
-        file.name: digest(file)
-        for file in progress(checkpoint.files, "looking for changes", unit="file")
-    }
-    return xxhash.xxh3_128_hexdigest(repr(sorted((small | large).items())).encode())
-
-
 _converting = threading.Lock()  # another thread waits for the store, and takes it
 in_children(_converting._at_fork_reinit)
 
 
 def kept_store(
-    source: str | Path | None,
+    source: str | Path | ExpertStore | Checkpoint | None,
     codec: str = codecs.DEFAULT,
     quantize: str | None = None,
     seconds: float = math.inf,
@@ -226,29 +201,26 @@ def kept_store(
 
     codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is.
     Raises what `convert` raises."""
-    folder = opening.find(source)
-    checkpoint, form = Checkpoint.at(folder), quantize or codec
-    if checkpoint.store is not None and form == (
-        checkpoint.store.quantized or checkpoint.store.codec
-    ):
-        return checkpoint.store
-    destination = (
-        cache_root()
-        / f"{opening.model_name(source, folder)}-{content_of(checkpoint)}.{form}".replace("/", "--")
-    )
+    checkpoint, form = Checkpoint.at(source), quantize or codec
+    store = checkpoint.store
+    if store is not None and form == (store.quantized or store.codec):
+        return store
+    name = f"{checkpoint.name}-{checkpoint.content}.{form}".replace("/", "--")
+    destination = cache_root() / name
     try:
         with _converting:
             if destination.is_dir():
                 with suppress(StoreError):  # one that is damaged is made again
                     return ExpertStore(destination)
                 shutil.rmtree(destination)
-            return convert(source, destination, codec, quantize=quantize, seconds=seconds)
+            return convert(checkpoint, destination, codec, quantize=quantize, seconds=seconds)
     except OSError as error:
         if error.errno is None:  # not the disk's
             raise
         raise OSError(
-            f"{error}. The store of {folder} in {form} is kept in {destination.parent}: set MOELAB_CACHE to "
-            f"another folder, or `moelab convert` it to where there is room, and open that"
+            f"{error}. The store of {checkpoint.folder} in {form} is kept in {destination.parent}: set "
+            f"MOELAB_CACHE to another folder, or `moelab convert` it to where there is room, and open "
+            f"that"
         ) from error
 
 

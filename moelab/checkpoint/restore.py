@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 
-from moelab.checkpoint.checkpoint import SUFFIXES, Checkpoint, load_config
+from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
+from moelab.checkpoint.config import blamed
 from moelab.files import atomic, vacant
-from moelab.models.identity import of_checkpoint
 from moelab.store.codec import Codec
 from moelab.store.headers import (
     DTYPES,
-    OTHER_WEIGHTS,
     WEIGHT_MAP,
     header_bytes,
     nbytes,
@@ -41,8 +40,6 @@ from moelab.store.headers import (
 )
 from moelab.store.layout import (
     CHECKSUMS,
-    FILE_LIMIT,
-    INDEX,
     PIECE,
     SOURCE_LAYOUT,
     WEIGHTS,
@@ -50,11 +47,9 @@ from moelab.store.layout import (
     StoreError,
     plain_name,
 )
-from moelab.store.reader import MEASURED, Chunks
+from moelab.store.reader import Chunks
 from moelab.store.verify import check_weights, checked_experts
 
-#: prefix of a source's file whose name a store uses itself
-BESIDE = "source."
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -154,48 +149,11 @@ def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
     return torch.equal(view[:1], bits[:1]) and torch.equal(view, bits)
 
 
-def source_files(checkpoint: Checkpoint, checksum: str) -> dict[str, Any]:
-    """For `layout.json`: sizes and headers of a checkpoint's safetensors files, and the kind of
-    their checksums."""
-    files = {}
-    for file in checkpoint.files:
-        with open(file, "rb") as f:
-            files[file.name] = [
-                file.stat().st_size,
-                f.read(int.from_bytes(f.read(8), "little")).decode(),
-            ]
-    return {"files": files, "checksum": checksum}
-
-
-def small_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    """(name in the store, content) of everything in a checkpoint's folder that is no weights."""
-    for path in sorted(checkpoint.folder.iterdir()):
-        name = path.name
-        if (
-            name.startswith(".")
-            or name == MEASURED
-            or path.suffix in OTHER_WEIGHTS
-            or not path.is_file()
-        ):
-            continue
-        if (
-            path.is_symlink() and path.suffix not in SUFFIXES
-        ):  # those `Checkpoint.at` knows to stay inside
-            continue
-        if path.stat().st_size > FILE_LIMIT:
-            raise ValueError(
-                f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; move it "
-                f"elsewhere"
-            )
-        taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
-        yield BESIDE * taken + name, path.read_bytes()
-
-
 # -------------------------------------------------------------------------------------------------------
 # and back
 
 
-def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
+def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
     """Write the checkpoint that a store was made from; returns its folder.
 
     All its files are the source's, byte for byte; of a store without `layout.json` the tensors are
@@ -204,10 +162,8 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
 
     Raises FileExistsError: the destination exists. StoreError: the store is damaged, or does not
     give what it says that it was made from; its weights were rounded."""
-    store, destination = (
-        store if isinstance(store, ExpertStore) else ExpertStore(store),
-        vacant(destination),
-    )
+    store = source if isinstance(source, ExpertStore) else ExpertStore(source)
+    destination = vacant(destination)
     if store.quantized:
         raise StoreError(
             f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
@@ -219,37 +175,19 @@ def restore(store: ExpertStore | str | Path, destination: str | Path) -> Path:
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
-        if SOURCE_LAYOUT in store.files:
-            try:
-                _write(store, folder, json.loads((store.folder / SOURCE_LAYOUT).read_bytes()))
-                made = of_checkpoint(Checkpoint.at(folder), load_config(folder))
-            except (
-                KeyError,
-                TypeError,
-                ValueError,
-                IndexError,
-                AttributeError,
-                RuntimeError,
-                OverflowError,
-                FileNotFoundError,
-            ) as error:  # a RecursionError is a RuntimeError
-                raise (
-                    error
-                    if isinstance(error, StoreError)
-                    else StoreError(
-                        f"{store.folder / SOURCE_LAYOUT} does not describe what is in this store ({type(error).__name__}: "
-                        f"{error}); convert the model again"
-                    )
-                ) from error
-            if made != store.identity:
-                raise StoreError(
-                    f"{store.folder} says that it was made from the model {store.identity}, and what it "
-                    f"holds is {made}; convert the model again"
-                )
-        else:
-            weight_map = _write(store, folder, _model_layout(store))
-            (folder / WEIGHT_MAP).write_text(
-                json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
+        if SOURCE_LAYOUT not in store.files:
+            where = _write(store, folder, _model_layout(store))
+            index = {"metadata": {}, "weight_map": where}
+            (folder / WEIGHT_MAP).write_text(json.dumps(index, indent=1))
+            return destination
+        layout, wrong = store.folder / SOURCE_LAYOUT, "it does not describe what is in this store"
+        with blamed(layout, wrong, passing=StoreError, raising=StoreError):
+            _write(store, folder, json.loads(layout.read_bytes()))
+            made = Checkpoint.at(folder).identity
+        if made != store.identity:
+            raise StoreError(
+                f"{store.folder} says that it was made from the model {store.identity}, and what it "
+                f"holds is {made}; convert the model again"
             )
     return destination
 
@@ -326,26 +264,29 @@ def _model_layout(store: ExpertStore) -> dict[str, Any]:
     groups, experts = [{key: entry[:2] for key, entry in store.weights.items()}], []
     for layer in store.layers:
         tensors: dict[str, tuple[str, list[int]]] = {}
+        E = len(layer.experts)
         for expert, entries in enumerate(layer.experts):
-            experts.append([])
+            places = []
             for name, entry in entries.items():
-                key = (
-                    f"{layer.module}.{name}"
-                    if layer.stacked
-                    else f"{layer.module}.expert_{expert}.{name}"
-                )
-                tensors[key] = entry.dtype, [*[len(layer.experts)] * layer.stacked, *entry.shape]
-                experts[-1].append(
-                    [key, expert * entry.n * layer.stacked, name, [entry.n], 0, [1], None]
-                )
+                if layer.stacked:
+                    key, shape, start = (
+                        f"{layer.module}.{name}",
+                        [E, *entry.shape],
+                        expert * entry.n,
+                    )
+                else:
+                    key = f"{layer.module}.expert_{expert}.{name}"
+                    shape, start = [*entry.shape], 0
+                tensors[key] = entry.dtype, shape
+                places.append([key, start, name, [entry.n], 0, [1], None])
+            experts.append(places)
         groups.append(tensors)
     files = {}
     for i, tensors in enumerate(groups):
-        header, size = header_bytes(tensors), sum(nbytes(*tensor) for tensor in tensors.values())
-        files[f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"] = [
-            len(header) + size,
-            header[8:].decode(),
-        ]
+        header = header_bytes(tensors)
+        size = len(header) + sum(nbytes(*tensor) for tensor in tensors.values())
+        name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        files[name] = [size, header[8:].decode()]
     return {"files": files, "experts": experts}
 
 

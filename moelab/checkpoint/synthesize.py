@@ -17,8 +17,8 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -33,11 +33,11 @@ from moelab.arguments import number, whole
 from moelab.cards import load_model
 from moelab.checkpoint import deepseek
 from moelab.checkpoint.convert import quantize_expert
-from moelab.checkpoint.direct import expert_parameters, store_layers
+from moelab.checkpoint.experts import expert_parameters, store_layers
 from moelab.configs import spec_from_config
-from moelab.files import small_model, vacant
+from moelab.files import folder_bytes, small_model, vacant
 from moelab.models import compat
-from moelab.models.seam import discover
+from moelab.models.seam import MoELayer, discover
 from moelab.progress import progress
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
@@ -170,55 +170,55 @@ def synthesize(
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     config = config_of(spec)
     twin, rng = compat.meta_twin(config), np.random.default_rng(seed)
-    pool = draw(min(POOL, 4 * sum(tensor.numel() for tensor in twin.state_dict().values())), seed)
-    layers = discover(twin)
+    tensors = twin.state_dict()
+    pool = draw(min(POOL, 4 * sum(tensor.numel() for tensor in tensors.values())), seed)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=destination.parent, prefix=destination.name + "."
-    ) as temporary:
+    near = destination.parent, f"{destination.name}."
+    with tempfile.TemporaryDirectory(dir=near[0], prefix=near[1]) as temporary:
         folder = Path(temporary) / "model"
         config.save_pretrained(folder)
-        tokenizer = [small_model() / name for name in TOKENIZER] if spec.vocab >= VOCABULARY else []
-        for file in tokenizer:
-            copyfile(file, folder / file.name)
+        small = ["config.json"]
+        if spec.vocab >= VOCABULARY:
+            small += TOKENIZER
+            for file in TOKENIZER:
+                copyfile(small_model() / file, folder / file)
         if codec is None:
-            _write_checkpoint(folder, twin.state_dict(), pool, rng)
+            _write_checkpoint(folder, tensors, pool, rng)
             os.rename(folder, destination)
             return destination
+        layers = discover(twin)
         experts = tuple(layer.name + ".experts." for layer in layers)
-        _write_checkpoint(
-            folder,
-            {k: t for k, t in twin.state_dict().items() if not k.startswith(experts)},
-            pool,
-            rng,
-        )
+        others = {key: t for key, t in tensors.items() if not key.startswith(experts)}
+        _write_checkpoint(folder, others, pool, rng)
         name = sha256(f"synthetic {config.to_json_string()} {seed}".encode()).hexdigest()[:16]
         writer = StoreWriter(
             destination, spec, name, store_layers(layers), codec, quantized=quantize
         )
-        try:
-            with progress(total=spec.experts_bytes, desc="synthesizing", unit="B") as bar:
-                for layer, expert in writer.missing():
-                    tensors = {
-                        n: torch.cat([*_pieces(p.numel(), pool, rng)]).view(p.shape)
-                        for n, p in expert_parameters(layers[layer]).items()
-                    }
-                    bar.update(sum(t.nbytes for t in tensors.values()))
-                    blobs: dict[str, tuple[str, Any]] = {}
-                    if quantize:
-                        quantize_expert(quantize, tensors, blobs, layers[layer])
-                    writer.add(layer, expert, tensors, None, blobs)
-            writer.finish(
-                dict(sorted(read_folder(folder)[1].items())),
-                [
-                    (file, (folder / file).read_bytes())
-                    for file in ("config.json", *(file.name for file in tokenizer))
-                ],
-            )
+        with closing(writer):
+            _write_experts(writer, layers, quantize, pool, rng)
+            small_files = [(file, (folder / file).read_bytes()) for file in small]
+            writer.finish(dict(sorted(read_folder(folder)[1].items())), small_files)
             verify(writer.folder)
             return writer.publish()
-        finally:
-            writer.close()
+
+
+def _write_experts(
+    writer: StoreWriter,
+    layers: list[MoELayer],
+    quantize: str | None,
+    pool: torch.Tensor,
+    rng: np.random.Generator,
+) -> None:
+    missing = list(writer.missing())
+    for layer, expert in progress(missing, desc="synthesizing", unit="experts"):
+        tensors = {
+            name: torch.cat([*_pieces(p.numel(), pool, rng)]).view(p.shape)
+            for name, p in expert_parameters(layers[layer]).items()
+        }
+        blobs: dict[str, tuple[str, Any]] = {}
+        if quantize:
+            quantize_expert(quantize, tensors, blobs, layers[layer])
+        writer.add(layer, expert, tensors, None, blobs)
 
 
 def _pieces(n: int, pool: torch.Tensor, rng: np.random.Generator) -> Iterator[torch.Tensor]:
@@ -236,36 +236,37 @@ def _write_checkpoint(
 ) -> None:
     """Safetensors files of at most 4 GB or one tensor, and their index, for tensors on the meta
     device."""
+    for key, tensor in tensors.items():
+        if tensor.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{key} is {tensor.dtype}; only bf16 and fp32 weights are synthesized")
     shards: list[dict[str, torch.Tensor]] = [{}]
     for key, tensor in tensors.items():
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > 4e9:
             shards.append({})
         shards[-1][key] = tensor
-    if odd := [
-        f"{key} is {t.dtype}"
-        for key, t in tensors.items()
-        if t.dtype not in (torch.bfloat16, torch.float32)
-    ]:
-        raise ValueError(f"{odd[0]}; only bf16 and fp32 weights are synthesized")
-    weight_map, total = {}, sum(t.nbytes for t in tensors.values())
-    with progress(total=total, desc="synthesizing", unit="B") as bar:
-        for i, shard in enumerate(shards):
-            file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            weight_map.update(dict.fromkeys(shard, file))
-            with open(folder / file, "wb") as f:
-                f.write(header_bytes({key: (NAMES[t.dtype], t.shape) for key, t in shard.items()}))
-                for key, t in shard.items():
-                    if t.dtype != torch.bfloat16 or t.dim() < 2:  # norms, biases and corrections
-                        value = torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)
-                        f.write(value.reshape(-1).view(torch.uint8).numpy())
-                    else:
-                        loud = EMBEDDING if "embed" in key or key == "shared.weight" else 1
-                        for piece in _pieces(t.numel(), pool, rng):
-                            f.write((piece * loud if loud > 1 else piece).view(torch.uint8).numpy())
-                            bar.update(piece.nbytes)
-    (folder / WEIGHT_MAP).write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
-    )
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        weight_map.update(dict.fromkeys(shard, file))
+        with open(folder / file, "wb") as f:
+            f.write(header_bytes({key: (NAMES[t.dtype], t.shape) for key, t in shard.items()}))
+            for key, t in progress(shard.items(), desc=file, unit="tensors"):
+                for piece in _weights(key, t, pool, rng):
+                    f.write(piece.reshape(-1).view(torch.uint8).numpy())
+    total = {"total_size": sum(t.nbytes for t in tensors.values())}
+    (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": total, "weight_map": weight_map}))
+
+
+def _weights(
+    key: str, t: torch.Tensor, pool: torch.Tensor, rng: np.random.Generator
+) -> Iterator[torch.Tensor]:
+    """The values of a tensor in pieces: ones for norms, zeros for biases and corrections."""
+    if t.dtype != torch.bfloat16 or t.dim() < 2:
+        yield torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)
+        return
+    loud = EMBEDDING if "embed" in key or key == "shared.weight" else 1
+    for piece in _pieces(t.numel(), pool, rng):
+        yield piece * loud if loud > 1 else piece
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -291,7 +292,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    start = time.perf_counter()
     folder = synthesize(
         args.destination,
         args.model,
@@ -300,9 +300,5 @@ def main(args: argparse.Namespace) -> int:
         quantize=args.quantize,
         seed=args.seed,
     )
-    size, seconds = (
-        sum(path.stat().st_size for path in folder.iterdir()),
-        time.perf_counter() - start,
-    )
-    print(f"{folder}: {size / 1e9:,.2f} GB in {seconds:,.1f} s, {size / seconds / 1e9:.2f} GB/s")
+    print(f"{folder}: {folder_bytes(folder) / 1e9:,.2f} GB")
     return 0

@@ -16,7 +16,7 @@ the expert's input). Executors that go past `weighted` need an expert that is `p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -73,6 +73,28 @@ class Executor(ABC):
 
     def count(self, routed: int, executed: int, slots: int) -> None:
         self.tally.add(routed, executed, slots)
+
+    # layers of a single token in one call, see `moelab.fast.layers`
+
+    def token(
+        self, experts: list[Any], dtype: torch.dtype, compute: Callable[..., Any]
+    ) -> Any | None:
+        """What `compute(up, down)` returns, a `moelab.fast.layers.Computed`, of the `banks` of these
+        layers, which hold their weights; None where the layers are to be run one by one."""
+        return None
+
+    def banks(
+        self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
+    ) -> tuple[Any, Any] | None:
+        """`moelab.kernels.products.Matrices` of up and of down of SiLU-gated experts of each layer,
+        rows [L, E, 4], 0 for experts that are not resident; all are, by default. On a GPU lists of
+        `moelab.experts.gemv_triton.Bank`. None if there are no such kernels for these."""
+        return None
+
+    def count_layers(self, found: Any) -> None:
+        """Count what `compute` has computed."""
+        n = found.layers * found.ids.shape[1]
+        self.count(n, n, n)
 
 
 class Exact(Executor):
@@ -176,17 +198,6 @@ def names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def banks(experts: Any, name: str) -> Tensor | None:
-    """All experts' weights of one name, [E, …], where the module holds them and there is no source;
-    else None."""
-    return experts.module._parameters.get(name) if experts.source is None else None
-
-
-def activate(experts: Any, h: Tensor) -> Tensor:
-    """The architecture's own gate [n, 2I] → [n, I], or activation where there is no gate."""
-    return experts.activate(h)
-
-
 #: experts modules → (their settings and parts, what says whether these are as they were, whether
 #: that is silu · up)
 _SILU: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
@@ -207,7 +218,7 @@ def silu_gated(experts: Any) -> bool:
             *[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij"
         )
         silu = experts.has_gate and torch.allclose(
-            activate(experts, torch.cat([gate, up], -1)), F.silu(gate) * up, atol=1e-6
+            experts.activate(torch.cat([gate, up], -1)), F.silu(gate) * up, atol=1e-6
         )
         found = _SILU[experts] = now, Unchanged([*experts.module.modules()][1:]), silu
     return found[2] and found[1].listeners() is not None

@@ -34,7 +34,7 @@ class Fast(Executor):
         )  # measured: (weights' shapes, dtype, layout, threads) → few
         self.gemv, self.many = GEMV(), Sorted()
         self.gemv.tally = self.many.tally = self.tally
-        self.token, self.banks, self.took = self.gemv.token, self.gemv.banks, self.gemv.took
+        self.token, self.banks = self.gemv.token, self.gemv.banks
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)

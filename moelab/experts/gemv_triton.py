@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.kernels import products
+from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.store.bf12_triton import high_bytes, quarters
 from moelab.store.bits_triton import tl, triton
 
 ROWS, COLUMNS, ESCAPES = 4, 512, 256  # of a matrix, that a program takes at a time
-CODECS = {products.KINDS[torch.bfloat16]: "raw", products.PACKED["bf12"]: "bf12"}
+CODECS = {KINDS[torch.bfloat16]: "raw", PACKED["bf12"]: "bf12"}
 
 
 @triton.jit
@@ -100,7 +99,7 @@ def _escapes_kernel(
 
 class Bank(NamedTuple):
     """Matrices of E experts: "raw" or "bf12", of R rows, at int64 [E, 4] addresses on the GPU, as
-    `moelab.kernels.products.multiply` has them; `escapes` is the most that one of them has."""
+    `moelab.kernels.products.Matrices` has them; `escapes` is the most that one of them has."""
 
     codec: str
     table: Tensor
@@ -108,15 +107,14 @@ class Bank(NamedTuple):
     escapes: int
 
 
-def multiplies(matrices: tuple[type, np.ndarray, int]) -> bool:
-    """Whether (kind, addresses [..., 4], R) are multiplied here: bf16 or bf12 without biases."""
-    return matrices[0] in CODECS and not matrices[1][..., 2].any()
+def multiplies(of: Matrices) -> bool:
+    """Whether matrices are multiplied here: bf16 or bf12 without biases."""
+    return of.kind in CODECS and not of.rows[..., 2].any()
 
 
-def bank(matrices: tuple[type, np.ndarray, int], table: Tensor) -> Bank:
-    """Of (kind, addresses, R), which `table` has on the GPU."""
-    kind, rows, R = matrices
-    return Bank(CODECS[kind], table, R, int(rows[:, 3].max()))
+def bank(of: Matrices, table: Tensor) -> Bank:
+    """Of matrices whose rows `table` has on the GPU."""
+    return Bank(CODECS[of.kind], table, of.R, int(of.rows[:, 3].max()))
 
 
 def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.fast.dense import Matrices, Pack, fits
+from moelab.fast.dense import Dense, Pack, fits
 from moelab.fast.modules import epsilon
-from moelab.kernels.layers import attend, heads_entry
-from moelab.kernels.products import KINDS, TEAM, entry
-from moelab.models.unchanged import Replaced, Unchanged, watched
+from moelab.kernels.attention import attend, heads_work
+from moelab.kernels.products import KINDS, PIECE, work_of
+from moelab.kernels.threads import TEAM
+from moelab.models.unchanged import FusedModule, Unchanged, watched
 
 #: classes of transformers whose attention is that of the kernel; a probe must agree as well
 ATTENTIONS = (
@@ -30,28 +31,25 @@ ATTENTIONS = (
     "Qwen2MoeAttention",
     "Qwen3MoeAttention",
 )
+LINEARS = "q_proj", "k_proj", "v_proj", "o_proj"
 #: what a probe may differ by, relative to the largest number
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-ROOM = 256  # tokens for which a cache gets memory at once
+GROWTH = 256  # tokens for which a cache gets memory at once
 #: classes of caches' layers that keep all tokens, a sliding one until its window is full
 GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-class SingleToken(Replaced):
+class SingleToken(FusedModule):
     """What a forward of one layer's attention asks first: whether it is for a single token, and
     where its cache is."""
 
     def __init__(self, module: nn.Module, copied: bool = False) -> None:
-        super().__init__(module)
-        self.D, weight = module.head_dim, module.k_proj.weight
-        self.kv_heads, self.dtype, self.device = len(weight) // self.D, weight.dtype, weight.device
-        self.config, self.parts = (
-            module.config,
-            Unchanged([*module.modules()][1:], called=[module], copied=copied),
-        )
-        self.rooms: weakref.WeakKeyDictionary[Any, Room] = (
-            weakref.WeakKeyDictionary()
-        )  # of caches' layers
+        super().__init__(module, Unchanged([*module.modules()][1:], [module], copied=copied))
+        weight = module.k_proj.weight
+        self.D, self.dtype, self.device = module.head_dim, weight.dtype, weight.device
+        self.kv_heads, self.config = len(weight) // self.D, module.config
+        #: of caches' layers
+        self.memories: weakref.WeakKeyDictionary[Any, CacheMemory] = weakref.WeakKeyDictionary()
 
     def call(
         self,
@@ -63,21 +61,15 @@ class SingleToken(Replaced):
         **_: Any,
     ) -> tuple | None:
         """x, its (cos, sin) and the cache; None if this is no single token without a mask."""
-        x, mask, cache, (cos, sin) = (
-            hidden_states,
-            attention_mask,
-            past_key_values,
-            position_embeddings or (None, None),
-        )
+        x, cache = hidden_states, past_key_values
+        if args or attention_mask is not None or cache is None or position_embeddings is None:
+            return None
+        cos, sin = position_embeddings
         if (
-            args
-            or x.numel() != x.shape[-1]
-            or cos is None
-            or cache is None
-            or mask is not None
+            x.numel() != x.shape[-1]
+            or not cos.numel() == sin.numel() == self.D
             or not x.device == cos.device == sin.device == self.device
             or not x.dtype == cos.dtype == sin.dtype == self.dtype
-            or not cos.numel() == sin.numel() == self.D
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
             or watched()
             or self.config._attn_implementation != "sdpa"
@@ -86,108 +78,103 @@ class SingleToken(Replaced):
             return None
         return x, (cos, sin), cache
 
-    def room(self, cache: Any) -> tuple[Any, Room] | None:
-        """The cache's layer and its memory, with room for one token more; None for the cache's
+    def memory(self, cache: Any) -> CacheMemory | None:
+        """That of this layer in a cache, with room for one token more; None for the cache's
         `update`."""
-        layers, index = (
-            () if getattr(cache, "offloading", True) else cache.layers,
-            self.module.layer_idx,
-        )
-        if index >= len(layers):
+        layers = () if getattr(cache, "offloading", True) else cache.layers
+        if self.module.layer_idx >= len(layers):
             return None
-        room = self.rooms.get(layer := layers[index])
-        if room is None or not room.holds(layer):
-            if (
-                type(layer).__name__ not in GROWING
-                or not layer.is_initialized
-                or layer.keys.ndim != 4
-                or layer.keys.dtype != self.dtype
-                or layer.keys.device != self.device
-                or layer.keys.shape[:3] != layer.values.shape[:3]
-            ):
+        layer = layers[self.module.layer_idx]
+        memory = self.memories.get(layer)
+        if memory is None or not memory.is_current(layer):
+            if not self._grows(layer):
                 return None
-            self.rooms[layer] = room = Room(layer)
-        if layer.is_sliding and room.where[2] >= layer.sliding_window:  # from here on it forgets
+            self.memories[layer] = memory = CacheMemory(layer)
+        if layer.is_sliding and memory.where[2] >= layer.sliding_window:  # from here on it forgets
             return None
-        return layer, room
+        return memory
+
+    def _grows(self, layer: Any) -> bool:
+        return (
+            type(layer).__name__ in GROWING
+            and layer.is_initialized
+            and layer.keys.ndim == 4
+            and layer.keys.dtype == self.dtype
+            and layer.keys.device == self.device
+            and layer.keys.shape[:3] == layer.values.shape[:3]
+        )
 
 
 class DecodeAttention(SingleToken):
     """The forward of one layer's attention; the module's own for everything but a single token.
 
     pack : how its weights are packed, if they are; all of q, k and v or none.
+    plan, weights : of `moelab.kernels.attention.attend`.
     """
 
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
         super().__init__(module, copied=pack is not None)
-        D, linears = self.D, [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
-        norms = [
-            norm
-            for name in ("q_norm", "k_norm")
-            if (norm := getattr(module, name, None)) is not None
-        ]
-        widths = (
-            (*(len(norm.weight) for norm in norms), epsilon(norms[0]))
-            if len(norms) == 2
-            else (D, D, 0.0)
-        )
-
-        def matrices(pack: Pack | None) -> list[Matrices]:  # one for each head
-            return [
-                Matrices.of(linear.weight, linear.bias, linear.out_features // D, pack)
-                for linear in linears[:3]
-            ]
-
-        before, after = matrices(pack), Matrices.of(linears[3].weight, linears[3].bias, 1, pack)
+        before = self._heads(pack)
         if len({one.kind for one in before}) > 1:
-            before = matrices(None)
-        self.alive, kind = (before, after), KINDS[self.dtype]
-        #: of `attend`: what layers may have alike, and where the weights of this one lie
-        self.plan = (
-            kind(0),
-            heads_entry(kind),
-            self.kv_heads,
-            D,
-            widths,
-            before[0].kind(0),
-            after.kind(0),
-            entry(before[0].kind, x=kind),
-            entry(after.kind),
-        )
-        self.weights = np.concatenate(
-            [np.zeros((1, 4), np.int64), *(one.rows for one in before), after.rows]
-        )
-        if len(norms) == 2:
-            self.weights[0, :2] = [norm.weight.data_ptr() for norm in norms]
+            before = self._heads(None)
+        after, kind = Dense.of(module.o_proj.weight, module.o_proj.bias, 1, pack), KINDS[self.dtype]
+        self._alive = before, after
+        norms, width = norms_of(module), (self.D, self.D, 0.0)
+        if norms:
+            width = *(len(norm.weight) for norm in norms), epsilon(norms[0])
+        qkv = before[0].kind.tag, work_of(before[0].kind, x=kind), PIECE
+        output = after.kind.tag, work_of(after.kind), PIECE
+        self.plan = kind.tag, self.D, self.kv_heads, width, heads_work(kind), qkv, output
+        first = np.zeros((1, 4), np.int64)
+        first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
+        self.weights = np.concatenate([first, *(one.rows for one in before), after.rows])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            (call := self.call(*args, **kwargs)) is None
-            or self.parts.listeners() is None
-            or (found := self.room(call[-1])) is None
+    def _heads(self, pack: Pack | None) -> list[Dense]:
+        """q, k and v, a matrix for each head."""
+        linears = linears_of(self.module)[:3]
+        return [Dense.of(of.weight, of.bias, of.out_features // self.D, pack) for of in linears]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, module: nn.Module, pack: Pack | None = None) -> DecodeAttention | None:
+        """For this module; None if a probe on a random token and angle shows another attention."""
+        linears = linears_of(module)
+        if not linears or any(
+            type(linear) is not nn.Linear
+            or linear.weight.dtype != linears[0].weight.dtype
+            or not fits(linear.weight, linear.bias)
+            for linear in linears
         ):
-            return self.own(*args, **kwargs)
-        (x, token, _), (layer, room) = call, found
+            return None
+        ours = cls(module)
+        if not agree(module, ours, ours, linears[0].in_features):
+            return None
+        return cls(module, pack) if pack else ours
+
+    def fused(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
+        call = self.call(*args, **kwargs)
+        if call is None or self.parts.listeners() is None:
+            return None
+        x, token, cache = call
+        if (memory := self.memory(cache)) is None:
+            return None
         y = torch.empty_like(x)
-        attend(self.plan, self.weights, token, room.where, x.data_ptr(), x.numel(), y.data_ptr())
-        room.grow(layer)
+        attend(self.plan, self.weights, token, memory.where, x.data_ptr(), x.numel(), y.data_ptr())
+        memory.grow()
         return y, None
 
     def call(self, *args: Any, **kwargs: Any) -> tuple | None:
-        """x, what `attend` takes of its token and the cache; None if this is no single token
+        """x, what `attend` takes of its token, and the cache; None if this is no single token
         without a mask."""
         if (found := super().call(*args, **kwargs)) is None:
             return None
         x, (cos, sin), cache = found
-        return (
-            x,
-            (cos.data_ptr(), sin.data_ptr(), self.module.scaling, TEAM, torch.get_num_threads()),
-            cache,
-        )
+        team = TEAM, torch.get_num_threads()
+        return x, (cos.data_ptr(), sin.data_ptr(), self.module.scaling, team), cache
 
 
-class Room:
-    """Memory in which the keys and values [1, kv heads, S, D] of a cache's layer grow by `ROOM`
+class CacheMemory:
+    """Memory in which the keys and values [1, kv heads, S, D] of a cache's layer grow by `GROWTH`
     tokens.
 
     transformers copies all of them for every token. What was given out, cropped or reordered stays
@@ -197,61 +184,39 @@ class Room:
     """
 
     def __init__(self, layer: Any) -> None:
-        self.given = layer.keys, layer.values
-        *_, S, _ = layer.keys.shape
-        self.memory = keys, values = [
-            t.new_empty(*t.shape[:2], S + ROOM, t.shape[3]) for t in self.given
-        ]
+        self.layer, self.given = weakref.ref(layer), (layer.keys, layer.values)
+        S = layer.keys.shape[2]
+        self.size = S + GROWTH
+        self.memory = [t.new_empty(*t.shape[:2], self.size, t.shape[3]) for t in self.given]
         for memory, t in zip(self.memory, self.given):
             memory[:, :, :S] = t
-        self.where, self.size = (
-            np.array([keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)]),
-            S + ROOM,
-        )
+        keys, values = self.memory
+        self.where = np.array([keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)])
 
-    def holds(self, layer: Any) -> bool:
+    def is_current(self, layer: Any) -> bool:
         """Whether the layer has what it was given last, and one token more has room."""
-        return (
-            layer.keys is self.given[0]
-            and layer.values is self.given[1]
-            and self.where[2] <= self.size
-        )
+        keys, values = self.given
+        return layer.keys is keys and layer.values is values and self.where[2] <= self.size
 
-    def grow(self, layer: Any) -> None:
+    def grow(self) -> None:
         """Let the layer have one token more of what is in memory."""
+        layer, S = self.layer(), int(self.where[2])
         if layer.is_sliding:
             layer.cumulative_length += 1
-        layer.keys, layer.values = self.given = tuple(
-            t.narrow(2, 0, int(self.where[2])) for t in self.memory
-        )
+        layer.keys, layer.values = self.given = tuple(t.narrow(2, 0, S) for t in self.memory)
         self.where[2] += 1
 
 
-def linears_of(module: Any) -> list[nn.Linear] | None:
-    """q, k, v and o of an attention that may be that of the kernel."""
-    if type(module).__name__ not in ATTENTIONS:
-        return None
-    return [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+def linears_of(module: Any) -> list[nn.Linear]:
+    """q, k, v and o of an attention that may be that of the kernel; none of another module."""
+    known = type(module).__name__ in ATTENTIONS
+    return [getattr(module, name) for name in LINEARS] if known else []
 
 
-@torch.inference_mode()
-def decode_attention(module: nn.Module, pack: Pack | None = None) -> DecodeAttention | None:
-    """The forward for this module; None if a probe on a random token and angle shows another
-    attention."""
-    if (linears := linears_of(module)) is None:
-        return None
-    dtype = linears[0].weight.dtype
-    if any(
-        type(linear) is not nn.Linear
-        or linear.weight.dtype != dtype
-        or not fits(linear.weight, linear.bias)
-        for linear in linears
-    ):
-        return None
-    ours = DecodeAttention(module)
-    if not agree(module, ours, ours, linears[0].in_features):
-        return None
-    return DecodeAttention(module, pack) if pack else ours
+def norms_of(module: nn.Module) -> list[nn.Module]:
+    """Those of q and k, if an attention has both."""
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    return norms if None not in norms else []
 
 
 @torch.inference_mode()
@@ -261,11 +226,12 @@ def agree(theirs: Any, ours: Any, attention: SingleToken, H: int) -> bool:
     from transformers import DynamicCache
 
     rng, dtype = torch.Generator().manual_seed(0), attention.dtype
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=rng).to(attention.device, dtype)
+
     angle = torch.rand(1, 1, attention.D // 2, generator=rng).repeat(1, 1, 2) * 6
-    x, *past = (
-        torch.randn(1, *shape, generator=rng).to(attention.device, dtype)
-        for shape in ((1, H), *2 * [(attention.kv_heads, 3, attention.D)])
-    )
+    x, *past = drawn(1, H), *(drawn(attention.kv_heads, 3, attention.D) for _ in range(2))
     found = []
     for forward in (theirs, ours):
         cache = DynamicCache()
@@ -278,6 +244,5 @@ def agree(theirs: Any, ours: Any, attention: SingleToken, H: int) -> bool:
         )
         found.append((y[0] if isinstance(y, tuple) else y).float())
     wanted, got = found
-    return got.shape == wanted.shape and bool(
-        (got - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
-    )
+    largest = TOLERANCE[dtype] * wanted.abs().max()
+    return got.shape == wanted.shape and bool((got - wanted).abs().max() <= largest)

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.kernels.products import KINDS, multiply
+from moelab.kernels.products import KINDS, Matrices, multiply
+from moelab.kernels.vectors import Kind
 
 
 @dataclass(frozen=True)
-class Matrices:
-    """One weight [parts · R, n] and its bias, cut into `parts`, as
-    `moelab.kernels.products.multiply` takes them.
+class Dense:
+    """One weight [parts · R, n] and its bias, cut into parts, as `moelab.kernels.products.Matrices`
+    has them.
 
-    rows : int64 [parts, 4]; they point into the weight or, packed as one of its `PACKED`, into
-        `memory`.
+    rows : int64 [parts, 4]; they point into the weight or, packed, into `memory`.
     rounded : makes the weight that this stands for; None where that is the very same.
     """
 
-    kind: type
+    kind: Kind
     rows: np.ndarray
     memory: Any = None
     rounded: Callable[[], Tensor] | None = None
@@ -32,35 +32,38 @@ class Matrices:
     @classmethod
     def of(
         cls, weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None
-    ) -> Matrices:
+    ) -> Dense:
         """Packed by `pack` if the weight is bf16 and that does; valid while this and the weight
         live."""
         found = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
         if found is None:
             found = cls(KINDS[weight.dtype], np.zeros((parts, 4), np.int64))
-            found.rows[:, 0] = weight.data_ptr() + np.arange(parts) * (weight.nbytes // parts)
+            found.rows[:, 0] = _parts(weight, parts)
         if bias is not None:
-            found.rows[:, 2] = bias.data_ptr() + np.arange(parts) * (bias.nbytes // parts)
+            found.rows[:, 2] = _parts(bias, parts)
         return found
 
 
 #: (weight, number of parts) → the weight packed; None where that is not possible or does not pay
-Pack = Callable[[Tensor, int], Matrices | None]
+Pack = Callable[[Tensor, int], Dense | None]
+
+
+def _parts(tensor: Tensor, parts: int) -> np.ndarray:
+    return tensor.data_ptr() + np.arange(parts) * (tensor.nbytes // parts)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, matrices: Matrices | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dense: Dense | None = None
 ) -> Tensor:
     """`F.linear` by our kernels: CPU tensors of one type in `KINDS`, a contiguous weight; sums in
     fp32.
 
-    matrices : `Matrices` of the same weight and bias.
+    dense : of the same weight and bias.
     """
-    matrices, rows = matrices or Matrices.of(weight, bias), x.reshape(-1, weight.shape[1])
-    R, bounds = weight.shape[0], np.array([0, len(rows)])
-    return multiply(matrices.kind, matrices.rows, bounds, rows, None, R, False, x.dtype).view(
-        *x.shape[:-1], R
-    )
+    dense, rows = dense or Dense.of(weight, bias), x.reshape(-1, weight.shape[1])
+    matrices = Matrices(dense.kind, dense.rows, len(weight))
+    y = multiply(matrices, np.array([0, len(rows)]), rows, None, x.dtype)
+    return y.view(*x.shape[:-1], len(weight))
 
 
 def fits(w: Tensor, b: Tensor | None = None) -> bool:

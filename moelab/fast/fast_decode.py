@@ -7,36 +7,34 @@ tolerance, not bit for bit."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.fast.attention import decode_attention
-from moelab.fast.dense import Matrices
-from moelab.fast.graphs import graph_layer
-from moelab.fast.layers import decode_layer, stretches
-from moelab.fast.modules import FastLinears, fast_norm, fast_router
-from moelab.kernels.products import PACKED
+from moelab.fast.attention import DecodeAttention
+from moelab.fast.dense import Dense
+from moelab.fast.graphs import GraphLayer, GraphStretch
+from moelab.fast.layers import DecodeLayer, DecodeStretch, stretches
+from moelab.fast.modules import Linear, Norm, Router, Rows
+from moelab.fast.packing import on_huge_pages, packer
 from moelab.models.patches import Patches, bare
-from moelab.store import bf12, fewbit
+from moelab.models.unchanged import FusedModule
 from moelab.store.layout import CHECKSUMS
-from moelab.store.reader import aligned_buffer
 
+#: what `FastDecode` replaces, in this order: probes of what is made of others use theirs
 KERNELS = {
-    "norms": fast_norm,
-    "routers": fast_router,
-    "attentions": decode_attention,
-    "layers": decode_layer,
-    "graphs": graph_layer,
+    "norms": Norm,
+    "routers": Router,
+    "attentions": DecodeAttention,
+    "layers": DecodeLayer,
+    "graphs": GraphLayer,
+    "linears": Linear,
 }
-#: what linear layers can be multiplied in; the last three round
-DENSE = "bf12", "int8", "int4", "mxfp4"
+STRETCHES = {DecodeLayer: DecodeStretch, GraphLayer: GraphStretch}
 ROUTERS = "gate", "router"  # linear layers of these names choose experts
-HUGE, COLLAPSE = 1 << 21, 25  # bytes of a page; Linux's MADV_COLLAPSE
 
 
 class FastDecode(Patches):
@@ -49,71 +47,64 @@ class FastDecode(Patches):
         the order of sums only. The others round, prompts included; embeddings stay. Inputs must be
         a multiple of 64; ValueError if no layer's are. A weight that is replaced is used as it then
         is; of one that was edited in place the next prompt is a ValueError.
-    norms, routers, attentions, layers, graphs, linears : count the modules with another forward;
-        one that had another is left alone; a router within a graph counts with it. stretches :
-        counts those of layers that are one call for a token (`moelab.fast.layers`).
+    fused : what of `KERNELS` → the modules with another forward; one that had another is left
+        alone, a router within a graph is that graph's. stretches : of layers that are one call for
+        a token (`moelab.fast.layers`).
     """
 
     def __init__(
         self, model: nn.Module, rows: float | None = None, dense: str | None = None
     ) -> None:
         super().__init__()
-        self.norms = self.routers = self.attentions = self.layers = self.graphs = self.linears = 0
-        pack = None if dense is None else as_bf12 if dense == "bf12" else Rounding(dense)
-        find_linear, unchanged = FastLinears(rows), []
-        self.model, self.dense, self.copied = (
-            model,
-            dense,
-            {},
-        )  # copied: weight → (address, checksum)
-
-        def noted(weight: Tensor, parts: int) -> Matrices | None:
-            if found := pack(weight, parts):
-                self.copied[weight] = weight.data_ptr(), _checksum(weight)
-            return found
-
-        self.rows = find_linear.rows
+        self.model, self.dense, self.rows = model, dense, Rows(rows)
+        self.fused: dict[str, list[FusedModule]] = {}
+        self.copied: dict[Tensor, tuple[int, str]] = {}  # weight → (address, checksum)
         try:
-            for weight in [
-                weight for weight in model.parameters() if weight.requires_grad
-            ]:  # kernels record nothing
-                self.callback(weight.requires_grad_, True)
-                weight.requires_grad_(False)
-            for what, find in (KERNELS | {"linears": find_linear}).items():
-                for (
-                    name,
-                    module,
-                ) in model.named_modules():  # probes of what is made of others use theirs
-                    how = (
-                        {"pack": noted}
-                        if pack and what in ("attentions", "linears") and not name.endswith(ROUTERS)
-                        else {}
-                    )
-                    if bare(module) and (fast := find(module, **how)) is not None:
-                        self.put(module, "forward", fast)
-                        setattr(self, what, getattr(self, what) + 1)
-                        unchanged.append(getattr(fast, "parts", None))
-                        if (router := getattr(fast, "router", None)) is not None and bare(
-                            router.module
-                        ):
-                            self.put(router.module, "forward", router)
-                            unchanged.append(router.parts)
-                for parts in filter(None, unchanged):  # they have other forwards now
-                    parts.seal()
+            for weight in model.parameters():
+                if weight.requires_grad:  # kernels record nothing
+                    self.callback(weight.requires_grad_, True)
+                    weight.requires_grad_(False)
+            for what in KERNELS:
+                self.fused[what] = self._fuse(what, packer(dense) if dense else None)
             for weight in model.parameters():
                 on_huge_pages(weight.data_ptr(), weight.nbytes if weight.is_cpu else 0)
-            self.stretches = sum(len(stretches(module)) for module in model.modules())
-            if dense and not self.copied:
-                raise ValueError(
-                    f"dense is {dense!r}, and no linear layer of this model can be: their weights must be "
-                    f"bf16 on the CPU, their inputs a multiple of 64"
-                )
+            self.stretches = [one for part in model.modules() for one in stretches(part, STRETCHES)]
             if dense:
-                base = getattr(model, "base_model", model)
-                self.hook(base.register_forward_pre_hook, self._check_copies, with_kwargs=True)
+                self._guard_copies()
         except BaseException:
             self.close()
             raise
+
+    def _fuse(self, what: str, pack: Callable | None) -> list[FusedModule]:
+        """Replace the forwards of all modules of a kind."""
+        found = []
+        for name, module in self.model.named_modules():
+            options: dict[str, Any] = {"rows": self.rows} if what == "linears" else {}
+            if pack and what in ("attentions", "linears") and not name.endswith(ROUTERS):
+                options["pack"] = partial(self._packed, pack)
+            if bare(module) and (fused := KERNELS[what].of(module, **options)) is not None:
+                for one in (fused, *fused.inner):
+                    if bare(one.module):
+                        self.put(one.module, "forward", one)
+                found.append(fused)
+        for fused in (*sum(self.fused.values(), []), *found):  # their parts have other forwards now
+            for one in (fused, *fused.inner):
+                one.parts.seal()
+        return found
+
+    def _packed(self, pack: Callable, weight: Tensor, parts: int) -> Dense | None:
+        if found := pack(weight, parts):
+            self.copied[weight] = weight.data_ptr(), _checksum(weight)
+        return found
+
+    def _guard_copies(self) -> None:
+        if not self.copied:
+            raise ValueError(
+                f"dense is {self.dense!r}, and no linear layer of this model can be: their weights must be "
+                f"bf16 on the CPU, their inputs a multiple of 64"
+            )
+        base = getattr(self.model, "base_model", self.model)
+        self.hook(base.register_forward_pre_hook, self._check_copies, with_kwargs=True)
 
     def _check_copies(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a prompt: whether the copied weights are what they were. Edits of `.data` leave no
@@ -133,60 +124,3 @@ class FastDecode(Patches):
 
 def _checksum(weight: Tensor) -> str:
     return CHECKSUMS["xxh3"](weight.detach().contiguous().view(torch.uint8).numpy())
-
-
-def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:
-    """A weight as bf12 in memory (`Pack`)."""
-    memory, rows = [], []
-    for part in weight.chunk(parts):
-        blob = bf12.CODEC.compress(part) if bf12.CODEC.kernel("BF16", part.shape) else None
-        if blob is None:
-            return None
-        memory.append(_aligned(blob))
-        rows.append(bf12.CODEC.row(memory[-1].ctypes.data, len(blob), part.shape))
-    return Matrices(PACKED["bf12"], np.array(rows), memory)
-
-
-class Rounding:
-    """Rounds weights to a few-bit format in groups of 32, each weight once (`Pack`)."""
-
-    def __init__(self, name: str) -> None:
-        self.form, self.blobs = fewbit.find_format(name), {}  # address → blob
-
-    def __call__(self, weight: Tensor, parts: int = 1) -> Matrices | None:
-        shape, address = tuple(weight.shape), weight.data_ptr()
-        if shape[1] % 64 or shape[0] % parts:
-            return None
-        if address not in self.blobs:
-            blob = self.form.compress(weight)
-            self.blobs[address] = None if blob is None else _aligned(blob)
-        if (blob := self.blobs[address]) is None:
-            return None
-        codes, scales, *rest = self.form.row(blob.ctypes.data, len(blob), shape)
-        end = blob.ctypes.data + len(blob)
-        rows = [
-            [codes + i * ((scales - codes) // parts), scales + i * ((end - scales) // parts), *rest]
-            for i in range(parts)
-        ]
-
-        def rounded() -> Tensor:
-            self.form.decompress(blob, out := torch.empty(shape, dtype=torch.bfloat16))
-            return out
-
-        return Matrices(PACKED[self.form.name], np.array(rows), blob, rounded)
-
-
-def _aligned(blob: np.ndarray) -> np.ndarray:
-    memory = aligned_buffer(len(blob), 64)
-    memory[:] = blob
-    on_huge_pages(memory.ctypes.data, len(blob))
-    return memory
-
-
-def on_huge_pages(address: int, nbytes: int) -> None:
-    """Have memory moved, as it is, to pages of 2 MB where Linux can (6.1 and later): at each end of
-    a page the hardware stops reading ahead and looks the next one up. What is far smaller than such
-    a page stays."""
-    if sys.platform == "linux" and nbytes >= HUGE // 4:
-        begin, end = address // HUGE * HUGE, -(-(address + nbytes) // HUGE) * HUGE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), COLLAPSE)

@@ -4,11 +4,11 @@ In transformers norms and routers of a decode step are overhead-dominated. One i
 probe on random tokens shows the same result within the dtype's tolerance; prompts, batches and
 other devices take its own forward.
 
-torch's bf16 products are slow where the processor has no bf16 instructions. `FastLinears` gives
-each `nn.Linear` on the CPU (no subclass, contiguous weight) another forward:
-`moelab.kernels.products` up to the number of rows at which torch is faster, measured once for each
-type; torch beyond it. Weights are copied only packed. What is to be differentiated, or is traced by
-torch.compile, takes the modules' own forwards.
+torch's bf16 products are slow where the processor has no bf16 instructions. `Linear` gives each
+`nn.Linear` on the CPU (no subclass, contiguous weight) another forward: `moelab.kernels.products` up
+to the number of rows at which torch is faster, measured once for each type; torch beyond it.
+Weights are copied only packed. What is to be differentiated, or is traced by torch.compile, takes
+the modules' own forwards.
 
     norm: x [..., H] → [..., H]    router: x [1, H] → logits [1, E], weights [1, K], ids [1, K]
 """
@@ -16,21 +16,22 @@ torch.compile, takes the modules' own forwards.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.fast.dense import Matrices, Pack, fits, linear
-from moelab.kernels.layers import rms_norm, route
-from moelab.kernels.products import KINDS, TEAM, crossover, entry
-from moelab.models.unchanged import Replaced, Unchanged, watched
+from moelab.fast.dense import Dense, Pack, fits, linear
+from moelab.kernels.layers import route
+from moelab.kernels.norm import rms_norm
+from moelab.kernels.products import KINDS, PIECE, crossover, work_of
+from moelab.kernels.threads import TEAM
+from moelab.models.unchanged import FusedModule, Unchanged, watched
 
-LARGEST_NORM = (
-    1 << 16
-)  # entries of a norm's x up to which one thread is faster than torch's many operations
+#: entries of a norm's x up to which one thread is faster than torch's many operations
+LARGEST_NORM = 1 << 16
 LARGE = 1 << 16  # weights of a linear layer below which there is nothing to gain
 
 
@@ -39,212 +40,159 @@ def epsilon(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _of_one(module: nn.Module, kind: str) -> bool:
-    """Whether a module is of a class named so, and its forward takes one tensor and nothing
-    else."""
-    return (
-        type(module).__name__.endswith(kind)
-        and len(inspect.signature(type(module).forward).parameters) == 2
-    )
+def _weight_of(module: nn.Module, kind: str, dims: int) -> Tensor | None:
+    """The weight of a module of a class named so, whose forward takes one tensor and nothing else;
+    None if there is none that kernels read."""
+    weight = module._parameters.get("weight")
+    if (
+        not type(module).__name__.endswith(kind)
+        or len(inspect.signature(type(module).forward).parameters) != 2
+        or weight is None
+        or weight.ndim != dims
+        or not fits(weight)
+    ):
+        return None
+    return weight
 
 
-class Norm(Replaced):
+class Norm(FusedModule):
     """The forward of an RMSNorm: the kernel for few rows, the module's own for many."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.eps, self.dtype, self.parts = (
-            epsilon(module),
-            module.weight.dtype,
-            Unchanged((), called=[module]),
-        )
-        self.kind, self.H = KINDS[self.dtype](0), len(module.weight)
+        super().__init__(module, Unchanged(called=[module]))
+        self.eps, self.dtype, self.H = epsilon(module), module.weight.dtype, len(module.weight)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        n = x.numel()
-        if (
-            n > LARGEST_NORM
-            or x.dtype != self.dtype
-            or not x.is_cpu
-            or not x.is_contiguous()
-            or watched()
-            or self.parts.listeners() is None
-        ):
-            return self.own(x)
-        out, w = torch.empty_like(x), self.module.weight
-        rms_norm(
-            self.kind,
-            x.data_ptr(),
-            self.kind,
-            w.data_ptr(),
-            n // self.H,
-            self.H,
-            self.eps,
-            out.data_ptr(),
-        )
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, module: nn.Module) -> Norm | None:
+        """For this module if the kernel gives what it gives, on random rows of very different
+        sizes."""
+        w = _weight_of(module, "RMSNorm", 1)
+        if w is None or epsilon(module) is None:
+            return None
+        x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0))
+        x, ours = (x * torch.tensor([[1e-3], [1.0], [30.0]])).to(w.dtype), cls(module)
+        wanted, got = module(x), ours(x)
+        close = torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=1e-6)
+        return ours if got.dtype == wanted.dtype and close else None
+
+    def fused(self, x: Tensor) -> Tensor | None:
+        n, fitting = x.numel(), x.dtype == self.dtype and x.is_cpu and x.is_contiguous()
+        if n > LARGEST_NORM or not fitting or not self.free():
+            return None
+        out, w, kind = torch.empty_like(x), self.module.weight, KINDS[self.dtype].tag
+        rows = n // self.H
+        rms_norm(kind, x.data_ptr(), kind, w.data_ptr(), rows, self.H, self.eps, out.data_ptr())
         return out
 
 
-@torch.inference_mode()
-def fast_norm(module: nn.Module) -> Norm | None:
-    """The kernel for this module if it gives what the module gives, on random rows of very
-    different sizes."""
-    w = module._parameters.get("weight")
-    if (
-        not _of_one(module, "RMSNorm")
-        or w is None
-        or w.ndim != 1
-        or epsilon(module) is None
-        or not fits(w)
-    ):
-        return None
-    x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0)) * torch.tensor(
-        [[1e-3], [1.0], [30.0]]
-    )
-    x, ours = x.to(w.dtype), Norm(module)
-    wanted, got = module(x), ours(x)
-    same = got.dtype == wanted.dtype and torch.allclose(
-        got.float(), wanted.float(), rtol=2**-7, atol=1e-6
-    )
-    return ours if same else None
-
-
-class Router(Replaced):
+class Router(FusedModule):
     """The forward of a top-K softmax router, its weights `normalised` or not; the module's own for
     several tokens, and where equal scores, which are frequent in bf16, leave it a choice."""
 
     def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
-        super().__init__(module)
-        self.normalised, self.dtype, self.kind = normalised, dtype, KINDS[dtype](0)
-        self.parts = Unchanged((), called=[module])
+        super().__init__(module, Unchanged(called=[module]))
+        self.normalised, self.dtype = normalised, dtype
 
-    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, module: nn.Module) -> Router | None:
+        """For this module if the kernel chooses as it does, on random tokens."""
+        w, K = _weight_of(module, "Router", 2), getattr(module, "top_k", None)
+        others = [*module.parameters(), *module.buffers()][1:]
+        if w is None or not isinstance(K, int) or others:
+            return None
+        tokens = torch.randn(8, 1, w.shape[1], generator=torch.Generator().manual_seed(0))
+        tokens[::2] /= w.float().norm(dim=1).mean()  # logits of about 1: no saturated softmax
+        tokens = tokens.to(w.dtype)
+        wanted = [module(x) for x in tokens]
+        if any(
+            len(out) != 3 or out[1].shape != (1, K) or out[1].dtype not in KINDS for out in wanted
+        ):
+            return None
+        for ours in (cls(module, normalised, wanted[0][1].dtype) for normalised in (False, True)):
+            if all(_same_choice(found, ours(x)) for found, x in zip(wanted, tokens)):
+                return ours
+        return None
+
+    def plan(self) -> tuple:
+        """Of `moelab.kernels.layers.route`."""
+        kind = KINDS[self.module.weight.dtype]
+        product = kind.tag, work_of(kind, x=kind), PIECE
+        return kind.tag, KINDS[self.dtype].tag, product, self.normalised
+
+    def fused(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         x, w = hidden_states, self.parts.weights[0]
         E, H = w.shape
-        if (
-            x.numel() != H
-            or x.dtype != w.dtype
-            or not x.is_cpu
-            or watched()
-            or self.parts.listeners() is None
-        ):
-            return self.own(x)
+        if x.numel() != H or x.dtype != w.dtype or not x.is_cpu or not self.free():
+            return None
         x, K = x.contiguous(), self.module.top_k
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
-        ids = torch.empty(1, K, dtype=torch.int64)
-        decided = route(
-            KINDS[w.dtype](0),
-            self.kind,
-            x.data_ptr(),
-            w.data_ptr(),
-            E,
-            H,
-            K,
-            self.normalised,
-            logits.data_ptr(),
-            scores.data_ptr(),
-            ids.numpy(),
-            entry(KINDS[w.dtype], x=KINDS[x.dtype]),
-            TEAM,
-            torch.get_num_threads(),
-        )
-        return (logits, scores, ids) if decided else self.own(x)
-
-
-@torch.inference_mode()
-def fast_router(module: nn.Module) -> Router | None:
-    """The kernel for this module if it chooses as the module does, on random tokens."""
-    w, K = module._parameters.get("weight"), getattr(module, "top_k", None)
-    if (
-        not _of_one(module, "Router")
-        or not isinstance(K, int)
-        or w is None
-        or w.ndim != 2
-        or len(list(module.parameters())) > 1
-        or len(list(module.buffers()))
-        or not fits(w)
-    ):
-        return None
-    tokens = torch.randn(8, 1, w.shape[1], generator=torch.Generator().manual_seed(0))
-    tokens[::2] /= (
-        w.float().norm(dim=1).mean()
-    )  # logits of about 1: where a softmax is not saturated
-    tokens = tokens.to(w.dtype)
-    wanted = [module(x) for x in tokens]
-    if any(
-        len(found) != 3 or found[1].shape != (1, K) or found[1].dtype not in KINDS
-        for found in wanted
-    ):
+        ids, out = torch.empty(1, K, dtype=torch.int64), (logits.data_ptr(), scores.data_ptr())
+        team = TEAM, torch.get_num_threads()
+        if route(self.plan(), x.data_ptr(), w.data_ptr(), E, H, *out, ids.numpy(), team):
+            return logits, scores, ids
         return None
 
-    def agree(a: tuple, b: tuple) -> bool:
-        pairs = (a[0], b[0]), (a[1], b[1]), tuple(a[0].gather(1, found[2]) for found in (a, b))
-        return all(torch.allclose(x.float(), y.float(), rtol=2**-6, atol=1e-6) for x, y in pairs)
 
-    for ours in (Router(module, normalised, wanted[0][1].dtype) for normalised in (False, True)):
-        if all(agree(found, ours(x)) for found, x in zip(wanted, tokens)):
-            return ours
-    return None
+def _same_choice(wanted: tuple, got: tuple) -> bool:
+    """Whether two routers' logits, weights and the logits of their choices are close."""
+    pairs = [*zip(wanted[:2], got[:2]), tuple(out[0].gather(1, out[2]) for out in (wanted, got))]
+    return all(torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-6) for a, b in pairs)
 
 
-class FastLinears:
-    """Gives linear layers another forward, up to so many rows; None measures how many."""
+@dataclass
+class Rows:
+    """Up to how many rows linear layers use the kernels; measured for each type unless `given`."""
 
-    def __init__(self, rows: float | None = None) -> None:
-        self._given, self.rows = rows, {}  # rows: dtype, or that and a kind → how many
+    given: float | None = None
+    found: dict[Any, float] = field(default_factory=dict)  # dtype, or that and a kind → how many
 
-    def __call__(
-        self, module: nn.Module, pack: Pack | None = None
-    ) -> Callable[[Tensor], Tensor] | None:
-        """The forward for a module; None where the module's own is as good, or another.
+    @torch.inference_mode()
+    def of(self, module: nn.Linear, packed: Dense | None) -> float:
+        """torch, for its products, has to make a weight that was rounded."""
+        rounded = packed.rounded if packed else None
+        w, b, packed = module.weight, module.bias, packed if rounded else None
+        key = (w.dtype, packed.kind) if packed else w.dtype
+        if key not in self.found and self.given is None:
+            x = torch.ones(128, w.shape[1], dtype=w.dtype)
+            measured = crossover(
+                lambda n: linear(x[:n], w, b, packed),
+                lambda n: F.linear(x[:n], rounded() if rounded else w, b),
+            )
+            self.found[key] = max(measured, 1)
+        return self.found.setdefault(key, self.given)
 
-        pack : packs the weight that is multiplied, kept beside the module's own, until anything of
-            the module is changed. One that is rounded is so for any number of rows.
-        """
+
+class Linear(FusedModule):
+    """The forward of a linear layer.
+
+    packed : of its weight, used until anything of the module is changed. One that is rounded is so
+        for any number of rows.
+    """
+
+    def __init__(self, module: nn.Linear, rows: float, packed: Dense | None = None) -> None:
+        super().__init__(module, Unchanged(called=[module], copied=True) if packed else Unchanged())
+        self.rows, self.packed = rows, packed
+
+    @classmethod
+    def of(cls, module: nn.Module, rows: Rows, pack: Pack | None = None) -> Linear | None:
+        """None where the module's own forward is as good, or another."""
         if (
             type(module) is not nn.Linear
             or not fits(module.weight, module.bias)
-            or module.weight.numel() < LARGE
-            and pack is None
+            or (module.weight.numel() < LARGE and pack is None)
         ):
             return None
-        packed = None if pack is None else Matrices.of(module.weight, module.bias, pack=pack)
-        rounded = packed and packed.rounded
-        key = (module.weight.dtype, packed.kind) if rounded else module.weight.dtype
-        if key not in self.rows:
-            self.rows[key] = (
-                _measured(module, packed, rounded) if self._given is None else self._given
-            )
-        rows, parts = self.rows[key], packed and Unchanged((), called=[module], copied=True)
+        packed = Dense.of(module.weight, module.bias, pack=pack) if pack else None
+        return cls(module, rows.of(module, packed), packed)
 
-        def forward(x: Tensor) -> Tensor:
-            w, b = module.weight, module.bias  # asked each time: they may be replaced or moved
-            trained = torch.is_grad_enabled() and w.requires_grad
-            copy = packed if packed and not trained and parts.listeners() is not None else None
-            if (
-                x.is_cpu
-                and x.dtype == w.dtype
-                and x.shape[-1] == w.shape[1]
-                and 0 < x.numel() <= rows * w.shape[1]
-                and fits(w, b)
-                and not watched()
-            ):
-                return linear(x, w, b, copy)
-            return F.linear(x, rounded() if rounded and copy else w, b)
-
-        forward.parts = parts
-        return forward
-
-
-@torch.inference_mode()
-def _measured(module: nn.Linear, packed: Any, rounded: Callable[[], Tensor] | None) -> float:
-    """Up to how many rows; torch, for its products, has to make the weight that was rounded."""
-    w, b = module.weight, module.bias
-    x, packed = torch.ones(128, w.shape[1], dtype=w.dtype), packed if rounded else None
-    return max(
-        crossover(
-            lambda n: linear(x[:n], w, b, packed),
-            lambda n: F.linear(x[:n], rounded() if rounded else w, b),
-        ),
-        1,
-    )
+    def fused(self, x: Tensor) -> Tensor | None:
+        w, b = self.module.weight, self.module.bias  # they may be replaced or moved
+        trained = torch.is_grad_enabled() and w.requires_grad
+        unchanged = self.packed and not trained and self.parts.listeners() is not None
+        packed = self.packed if unchanged else None
+        few = x.shape[-1] == w.shape[1] and 0 < x.numel() <= self.rows * w.shape[1]
+        if few and x.is_cpu and x.dtype == w.dtype and fits(w, b) and not watched():
+            return linear(x, w, b, packed)
+        return F.linear(x, packed.rounded(), b) if packed and packed.rounded else None

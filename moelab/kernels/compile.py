@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from glob import escape
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -86,9 +85,8 @@ class _Cache(caching.FunctionCache):
 
     def __init__(self, function: Callable) -> None:
         super().__init__(function)
-        self._base, sources = self._impl.filename_base, _sources(function)
         self._cache_file = caching.IndexDataCacheFile(
-            self._cache_path, f"{self._base}.{sources[:16]}", sources
+            self._cache_path, self._impl.filename_base, _sources(function)
         )
 
     def load_overload(self, *args: Any) -> Any:
@@ -102,9 +100,6 @@ class _Cache(caching.FunctionCache):
     def save_overload(self, *args: Any) -> None:
         try:
             super().save_overload(*args)
-            for file in Path(self._cache_path).glob(f"{escape(self._base)}.*"):
-                if not file.name.startswith(f"{self._base}.{self._cache_file._source_stamp[:16]}."):
-                    file.unlink()  # of other sources
         except Exception as error:  # of the disk, or of pickling
             _not_kept(self._cache_path, getattr(error, "strerror", type(error).__name__))
 

@@ -19,6 +19,8 @@ from numba.extending import intrinsic
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
+#: numba's type of a tag → the kind of weights (`moelab.kernels.vectors`) that it stands for
+TAGS: dict[types.Type, Any] = {}
 
 
 def fill(of: ir.Type, value: Any) -> ir.Constant:
@@ -119,8 +121,8 @@ class Value:
 
 def emitted(result: types.Type = types.void) -> Callable:
     """A part of kernels, from the function that makes its code of values: of int64, of fp32, of an
-    array the address. A parameter annotated `type` is numba's type instead, one annotated `int` a
-    number known when a kernel is compiled."""
+    array the address. A parameter annotated `Kind` is the kind of weights that a tag stands for, one
+    annotated `int` a number known when a kernel is compiled."""
 
     def part(function: Callable) -> Any:
         own = inspect.signature(function)
@@ -150,15 +152,15 @@ def emitted(result: types.Type = types.void) -> Callable:
 
 def _taken(wanted: str, given: types.Type) -> types.Type:
     """The type in which a part takes an argument."""
-    if wanted in ("int", "type"):
+    if wanted in ("int", "Kind"):
         return given if wanted == "int" else types.unliteral(given)
     wide = {types.Integer: types.int64, types.Float: types.float32}
     return next((to for of, to in wide.items() if isinstance(given, of)), given)
 
 
 def _value(context: Any, builder: ir.IRBuilder, wanted: str, taken: Any, llvm: Any) -> Any:
-    if wanted in ("int", "type"):
-        return taken.literal_value if wanted == "int" else taken
+    if wanted in ("int", "Kind"):
+        return taken.literal_value if wanted == "int" else TAGS[taken]
     if isinstance(taken, types.Array):
         llvm = builder.ptrtoint(context.make_array(taken)(context, builder, llvm).data, I64)
     return Value(builder, llvm)

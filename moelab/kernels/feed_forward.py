@@ -9,16 +9,16 @@ expert is one call.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.kernels.compile import kernel
-from moelab.kernels.emit import address, exponential, kept, together
-from moelab.kernels.products import KINDS, OUTPUTS, PIECE, TEAM, entry, job_of
+from moelab.kernels.emit import address, exponential, kept
+from moelab.kernels.products import F32, KINDS, Matrices, multiply_into
+from moelab.kernels.threads import TEAM
 from moelab.kernels.tiles import weight, write
+from moelab.kernels.vectors import FLOAT32, Kind
 
 
 @kernel
@@ -56,59 +56,32 @@ def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tenso
     """[T, H]: for each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its
     weights w [T, K]."""
     out, w = torch.empty(len(rows), y.shape[1], dtype=dtype), _readable(w)
-    _combine(KINDS[w.dtype](0), KINDS[dtype](0), y.numpy(), rows, w.data_ptr(), out.data_ptr())
+    kinds = KINDS[w.dtype].tag, KINDS[dtype].tag
+    _combine(*kinds, y.numpy(), rows, w.data_ptr(), out.data_ptr())
     return out
 
 
 def feed_forward(
-    up: tuple[type, np.ndarray, int],
-    down: tuple[type, np.ndarray, int],
+    up: Matrices,
+    down: Matrices,
     bounds: np.ndarray,
     x: Tensor,
     tokens: np.ndarray,
     rows: np.ndarray,
     w: Tensor,
-    transposed: bool,
 ) -> Tensor:
-    """Weighted experts down(silu(gate) · up), [T, H], in one call; up (gate first) and down: (kind,
-    matrices, R)."""
-    x, w, (T, n) = x.contiguous(), _readable(w), x.shape
-    out = torch.empty(T, down[2], dtype=x.dtype)
-    gated(
-        KINDS[x.dtype](0),
-        ways(up, down, transposed, x.dtype),
-        up[1],
-        down[1],
-        bounds,
-        x.data_ptr(),
-        T,
-        n,
-        tokens,
-        rows,
-        KINDS[w.dtype](0),
-        w.data_ptr(),
-        out.data_ptr(),
-        TEAM,
-        torch.get_num_threads(),
-    )
+    """Weighted experts down(silu(gate) · up), [T, H], in one call; up has gates first."""
+    x, w, kind = x.contiguous(), _readable(w), KINDS[x.dtype]
+    out, team = torch.empty(len(x), down.R, dtype=x.dtype), (TEAM, torch.get_num_threads())
+    inputs, weights = (kind.tag, x.data_ptr(), *x.shape), (KINDS[w.dtype].tag, w.data_ptr())
+    both = plans(up, down, kind), up.rows, down.rows
+    gated(*both, bounds, *inputs, tokens, rows, *weights, out.data_ptr(), team)
     return out
 
 
-def ways(
-    up: tuple[type, Any, int], down: tuple[type, Any, int], transposed: bool, dtype: torch.dtype
-) -> tuple:
-    """How `gated` multiplies matrices of these kinds: orders of inputs, outputs R of each, at a
-    time, and kernels.
-    dtype : of up's inputs; down's are fp32."""
-    orders = [np.float32(0) if transposed else kind(0) for kind, _, _ in (up, down)]
-    return (
-        *orders,
-        up[2],
-        down[2],
-        OUTPUTS if transposed else PIECE,
-        entry(up[0], transposed, KINDS[dtype]),
-        entry(down[0], transposed),
-    )
+def plans(up: Matrices, down: Matrices, x: Kind) -> tuple:
+    """Of `gated`: how these matrices are multiplied, with inputs x, and how many rows they have."""
+    return up.plan(x), down.plan(FLOAT32), up.R, down.R
 
 
 def _readable(w: Tensor) -> Tensor:
@@ -131,45 +104,18 @@ def _combine(w_kind, kind, y, rows, w, out):
             write(kind, out, t * len(total) + h, total[h])
 
 
-@kernel(
-    error_model="numpy"
-)  # a division that may raise an error keeps a loop from becoming vectors
-def gated(x_kind, ways, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out, team, threads):
+# A division that may raise an error keeps a loop from becoming vectors.
+@kernel(error_model="numpy")
+def gated(plans, up, down, bounds, kind, x, T, n, tokens, rows, w_kind, w, out, team):
     """`feed_forward`, of matrices [M, 4] each."""
-    up_order, down_order, two_I, H, outputs, up_work, down_work = ways
+    up_plan, down_plan, two_I, H = plans
     N, I = bounds[-1], two_I // 2
-    h, a, y = (
-        np.empty((N, two_I), np.float32),
-        np.empty((N, I), np.float32),
-        np.empty((N, H), np.float32),
-    )
-    together(
-        team,
-        up_work,
-        threads,
-        job_of(x_kind, up_order, up, bounds, x, T, n, tokens, two_I, address(h), outputs, threads),
-    )
+    h, a = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32)
+    y = np.empty((N, H), np.float32)
+    multiply_into(up_plan, up, bounds, kind, x, T, n, tokens, two_I, address(h), team)
     for j in range(N):
         for i in range(I):
             a[j, i] = h[j, i] / (np.float32(1) + exponential(-h[j, i])) * h[j, I + i]
-    together(
-        team,
-        down_work,
-        threads,
-        job_of(
-            np.float32(0),
-            down_order,
-            down,
-            bounds,
-            address(a),
-            N,
-            I,
-            tokens[:0],
-            H,
-            address(y),
-            outputs,
-            threads,
-        ),
-    )
+    multiply_into(down_plan, down, bounds, F32, address(a), N, I, tokens[:0], H, address(y), team)
     kept(a)
-    _combine(w_kind, x_kind, y, rows, w, out)
+    _combine(w_kind, kind, y, rows, w, out)

@@ -1,13 +1,11 @@
-"""Weights as vectors: LLVM code, piece by piece, of which `moelab.kernels.tiles` makes the parts of
-kernels.
+"""Kinds of weights, each with the LLVM code that makes vectors of fp32 of them.
 
-A *kind* is a numba type that says how weights are stored: float32, uint16 for bf16, int16 for fp16,
-int8 for bf12 (`moelab.store.bf12`): low bytes of bf16 at one address, at another 4 bits a weight
-that stand for the high byte, by a table of 16. A shift, a table look-up and two unpacks make bf16
-pairs of 64 such weights, of which 96 bytes are read instead of 128. The other packed kinds are the
-formats of `moelab.store.fewbit`: codes at one address, scales at another, each code widened and
-multiplied by its scale, four-bit ones by a look-up of each of the four in a 16-bit word. What is
-multiplied is fp32, pairs of bf16 (`PAIRED`) or bytes (`FIXED`), by what the processor can."""
+A *kind* says how weights are stored. Plain ones are arrays of fp32, bf16 or fp16. Packed ones have two addresses, and
+blocks of 64 weights: bf12 (`moelab.store.bf12`) has the low bytes of bf16 at one, and at the other 4 bits a weight that
+stand for the high byte, by a table of 16; the formats of `moelab.store.fewbit` have codes at one and scales at the
+other. In a kernel's signature a kind is a number of its `tag`'s type, of which only the type matters.
+
+How vectors of weights are multiplied is in `moelab.kernels.instructions`."""
 
 from __future__ import annotations
 
@@ -15,50 +13,26 @@ import platform
 from collections.abc import Iterator
 from math import nan
 from struct import pack, unpack
-from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba.np.numpy_support import from_dtype
 
-from moelab.kernels.emit import F16, F32, I8, I16, I32, Value
+from moelab.kernels.emit import F16, F32, I8, I16, I32, TAGS, Value
 
 _FEATURES = llvm.get_host_cpu_features()
-WIDTH = (
-    16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4
-)  # fp32 numbers in a vector register
-STEP = 2 * WIDTH  # weights a step of the loops below takes of plain kinds
+#: fp32 numbers in a vector register
+WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4
+STEP = 2 * WIDTH  # weights that a loop takes at a time of plain kinds
 BLOCK = 64  # and of packed ones
-BF12, INT8, INT4, MXFP4, FP8 = types.int8, types.uint8, types.uint32, types.int32, types.uint64
-FEW = (INT8, INT4, MXFP4, FP8)
-GROUP = 32  # weights of a scale, but FP8's
-_BYTES_LOOKED_UP = bool(
-    _FEATURES.get("avx512vbmi")
-)  # in tables of 64 and 128, by the low bits of bytes
-#: kinds that are multiplied as pairs of bf16 in one instruction, see `moelab.kernels.tiles`
-PAIRED = (
-    (types.uint16, BF12, INT4, MXFP4, FP8)
-    if WIDTH == 16 and _BYTES_LOOKED_UP and _FEATURES.get("avx512bf16")
-    else ()
-)
-#: and as bytes, by inputs in fixed point, each larger than its value by so much
-OFFSETS = {INT4: 8, MXFP4: 12, INT8: 128}
-FIXED = (
-    (INT4, MXFP4) if WIDTH == 8 else (INT8,) if WIDTH == 16 and _FEATURES.get("avx512vnni") else ()
-)
-#: kind → bytes of `BLOCK` weights at their first address, and at the other one
-SIZES = {
-    types.float32: (256, 0),
-    types.uint16: (128, 0),
-    types.int16: (128, 0),
-    BF12: (64, 32),
-    INT8: (64, 4),
-    INT4: (32, 4),
-    MXFP4: (32, 2),
-    FP8: (64, 2),
-}
-_DOUBLED = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]  # twice the values of e2m1
+GROUP = 32  # weights that share a scale, but of fp8
 FLOATS, WORDS = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+BYTES = ir.VectorType(I8, 4 * WIDTH)
+#: whether bytes are looked up in tables of 64 and 128, by their low bits
+LOOKS_UP_BYTES = bool(_FEATURES.get("avx512vbmi"))
+HAS_PAIRS = WIDTH == 16 and LOOKS_UP_BYTES and bool(_FEATURES.get("avx512bf16"))
+HAS_BYTE_SUMS = WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {
     ("x86_64", 64): "x86.avx512.pshuf.b.512",
@@ -67,192 +41,273 @@ _LOOK_UPS = {
 }
 if _FEATURES.get("ssse3"):
     _LOOK_UPS["x86_64", 16] = "x86.ssse3.pshuf.b.128"
-if _BYTES_LOOKED_UP:
+if LOOKS_UP_BYTES:
     _LOOK_UPS["x86_64", 64] = "x86.avx512.permvar.qi.512"
 _PROCESSOR = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
-def step_of(kind: type) -> int:
-    """Weights that are widened at a time: kinds of 16 bits in pairs, packed ones in blocks."""
-    return BLOCK if SIZES[kind][1] else STEP
+#: the order of a block of bytes that `_unpacked` has made words of
+UNPACKED = [
+    begin + 16 * lane + 8 * half + 2 * pair + odd
+    for begin in range(0, BLOCK, 4 * WIDTH)
+    for half in range(2)
+    for odd in range(2)
+    for lane in range(WIDTH // 4)
+    for pair in range(4)
+]
 
 
-def order_of(kind: Any, plain: bool = False) -> list[int]:
-    """In which order the weights of a step come out of `groups`, or `plain`, out of `vectors`."""
-    if kind == types.uint16:
-        return [*range(0, STEP, 2), *range(1, STEP, 2)]
-    if kind == BF12 or kind == FP8 and kind in PAIRED and not plain:
-        return [
-            begin + 16 * lane + 8 * half + 2 * pair + odd
-            for begin in range(0, BLOCK, 4 * WIDTH)
-            for half in range(2)
-            for odd in range(2)
-            for lane in range(WIDTH // 4)
-            for pair in range(4)
-        ]
-    if kind in PAIRED and not plain:
-        return [
-            8 * (lane % 8) + 4 * odd + lane // 8 + k
-            for k in (0, 2)
-            for odd in range(2)
-            for lane in range(WIDTH)
-        ]
-    if kind not in (INT4, MXFP4):
-        return list(range(step_of(kind)))
-    if kind in FIXED and not plain:
-        return [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
-    return [
+class Kind:
+    """How weights are stored.
+
+    tag : 0 of the numpy type that stands for this kind in kernels' signatures.
+    size, other : bytes of 64 weights at their first address and at the other one.
+    step : weights that a loop takes at a time. order : which of them is where in what `vectors` returns.
+    scaled : whether weights are codes times scales.
+
+    A kind that processors multiply as pairs of bf16 or as bytes (`moelab.kernels.instructions`) also has
+    `pairs(weights, other, table)`, words of two bf16 in `pair_order`, or `bytes(weights)`, codes as bytes without signs,
+    each `offset` larger than `factor` times its value, in `byte_order`.
+    """
+
+    size, other, scaled = 128, 0, False
+    step, order = STEP, list(range(STEP))
+
+    def __init__(self, tag: type) -> None:
+        self.tag = tag(0)
+        TAGS[from_dtype(np.dtype(tag))] = self
+
+    def span(self, count: Value) -> Value:
+        """Bytes of so many weights at their first address."""
+        return _portion(count, self.size)
+
+    def beside(self, count: Value) -> Value:
+        """Bytes at the other address of so many weights of a row, or of whole blocks of rows."""
+        return _portion(count, self.other)
+
+    def table(self, address: Value) -> Value | None:
+        """What all weights of a matrix are looked up in, from its address."""
+        return None
+
+    def vectors(self, weights: Value, other: Value, table: Value | None) -> list[Value]:
+        """The weights of a step as vectors of fp32, exact."""
+        raise NotImplementedError
+
+
+def _portion(count: Value, size: int) -> Value:
+    return count * (size // BLOCK) if size % BLOCK == 0 else count * size >> 6
+
+
+class Float32(Kind):
+    size = 256
+
+    def vectors(self, weights, other, table):
+        return [(weights + 4 * at).load(FLOATS) for at in (0, WIDTH)]
+
+    def rounded(self, value):
+        """Numbers of this kind, from fp32."""
+        return value
+
+
+class Float16(Kind):
+    def vectors(self, weights, other, table):
+        halves = ((weights + 2 * at).load(ir.VectorType(F16, WIDTH)) for at in (0, WIDTH))
+        return [half.to(F32, "fpext") for half in halves]
+
+    def rounded(self, value):
+        return value.to(F16, "fptrunc")
+
+
+class BFloat16(Kind):
+    """Two weights are one word, so the even ones and the odd ones are widened apart."""
+
+    order = pair_order = [*range(0, STEP, 2), *range(1, STEP, 2)]
+
+    def vectors(self, weights, other, table):
+        return _widened(weights.load(WORDS))
+
+    def pairs(self, weights, other, table):
+        return [weights.load(WORDS)]
+
+    def rounded(self, value):
+        bits = value.to(I32)
+        rounded = bits + ((bits >> 16 & 1) + 0x7FFF)  # ties to even
+        bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
+        return (bits >> 16).to(I16, "trunc")
+
+
+class Bf12(Kind):
+    size, other, step = 64, 32, BLOCK
+    order = pair_order = UNPACKED
+
+    def table(self, address):
+        return address.load(ir.VectorType(I8, 16))
+
+    def vectors(self, weights, other, table):
+        pairs = self.pairs(weights, other, table)
+        return [value for pair in pairs for value in _widened(pair)]
+
+    def pairs(self, weights, other, table):
+        return [pair for both in self.halves(weights, other, table) for pair in _unpacked(*both)]
+
+    def halves(self, weights, other, table):
+        """The low and the high bytes of a block as bf16, a vector register of each at a time."""
+        half = BLOCK // 2
+        for begin in range(0, BLOCK, BYTES.count):
+            at = other + begin % half
+            if BYTES.count > half:  # low nibbles in one half of a register, high ones in the other
+                codes = at.load(ir.VectorType(I16, half // 2)).shuffled([*range(half // 2)] * 2)
+                codes = (codes >> [0] * (half // 2) + [4] * (half // 2)).to(BYTES)
+            else:
+                codes = at.load(BYTES) >> begin // half * 4
+            yield (weights + begin).load(BYTES), looked_up(table, codes)
+
+
+class FewBits(Kind):
+    """Codes times scales, bf16 for each 32 weights unless a subclass says otherwise."""
+
+    size, other, scaled = 32, 4, True
+    step, order = BLOCK, list(range(BLOCK))
+
+    def vectors(self, weights, other, table):
+        parts = self.codes(weights, other)
+        return [value * self.usable(scales) for scales, values in parts for value in values]
+
+    def codes(self, weights: Value, other: Value) -> Iterator[tuple[Value, list[Value]]]:
+        """A block as vectors of scales, and the vectors of fp32 codes that each multiplies."""
+        raise NotImplementedError
+
+    def usable(self, scales: Value) -> Value:
+        """Scales that may be multiplied by themselves."""
+        return scales
+
+    def scales(self, address: Value, groups: list[int]) -> Value:
+        """A vector of the scales of the given groups of a block, 0 or 1.
+
+        Both lie in one word: each lane moves its own to where fp32 has those bits."""
+        both = address.load(I32).everywhere(WIDTH)
+        return (both << [16 - 16 * group for group in groups] & 0xFFFF0000).to(F32)
+
+
+class Int8(FewBits):
+    size, offset, factor = 64, 128, 1.0
+    byte_order = FewBits.order
+
+    def codes(self, weights, other):
+        for group in (0, 1):
+            begins = range(group * GROUP, group * GROUP + GROUP, WIDTH)
+            found = [(weights + at).load(ir.VectorType(I8, WIDTH)) for at in begins]
+            values = [codes.to(I32, "sext").to(F32, "sitofp") for codes in found]
+            yield self.scales(other, [group] * WIDTH), values
+
+    def bytes(self, weights):
+        return [weights.load(ir.VectorType(I8, BLOCK)) + self.offset]
+
+
+class FourBits(FewBits):
+    """Two codes a byte, four a word of 16 bits, which are decoded one from each word at a time.
+
+    values : of the 16 codes, times `factor` whole numbers."""
+
+    order = [
         begin + 4 * lane + k
         for begin in range(0, BLOCK, 4 * WIDTH)
         for k in range(4)
         for lane in range(WIDTH)
     ]
+    pair_order = [
+        8 * (lane % 8) + 4 * odd + lane // 8 + k
+        for k in (0, 2)
+        for odd in range(2)
+        for lane in range(WIDTH)
+    ]
+    byte_order = [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
+
+    def codes(self, weights, other):
+        for begin in range(0, BLOCK, BYTES.count):
+            words = (weights + begin // 2).load(ir.VectorType(I16, WIDTH)).to(I32, "zext")
+            groups = [(begin + 4 * lane) // GROUP for lane in range(WIDTH)]
+            yield self.scales(other, groups), [self._decoded(words >> 4 * k) for k in range(4)]
+
+    def pairs(self, weights, other, table):
+        # A code of each word in one half of a register, the next one in the other.
+        words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
+        table = words.of([_in_bf16(value / self.factor) for value in self.values] * 2)
+        codes = (words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH for k in (0, 2))
+        return [table.call("x86.avx512.permvar.hi.512", one).to(WORDS) for one in codes]
+
+    def _decoded(self, words: Value) -> Value:
+        """The values of codes in the low four bits of words, as fp32."""
+        if WIDTH == 16:  # a look-up that ignores the other bits
+            table = words.of([value / self.factor for value in self.values], FLOATS)
+            return table.call("x86.avx512.permvar.sf.512", words)
+        table = words.of([*map(int, self.values)], ir.VectorType(I8, 16))
+        found = looked_up(table, words.to(BYTES)).to(WORDS)
+        exact = (found << 24).made("ashr", 24).to(F32, "sitofp")  # of each word the lowest byte
+        return exact * (1 / self.factor)
 
 
-def span_of(kind: Any, count: Value, which: int = 0) -> Value:
-    """Bytes of so many weights where they lie, or of what else belongs to them."""
-    if kind == FP8 and which:  # a scale for 128 weights, of which this may be the second half
-        return count >> 7 << 2
-    size = SIZES[kind][which]
-    return count * (size // BLOCK) if size % BLOCK == 0 else count * size >> 6
+class Int4(FourBits):
+    offset, values, factor = 8, [*range(-8, 8)], 1.0
 
-
-def vectors(
-    kind: Any, weights: Value, other: Value | None = None, table: Value | None = None
-) -> list[Value]:
-    """The weights of a step as fp32 vectors, exact, in the plain `order_of`."""
-    if kind == types.float32:
-        return [(weights + 4 * at).load(FLOATS) for at in (0, WIDTH)]
-    if kind == types.int16:
-        return [
-            (weights + 2 * at).load(ir.VectorType(F16, WIDTH)).to(F32, "fpext") for at in (0, WIDTH)
-        ]
-    if kind == types.uint16:
-        return _widened(weights.load(WORDS))
-    if kind == BF12:
-        return [
-            value
-            for both in halves(kind, weights, other, table)
-            for pair in _pairs(*both)
-            for value in _widened(pair)
-        ]
-    found = []
-    for scales, values in _few(kind, weights, other):
-        if kind == MXFP4:  # 2⁻¹²⁷ is a subnormal, which products may take for 0
-            scales = scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
-        found += [value * scales for value in values]
-    return found
-
-
-def groups(
-    x_kind: Any, kind: Any, weights: Value, other: Value, table: Value | None
-) -> Iterator[tuple[Value | None, list[Value]]]:
-    """The weights of a step in `order_of`: a vector of scales, or None, and the vectors that it
-    multiplies; pairs once for the upper halves of inputs, and again for the lower ones, which bf16
-    does not have."""
-    if kind in PAIRED:
-        scales = (
-            None
-            if kind not in FEW
-            else _scales(kind, other, [lane % 8 // 4 for lane in range(WIDTH)])
-        )
-        if kind == types.uint16:
-            pairs = [weights.load(WORDS)]
-        elif kind in (
-            INT4,
-            MXFP4,
-        ):  # a code of each word in one half of a register, the next one in the other
-            words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
-            values = [value / 2 for value in _DOUBLED] if kind == MXFP4 else range(-8, 8)
-            table = words.of([_in_bf16(value) for value in values] * 2)
-            pairs = [
-                table.call(
-                    "x86.avx512.permvar.hi.512", words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH
-                ).to(WORDS)
-                for k in (0, 2)
-            ]
-        else:
-            pairs = [pair for both in halves(kind, weights, other, table) for pair in _pairs(*both)]
-        yield scales, pairs if x_kind == types.uint16 else pairs * 2
-    elif kind in FIXED:
-        yield (
-            _scales(kind, other, [2 * lane // WIDTH for lane in range(WIDTH)]),
-            _bytes(kind, weights),
-        )
-    elif kind in FEW:
-        yield from _few(kind, weights, other)
-    else:
-        yield None, vectors(kind, weights, other, table)
-
-
-def _few(kind: Any, weights: Value, other: Value) -> Iterator[tuple[Value, list[Value]]]:
-    """Scales of a few-bit kind and the vectors of fp32 that they multiply."""
-    size = BLOCK if kind == FP8 else GROUP if kind == INT8 else 4 * WIDTH  # weights of one yield
-    for begin in range(0, BLOCK, size):
-        if kind in (INT4, MXFP4):  # four codes a word, one from each word at a time
-            four = (weights + begin // 2).load(ir.VectorType(I16, WIDTH)).to(I32, "zext")
-            found = [_decoded(kind, four >> 4 * k) for k in range(4)]
-        elif kind == INT8:
-            found = [
-                (weights + at).load(ir.VectorType(I8, WIDTH)).to(I32, "sext").to(F32, "sitofp")
-                for at in range(begin, begin + size, WIDTH)
-            ]
-        else:
-            found = [
-                vector
-                for at in range(0, BLOCK, STEP)
-                for vector in _from_e4m3((weights + at).load(ir.VectorType(I8, STEP)))
-            ]
-        scales = _scales(
-            kind, other, [(begin + lane * size // WIDTH) // GROUP for lane in range(WIDTH)]
-        )
-        yield scales * 256.0 if kind == FP8 else scales, found
-
-
-def _scales(kind: Any, address: Value, groups: list[int]) -> Value:
-    """A vector of the scales of the given groups of a block."""
-    if kind == FP8:
-        return address.load(F32).everywhere(WIDTH)
-    # both lie in one word: each lane moves its own to where fp32 has those bits
-    both = (
-        address.load(I16).everywhere(2 * WIDTH).to(WORDS)
-        if kind == MXFP4
-        else address.load(I32).everywhere(WIDTH)
-    )
-    left = [23 - 8 * group if kind == MXFP4 else 16 - 16 * group for group in groups]
-    return (both << left & (0x7F800000 if kind == MXFP4 else 0xFFFF0000)).to(F32)
-
-
-def _decoded(kind: Any, words: Value) -> Value:
-    """The values of codes in the low four bits of words, as fp32."""
-    values, factor = (_DOUBLED, 0.5) if kind == MXFP4 else (list(range(-8, 8)), 1.0)
-    if WIDTH == 16:  # a look-up that ignores the other bits
-        table = words.of([factor * value for value in values], FLOATS)
-        return table.call("x86.avx512.permvar.sf.512", words)
-    codes = words.to(ir.VectorType(I8, 4 * WIDTH))
-    found = _looked_up(words.of([*map(int, values)], ir.VectorType(I8, 16)), codes).to(WORDS)
-    return (found << 24).made("ashr", 24).to(F32, "sitofp") * factor  # of each word the lowest byte
-
-
-def _bytes(kind: Any, weights: Value) -> list[Value]:
-    """The codes of a block as bytes, each larger than its value by `OFFSETS`, or than MXFP4's
-    doubled one; even codes of four bits and the odd ones."""
-    codes = weights.load(ir.VectorType(I8, SIZES[kind][0]))
-    if kind == INT8:
-        return [codes + OFFSETS[INT8]]
-    if kind == INT4:
+    def bytes(self, weights):
+        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
         return [codes & 15, codes >> 4]
-    table = codes.of([int(value) + OFFSETS[MXFP4] for value in _DOUBLED], ir.VectorType(I8, 16))
-    return [_looked_up(table, part) for part in (codes, codes >> 4)]
 
 
-def joined(parts: list[Value]) -> Value:
-    """Vectors, one after the other, as one."""
-    while len(parts) > 1:
-        parts = [
-            a.shuffled(list(range(2 * a.type.count)), b) for a, b in zip(parts[::2], parts[1::2])
-        ]
-    return parts[0]
+class Mxfp4(FourBits):
+    """e2m1 times e8m0, a byte for each 32 weights."""
+
+    other, offset, factor = 2, 12, 2.0
+    values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
+
+    def usable(self, scales: Value) -> Value:  # 2⁻¹²⁷ is a subnormal, which products may take for 0
+        return scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
+
+    def scales(self, address: Value, groups: list[int]) -> Value:
+        both = address.load(I16).everywhere(2 * WIDTH).to(WORDS)
+        return (both << [23 - 8 * group for group in groups] & 0x7F800000).to(F32)
+
+    def bytes(self, weights):
+        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+        table = codes.of([int(value) + self.offset for value in self.values], ir.VectorType(I8, 16))
+        return [looked_up(table, part) for part in (codes, codes >> 4)]
+
+
+class Fp8(FewBits):
+    """e4m3, fp32 scales for 128 rows × 128 inputs, of which a block is half a row."""
+
+    size, other, pair_order = 64, 2, UNPACKED
+
+    def beside(self, count):
+        return count >> 7 << 2
+
+    def codes(self, weights, other):
+        found = [(weights + at).load(ir.VectorType(I8, STEP)) for at in range(0, BLOCK, STEP)]
+        values = [vector for codes in found for vector in _from_e4m3(codes)]
+        yield self.scales(other, []) * 256.0, values
+
+    def scales(self, address: Value, groups: list[int]) -> Value:
+        return address.load(F32).everywhere(WIDTH)
+
+    def pairs(self, weights, other, table):
+        codes = weights.load(BYTES)
+        words = [_in_bf16(_e4m3(code)) for code in range(128)]
+        low, high = (
+            self._of_128(codes, [word >> shift & 255 for word in words]) for shift in (0, 8)
+        )
+        return _unpacked(low, high | codes & 128)
+
+    def _of_128(self, codes: Value, table: list[int]) -> Value:
+        first, second = codes.of(table[:64]), codes.of(table[64:])
+        return first.call("x86.avx512.vpermi2var.qi.512", codes, second)
+
+
+def _e4m3(code: int) -> float:
+    """The value of a code without a sign."""
+    if code == 127:
+        return nan
+    return code / 512 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10)
 
 
 def _from_e4m3(codes: Value) -> list[Value]:
@@ -263,26 +318,14 @@ def _from_e4m3(codes: Value) -> list[Value]:
     return [half.shuffled(list(range(at, at + WIDTH))).to(F32, "fpext") for at in (0, WIDTH)]
 
 
-def _in_bf16(value: float) -> int:
-    """The bits of a number that is one of bf16."""
-    return unpack("<I", pack("<f", value))[0] >> 16
-
-
-def _pairs(low: Value, high: Value) -> list[Value]:
+def _unpacked(low: Value, high: Value) -> list[Value]:
     """Words of two bf16, from bytes, by halves of each 16: as processors unpack."""
     n = low.type.count
     return [
-        low.shuffled(
-            [
-                16 * lane + 8 * half + i + n * byte
-                for lane in range(n // 16)
-                for i in range(8)
-                for byte in (0, 1)
-            ],
-            high,
-        ).to(WORDS)
+        low.shuffled([16 * lane + 8 * half + i + n * byte
+                      for lane in range(n // 16) for i in range(8) for byte in (0, 1)], high).to(WORDS)
         for half in range(2)
-    ]
+    ]  # fmt: skip
 
 
 def _widened(words: Value) -> list[Value]:
@@ -290,67 +333,31 @@ def _widened(words: Value) -> list[Value]:
     return [(words << 16).to(F32), (words & 0xFFFF0000).to(F32)]
 
 
-def rounded(kind: Any, value: Value) -> Value:
-    """Numbers of a plain kind, from fp32."""
-    if kind == types.int16:
-        return value.to(F16, "fptrunc")
-    if kind != types.uint16:
-        return value
-    bits = value.to(I32)
-    rounded = bits + ((bits >> 16 & 1) + 0x7FFF)  # ties to even
-    bits = value.is_("uno", value).made("select", bits.of(0x7FC00000), rounded)
-    return (bits >> 16).to(I16, "trunc")
-
-
-def halves(
-    kind: Any, weights: Value, other: Value, table: Value | None
-) -> Iterator[tuple[Value, Value]]:
-    """The low and the high bytes of a block of bf12 or paired FP8 as bf16, a vector register of
-    each at a time."""
-    n, half = 4 * WIDTH, BLOCK // 2
-    if kind == FP8:
-        codes = weights.load(ir.VectorType(I8, n))
-        words = [
-            _in_bf16(
-                code / 512
-                if code < 8
-                else (8 + code % 8) * 2.0 ** (code // 8 - 10)
-                if code < 127
-                else nan
-            )
-            for code in range(128)
-        ]
-        tables = [
-            codes.of([word >> shift & 255 for word in words[at : at + 64]])
-            for shift in (0, 8)
-            for at in (0, 64)
-        ]
-        low, high = (
-            tables[at].call("x86.avx512.vpermi2var.qi.512", codes, tables[at + 1]) for at in (0, 2)
-        )
-        yield low, high | codes & 128
-        return
-    for begin in range(0, BLOCK, n):
-        low, at = (weights + begin).load(ir.VectorType(I8, n)), other + begin % half
-        if n > half:  # low nibbles in one half of a register, high ones in the other
-            codes = at.load(ir.VectorType(I16, half // 2)).shuffled([*range(half // 2)] * 2)
-            codes = (codes >> [0] * (half // 2) + [4] * (half // 2)).to(ir.VectorType(I8, n))
-        else:
-            codes = at.load(ir.VectorType(I8, n)) >> begin // half * 4
-        yield low, _looked_up(table, codes)
-
-
-def _looked_up(table: Value, codes: Value) -> Value:
+def looked_up(table: Value, codes: Value) -> Value:
     """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
     if name := _LOOK_UPS.get((_PROCESSOR, n)):
         table = table.shuffled([i % 16 for i in range(n)])
-        return table.call(name, codes if _BYTES_LOOKED_UP and n == 64 else codes & 15)
+        return table.call(name, codes if LOOKS_UP_BYTES and n == 64 else codes & 15)
     found = codes.of(0)
     for code in range(16):
         found = (codes & 15).is_("==", code).made("select", table.shuffled([code] * n), found)
     return found
 
 
-def table_of(kind: Any, address: Value) -> Value | None:
-    return address.load(ir.VectorType(I8, 16)) if kind == BF12 else None
+def joined(parts: list[Value]) -> Value:
+    """Vectors, one after the other, as one."""
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2])
+        parts = [a.shuffled(list(range(2 * a.type.count)), b) for a, b in pairs]
+    return parts[0]
+
+
+def _in_bf16(value: float) -> int:
+    """The bits of a number that is one of bf16."""
+    return unpack("<I", pack("<f", value))[0] >> 16
+
+
+FLOAT32, FLOAT16, BFLOAT16 = Float32(np.float32), Float16(np.int16), BFloat16(np.uint16)
+BF12, INT8, INT4 = Bf12(np.int8), Int8(np.uint8), Int4(np.uint32)
+MXFP4, FP8 = Mxfp4(np.int32), Fp8(np.uint64)

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moelab.configs import quantisation
 from moelab.forks import in_children
-from moelab.store import packings
 
 _lock = threading.RLock()
 in_children(_lock._at_fork_reinit)
@@ -112,9 +110,7 @@ def _private(cls: type) -> type:
     `from_pretrained` does that within contexts that set torch's default dtype and methods of
     `PreTrainedModel`."""
 
-    def __init__(  # noqa: N807
-        self: Any, config: Any, finish: Callable[[Any], object] = lambda model: None
-    ) -> None:
+    def __init__(self: Any, config: Any) -> None:  # noqa: N807
         self._constructed = False
         cls.__init__(self, config)
         for module in self.modules():
@@ -122,7 +118,6 @@ def _private(cls: type) -> type:
                 type(module).__name__ == "NllbMoeSinusoidalPositionalEmbedding"
             ):  # asks torch for its default dtype
                 module.weights = module.weights.to(self.dtype)
-        finish(self)
         self._constructed = True
 
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,10 +147,14 @@ def _public(model: Any) -> Any:
     return model
 
 
-def meta_twin(config: Any) -> torch.nn.Module:
-    """The whole model without any memory behind it (the meta device), unquantised."""
+def meta_twin(config: Any, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """The whole model without any memory behind it (the meta device), unquantised.
+
+    dtype : of its weights, if that is another one than its config's."""
     config = deepcopy(config)
     config.__dict__.pop("quantization_config", None)
+    config.dtype = dtype or config.dtype
+    config._experts_implementation = "eager"
     for part in config.sub_configs:
         if (of := getattr(config, part)) is not None:
             of.dtype = config.dtype
@@ -165,195 +164,28 @@ def meta_twin(config: Any) -> torch.nn.Module:
     return _public(model)
 
 
-def load(
-    config: Any, tensors: dict[str, Any], dtype: torch.dtype, finish: Callable[[Any], object]
-) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """(the model of a config with these tensors, what transformers reports), by transformers'
-    `from_pretrained`.
+def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Give a model on the meta device its tensors, by transformers' `from_pretrained`; returns what
+    that reports.
 
-    Given tensors and no folder, it looks for nothing else there: no adapters, other weights or
-    code.
+    It is given a model where it would construct one, and tensors instead of a folder, so it looks
+    for nothing else there: no adapters, other weights or code.
 
-    finish : is given the model before its tensors are looked up, on the meta device.
-    """
-    model, report = _private(model_class(config)).from_pretrained(
+    config : the checkpoint's, which says how it is quantised (`models.quantizers.readable`)."""
+    private = _private(type(model))
+    model.__class__, model._constructed = private, True
+    filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
+    _, report = filled.from_pretrained(
         None,
-        finish=finish,
-        config=_readable(config),
+        model=model,
+        config=config,
         state_dict=tensors,
-        dtype=dtype,
-        experts_implementation="eager",
+        dtype=model.config.dtype,
         output_loading_info=True,
         trust_remote_code=False,
     )
-    return _public(model), report
-
-
-def dequantising(config: Any) -> Any:
-    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants
-    GPU packages.
-
-    Raises ValueError, by name, for what of compressed-tensors, GPTQ and AWQ is not read.
-    """
-    if (method := quantisation(config)) in PACKED:
-        packings.scheme(dict(config.quantization_config), config.name_or_path)
-    if method not in ("mxfp4", "fp8"):
-        return config
-    config = deepcopy(config)
-    if isinstance(config.quantization_config, dict):
-        config.quantization_config["dequantize"] = True
-    else:
-        config.quantization_config.dequantize = True
-    return config
-
-
-def quantizer_for(config: Any):
-    """The quantizer of a quantised checkpoint, set to dequantise; None for a plain one."""
-    if getattr(config, "quantization_config", None) is None:
-        return None
-    from transformers.quantizers.auto import get_hf_quantizer
-
-    return get_hf_quantizer(
-        _readable(dequantising(deepcopy(config))),
-        None,
-        device_map=None,
-        weights_only=True,
-        user_agent={},
-    )[0]
-
-
-#: methods whose layouts `moelab.store.packings` reads, in place of transformers' quantisers and
-#: their packages
-PACKED = ("compressed-tensors", "gptq", "awq")
-
-#: experts that checkpoints stack, and that are quantised one by one as linear layers: whether the
-#: stack is transposed
-APART = {"Llama4TextExperts": True, "Qwen3VLMoeTextExperts": False}
-
-
-def _readable(config: Any) -> Any:
-    """The config for quantisers of our own, where transformers' want packages that dequantising
-    does not use."""
-    method = quantisation(config)
-    if method != "fp8" and method not in PACKED:
-        return config
-    _register_quantizers()
-    config, fields = copy(config), config.quantization_config
-    fields = dict(fields if isinstance(fields, dict) else fields.to_dict())
-    config.quantization_config = (
-        fields | {"quant_method": FP8}
-        if method == "fp8"
-        else {"quant_method": UNPACKED, "fields": fields}
-    )
-    return config
-
-
-#: names under which transformers knows our quantisers
-FP8, UNPACKED = "moelab-fp8", "moelab-unpacked"
-
-
-@once
-def _register_quantizers() -> None:
-    """Tell transformers of a quantiser that dequantises FP8 without the package accelerate, which
-    its own asks for, and of one that dequantises `PACKED`, while a model is loaded."""
-    from transformers.core_model_loading import (
-        Concatenate,
-        ConversionOps,
-        MergeModulelist,
-        Transpose,
-        WeightConverter,
-    )
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-    from transformers.utils.quantization_config import FineGrainedFP8Config, QuantizationConfigMixin
-
-    @register_quantizer(FP8)
-    class Dequantizer(FineGrainedFP8HfQuantizer):
-        def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-    register_quantization_config(FP8)(FineGrainedFP8Config)
-
-    @register_quantization_config(UNPACKED)
-    class PackedConfig(QuantizationConfigMixin):
-        def __init__(self, quant_method: str, fields: dict[str, Any]) -> None:
-            self.quant_method, self.fields, self.dequantize = quant_method, fields, True
-
-    class Dequantize(ConversionOps):
-        """The tensors of each layer become its weight, one for each expert where they come in
-        lists."""
-
-        def __init__(self, quantizer: HfQuantizer) -> None:
-            self.hf_quantizer = quantizer
-
-        def convert(
-            self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: Any
-        ) -> dict[str, Any]:
-            layers: dict[str, dict[str, Any]] = {}
-            for pattern, found in input_dict.items():
-                layer, dot, name = pattern.rpartition(".")
-                layers.setdefault(layer + dot, {})[name] = (
-                    found if isinstance(found, list) else [found]
-                )
-            target = model.get_parameter(full_layer_name)
-            dtype = torch.float32 if kept_in_fp32(model, full_layer_name, target) else target.dtype
-            return {
-                f"{layer}weight" if layer else full_layer_name: [
-                    self._weight(dict(zip(tensors, one))).to(dtype)
-                    for one in zip(*tensors.values(), strict=True)
-                ]
-                for layer, tensors in layers.items()
-            }
-
-        def _weight(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            weight = tensors.get("weight")
-            if (
-                len(tensors) == 1
-                and weight is not None
-                and weight.is_floating_point()
-                and weight.itemsize > 1
-            ):
-                return weight  # not quantised
-            return packings.dequantize(*self.hf_quantizer.scheme, tensors)
-
-    @register_quantizer(UNPACKED)
-    class Quantizer(HfQuantizer):
-        def __init__(self, config: QuantizationConfigMixin, **options: Any) -> None:
-            super().__init__(config, **options)
-            self.scheme = packings.scheme(config.fields)
-            self.serialized_names = {
-                "weight": [
-                    "weight",
-                    *(name for name in packings.KINDS[self.scheme[0]][0] if name != "weight"),
-                ]
-            }
-
-        def get_load_operations(self) -> dict[str, type]:
-            return {"dequantize": Dequantize}
-
-        def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
-            for kind in {type(module).__name__ for module in model.modules()} & APART.keys():
-                steps = [Transpose(1, 2)] * APART[kind]
-                weight_conversions = [
-                    *weight_conversions,
-                    WeightConverter(
-                        ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"],
-                        "experts.gate_up_proj",
-                        [MergeModulelist(0), Concatenate(1), *steps],
-                    ),
-                    WeightConverter(
-                        "experts.*.down_proj.weight",
-                        "experts.down_proj",
-                        [MergeModulelist(0), *steps],
-                    ),
-                ]
-            return super().update_weight_conversions(weight_conversions, model)
-
-        def _convert_model_for_quantization(self, model: Any) -> None:
-            pass
-
-        is_trainable, is_serializable = False, lambda self: False
+    _public(model)
+    return report
 
 
 def share_conversion(model_type: str, like: str) -> None:
@@ -406,8 +238,8 @@ class ParameterPlan:
     """Where one parameter, or the parameters that are made together with it, come from.
 
     target : its full name in the model.
-    sources : checkpoint keys by pattern; one each, or, where they lie `apart`, one for each number
-        (expert) from 0 on.
+    sources : checkpoint keys by pattern, in the order in which they are joined; one each, or, where
+        they lie `apart`, one for each number (expert) from 0 on.
     converter : transformers' WeightConverter from these sources, or None where a key is merely
     renamed."""
 
@@ -442,13 +274,12 @@ def loading_plan(
     plans: dict[str, ParameterPlan] = {}
     foreign: dict[str, str] = {}
     for key in sorted(keys, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(
-            key, renamings, converters, twin.base_model_prefix, parameters
-        )
-        if target not in parameters and key in parameters:
+        for rules in ((renamings, converters), ([], [])):  # some keys are names already
             target, pattern = loading.rename_source_key(
-                key, [], [], twin.base_model_prefix, parameters
+                key, *rules, twin.base_model_prefix, parameters
             )
+            if target in parameters or key not in parameters:
+                break
         if target not in parameters:
             foreign[target] = key
             continue
@@ -457,51 +288,55 @@ def loading_plan(
             raise ValueError(f"{key} and {plan.keys[0]} both are {target}")
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
-        plan.apart = any("*" in pattern for pattern in plan.sources)
-        stacked = any(
-            type(op).__name__ == "MergeModulelist"
-            for op in getattr(plan.converter, "operations", ())
-        )
-        count = (
-            len(parameters[plan.target]) if stacked else None
-        )  # the parameter's first axis counts its sources
-        for pattern, found in plan.sources.items():
-            renamed = [loading.apply_renamings(key, renamings) for key in found]
-            plan.sources[pattern] = _in_order(plan, pattern, found, renamed, count)
+        _put_in_order(plan, parameters, renamings)
     return plans, foreign
 
 
+def _put_in_order(
+    plan: ParameterPlan, parameters: dict[str, torch.Tensor], renamings: list[Any]
+) -> None:
+    """Sort the sources of a plan as they are joined, and the keys of each by their numbers."""
+    plan.apart = any("*" in pattern for pattern in plan.sources)
+    operations = getattr(plan.converter, "operations", ())
+    # of what is stacked, the parameter's first axis counts the sources
+    stacked = any(type(op).__name__ == "MergeModulelist" for op in operations)
+    count = len(parameters[plan.target]) if stacked else None
+    order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
+    plan.sources = {
+        pattern: _in_order(plan, pattern, renamings, count)
+        for pattern in dict.fromkeys(order)
+        if pattern in plan.sources
+    }
+
+
 def _in_order(
-    plan: ParameterPlan, pattern: str, keys: list[str], renamed: list[str], count: int | None
+    plan: ParameterPlan, pattern: str, renamings: list[Any], count: int | None
 ) -> list[str]:
     """A pattern's keys in the order of their numbers, which are 0 … count−1, each once."""
+    from transformers.core_model_loading import apply_renamings
+
+    keys = plan.sources[pattern]
     if "*" not in pattern:
         if len(keys) > 1:
             raise ValueError(f"{' and '.join(keys[:4])} all are {pattern} of {plan.target}")
         return keys
-    shape = re.compile(pattern.replace("*.", r"(.*)\."))
-    numbers, limit = {}, len(keys) if count is None else count
-    for key, name in zip(keys, renamed):
-        match = shape.search(name)
-        number = int(match[1]) if match and re.fullmatch(r"0|[1-9]\d{0,8}", match[1]) else None
-        if number is None or number in numbers or number >= limit:
+    shape, numbers = re.compile(pattern.replace("*.", r"(0|[1-9]\d{0,8})\.")), {}
+    limit = len(keys) if count is None else count
+    for key in keys:
+        match = shape.search(apply_renamings(key, renamings))
+        number = int(match[1]) if match else limit
+        if number in numbers or number >= limit:
             raise ValueError(
-                f"{key} is none of the {limit} tensors {pattern} that {plan.target} is made of, which are "
-                f"numbered from 0 on and each there once"
+                f"{key} is none of the {limit} tensors {pattern} of {plan.target}, which are numbered "
+                f"from 0 on and each there once"
             )
         numbers[number] = key
-    if absent := sorted(set(range(count or 0)) - set(numbers)):
-        number, parts = next(
-            (n, key.split(".")) for n, key in numbers.items() if str(n) in key.split(".")
-        )
-        parts[len(parts) - 1 - parts[::-1].index(str(number))] = str(
-            absent[0]
-        )  # the last part that is the number
+    if absent := [number for number in range(limit) if number not in numbers]:
         raise ValueError(
-            f"{'.'.join(parts)} is missing, one of the {count} tensors {pattern} that {plan.target} is "
-            f"made of" + (f", and {len(absent) - 1} more" if len(absent) > 1 else "")
+            f"{pattern.replace('*', str(absent[0]))} is missing, one of the {limit} "
+            f"tensors that {plan.target} is made of"
         )
-    return [numbers[number] for number in sorted(numbers)]
+    return [numbers[number] for number in range(limit)]
 
 
 def converted(
@@ -554,21 +389,16 @@ def convert_expert(
     return converted(plan, tensors, _OneExpert(twin), quantizer)[plan.target]
 
 
-def concatenation(plan: ParameterPlan, quantizer: Any = None) -> list[str] | None:
-    """The patterns of a plan in the order in which one expert's sources, one after another, are its
-    parameter.
-
-    None where the bytes of the parameter are others than the sources': transposed, interleaved,
-    dequantised."""
+def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
+    """Whether one expert's parameter is the bytes of its sources, one after another; not where they
+    are transposed, interleaved or dequantised."""
     if plan.converter is None:
-        return list(plan.sources)
+        return True
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations]
     merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
-    if quantizer is not None or steps not in (
+    return quantizer is None and steps in (
         [[merged], [merged, joined]] if plan.apart else [[joined]]
-    ):
-        return None
-    return [pattern for pattern in plan.converter.source_patterns if pattern in plan.sources]
+    )
 
 
 class _OneExpert:
@@ -629,18 +459,6 @@ def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch
         if name in live and stock.is_floating_point():
             wanted = torch.float32 if kept_in_fp32(twin, name, stock, dtype) else dtype
             live[name].data = live[name].data.to(wanted)
-
-
-def published_names(twin: torch.nn.Module) -> dict[str, list[str]]:
-    """Parameter → the keys under which checkpoints of the architecture are saved, as far as
-    transformers can tell."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    try:
-        plans, _ = loading_plan(twin, revert_weight_conversion(twin, twin.state_dict()))
-    except Exception:  # only words of an error depend on it
-        return {}
-    return {target: plan.keys for target, plan in plans.items()}
 
 
 def numbered_expert(name: str) -> tuple[int, str] | None:

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from moelab.files import cache_folder, stamp
+from moelab.store.headers import Stored
 
 #: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
 PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
@@ -41,7 +42,7 @@ SAID_ELSEWHERE = (
 
 
 def identity(model: torch.nn.Module) -> str:
-    """Sixteen hex digits that name a live model: its checkpoint's (`of_checkpoint`), or its live
+    """Sixteen hex digits that name a live model: its checkpoint's (`of_tensors`), or its live
     tensors' own."""
     origin, seen = vars(model).get("_moelab_origin"), _looks(model)
     if origin and all(
@@ -90,18 +91,12 @@ def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
             )
 
 
-def of_checkpoint(checkpoint: Any, config: Any) -> str:
-    """The identity of a `checkpoint.checkpoint.Checkpoint`, by its transformers config and samples
-    of its tensors; a store has its own."""
-    if checkpoint.store is not None:
-        return checkpoint.store.identity
-    lines, entries = (
-        [],
-        sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].begin)),
-    )
-    for file, tensors in groupby(entries, key=lambda item: item[1].file):
+def of_tensors(tensors: dict[str, Stored], config: Any) -> str:
+    """The identity of a checkpoint, by its transformers config and samples of its tensors."""
+    lines, entries = [], sorted(tensors.items(), key=lambda item: (item[1].file, item[1].begin))
+    for file, of_file in groupby(entries, key=lambda item: item[1].file):
         with open(file, "rb", buffering=0) as f:
-            for key, entry in tensors:
+            for key, entry in of_file:
                 digest = sha256()
                 for offset, length in samples(entry.nbytes, entry.shape):
                     f.seek(entry.begin + offset)
@@ -157,7 +152,7 @@ class _Origin:
         """Of the checkpoint, read when it is first asked for: most runs never ask."""
         if self._known is None:
             self.made_from.require_unchanged()  # else nothing tells which model it was
-            self._known = self.made_from.identity()
+            self._known = self.made_from.identity
         return self._known
 
 

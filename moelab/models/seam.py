@@ -23,7 +23,7 @@ from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_clas
 from moelab.models.experts import Run, SeamExperts, Source, seam_of
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Patches
-from moelab.models.unchanged import Replaced, forward
+from moelab.models.unchanged import FusedModule, Listener, forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +74,7 @@ class MoELayer:
             def of_router(_m: nn.Module, _args: tuple, out: Any) -> None:
                 told(*self.routing(out))
 
-            of_router.told = told  # for who computes a layer without calling its modules
-            return self.router.register_forward_hook, of_router, {}
+            return self.router.register_forward_hook, Listener(told, of_router), {}
 
         def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
             ids, weights = [*args, *kwargs.values()][1:3]  # after the hidden states
@@ -87,8 +86,8 @@ class MoELayer:
                 )
             told(ids, weights)
 
-        of_experts.told = told
-        return self.experts.register_forward_pre_hook, of_experts, {"with_kwargs": True}
+        hook = Listener(told, of_experts)
+        return self.experts.register_forward_pre_hook, hook, {"with_kwargs": True}
 
     def ask(self, x: Tensor, own: bool = False) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are
@@ -98,7 +97,7 @@ class MoELayer:
         Raises ValueError: the router needs what is neither x nor kept by the block, such as the
         tokens' ids."""
         stock = type(self.router).forward
-        if not own and isinstance(kernel := forward(self.router), Replaced):
+        if not own and isinstance(kernel := forward(self.router), FusedModule):
             return kernel(x.reshape(-1, x.shape[-1]))
         first, *others = _parameters(stock)
         given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
@@ -209,11 +208,14 @@ def plug(
 
 @contextmanager
 def plugged(
-    model: nn.Module, executor: Run | None = None, source: Source | None = None
+    model: nn.Module,
+    executor: Run | None = None,
+    source: Source | None = None,
+    engine: Run | None = None,
 ) -> Iterator[Run | None]:
     """`plug` for the length of a block."""
     with Patches() as patches:
-        _put(patches, model, executor=executor, source=source)
+        _put(patches, model, executor=executor, source=source, engine=engine)
         yield executor
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.models.seam import MoELayer, discover, plugged
-from moelab.models.unchanged import Replaced, forward
+from moelab.models.unchanged import FusedModule, forward
 
 NOISE, QUIET, SILENT = 0, 1, 2
 TOKENS = 5
@@ -139,7 +139,7 @@ def alone(module: nn.Module, *args: Any) -> Any:
     """What a module's code, or a kernel in its place (`moelab.fast.fast_decode`), computes, past
     its hooks: no real pass."""
     kernel = forward(module)
-    return kernel(*args) if isinstance(kernel, Replaced) else type(module).forward(module, *args)
+    return kernel(*args) if isinstance(kernel, FusedModule) else type(module).forward(module, *args)
 
 
 def times(factor: float, x: Tensor) -> Tensor:
@@ -178,7 +178,8 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
 
     model.eval()
     try:
-        with plugged(model, lambda x, ids, weights, experts: watches[experts.layer].noise(x)):
+        # the noise is in the place of an engine, too, which would ask it about parts of a layer
+        with plugged(model, engine=lambda x, ids, weights, of: watches[of.layer].noise(x)):
             for watch in watches.values():
                 hooks += watch.attach()
             for holder in holders:

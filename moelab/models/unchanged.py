@@ -23,15 +23,49 @@ def watched() -> bool:
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
-class Replaced:
-    """A kernel in the place of a module's forward."""
+class FusedModule:
+    """A kernel in place of a module's forward.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    module : whose forward it replaces.
+    parts : what must be unchanged for the kernel to run.
+    inner : the kernels of parts of the module that come with this one.
+    """
+
+    def __init__(self, module: nn.Module, parts: Unchanged) -> None:
+        self.module, self.parts = module, parts
+        self.inner: list[FusedModule] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        y = self.fused(*args, **kwargs)
+        return self.own(*args, **kwargs) if y is None else y
+
+    def fused(self, *args: Any, **kwargs: Any) -> Any:
+        """What the kernel makes of a call; None where it is not for the kernel."""
+        raise NotImplementedError
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's class makes of a call."""
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def free(self) -> bool:
+        """Whether a kernel may run instead of the module now."""
+        return not watched() and self.parts.listeners() is not None
+
+
+class Listener:
+    """A hook that only listens: who computes a module's work without calling the module calls
+    `heard` in place of the hook.
+
+    heard : (ids [1, K], weights [1, K]) of a hook on a router or experts
+        (`moelab.models.seam.MoELayer.listening`), (r [1, 1, H]) of one on a norm
+        (`moelab.speculate.execution`).
+    """
+
+    def __init__(self, heard: Callable[..., None], hook: Callable[..., Any]) -> None:
+        self.heard, self.hook = heard, hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(*args)
 
 
 class Unchanged:
@@ -40,15 +74,13 @@ class Unchanged:
 
     modules : on which no hook may lie.
     called : modules of which only the forward was replaced, so that their hooks run as ever.
-    heard : modules on which hooks may lie that only tell what the kernel knows: a layer's choices
-        (`moelab.models.seam .MoELayer.listening`) or what its second norm reads
-        (`moelab.speculate.execution`); on the others, none.
+    heard : modules on which no hooks may lie but `Listener`s.
     copied : whether the kernel reads copies of weights, so that they may not be edited in place
     either."""
 
     def __init__(
         self,
-        modules: Iterable[nn.Module],
+        modules: Iterable[nn.Module] = (),
         called: Iterable[nn.Module] = (),
         heard: Iterable[nn.Module] = (),
         copied: bool = False,
@@ -84,10 +116,9 @@ class Unchanged:
             [w._version for w in weights if not w.is_inference()] if self.copied else [],
         ]
 
-    def listeners(self) -> list[tuple[int, Callable[..., Any]]] | None:
-        """Who is told by a hook, and on which of `heard` that lies: ids [1, K] and weights [1, K]
-        by one on a router or experts, r [1, 1, H] by one on a norm. None if anything was changed,
-        or if somebody has put something else on one of the modules, or on all that there are."""
+    def listeners(self) -> list[tuple[int, Callable[..., None]]] | None:
+        """(which of `heard`, `Listener.heard`) of each hook there. None if anything was changed, or
+        if somebody has put another hook on one of the modules, or on all that there are."""
         if (
             everywhere._global_forward_hooks
             or everywhere._global_forward_pre_hooks
@@ -96,13 +127,15 @@ class Unchanged:
             or not self._same_settings()
         ):
             return None
-        told = [
-            (i, getattr(hook, "told", None))
+        found = [
+            (i, hook)
             for i, module in enumerate(self.heard)
             for hooks in _HOOKS
             for hook in hooks(module).values()
         ]
-        return None if any(one is None for _, one in told) else told
+        if all(isinstance(hook, Listener) for _, hook in found):
+            return [(i, hook.heard) for i, hook in found]
+        return None
 
     def _same_settings(self) -> bool:
         try:

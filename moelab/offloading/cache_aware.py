@@ -19,13 +19,13 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.models import MoELayer, discover, eager
 from moelab.models.patches import Patches
 from moelab.specs import State
 from moelab.speculate.execution import found
+from moelab.speculate.predictors import LOGITS
 
 #: names of the bias that acts on the choice alone
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
@@ -34,53 +34,34 @@ PROBE = 64
 
 
 class Router:
-    """A layer's router by its rule, whose choice can be influenced: the K best of all linear
-    logits, each weighted by its softmax or sigmoid, divided by their sum or not, times a factor. A
-    correction bias acts on the choice alone.
+    """A layer's router by its rule, whose choice can be influenced: the K best of all logits, each
+    weighted by its softmax or sigmoid, divided by their sum or not, times a factor. A correction
+    bias acts on the choice alone.
 
     Which of these it is, a comparison with the live router on random hidden states shows.
     ValueError: none of them."""
 
     def __init__(self, layer: MoELayer, dtype: torch.dtype) -> None:
-        module = layer.router
-        self.linear = next(
-            (
-                getattr(module, name)
-                for name in ("classifier", "gate", "wg")
-                if hasattr(module, name)
-            ),
-            module,
-        )
-        holders = [module, layer.block, getattr(module, "moe_statics", None)]
-        self.correction = next(
-            (
-                bias.detach().flatten()
-                for holder in holders
-                for name in CORRECTIONS
-                if (bias := getattr(holder, name, None)) is not None
-            ),
-            None,
-        )
-        weight = self.linear.weight
-        x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(
-            weight.device, dtype
-        )
-        ids, weights = layer.routing(layer.ask(x))
-        off = {}  # rule → how far its weights are from the router's, but for a factor
-        for rule in product(
-            dict.fromkeys((weight.dtype, torch.float32)), (torch.softmax, _sigmoid), (False, True)
-        ):
-            self.dtype, self.activation, self.normalise = rule
-            logits = self.logits(x)
+        self.layer, router = layer, layer.router
+        holders = (router, layer.block, getattr(router, "moe_statics", None))
+        biases = [getattr(of, name, None) for of in holders for name in CORRECTIONS]
+        biases = [bias.detach().flatten() for bias in biases if bias is not None]
+        self.correction = biases[0] if biases else 0.0
+        weight = next(of for of in router.parameters() if of.dim() > 1)
+        x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0))
+        x = x.to(weight.device, dtype)
+        (ids, weights), logits, off = layer.routing(layer.ask(x)), self.logits(x), {}
+        for rule in product((torch.softmax, _sigmoid), (False, True)):
+            self.activation, self.normalise = rule
             if torch.equal(self.best(logits, ids.shape[1]).sort(-1).values, ids.sort(-1).values):
                 factor = weights.float() / self.weights(logits, ids)
                 off[rule] = (factor / factor.mean() - 1).abs().max().item()
         if not off or min(off.values()) > 2**-6:
             raise ValueError(
-                f"{layer.name}: its {type(module).__name__} chooses or weighs experts in another way; "
+                f"{layer.name}: its {type(router).__name__} chooses or weighs experts in another way; "
                 f"cache-aware routing is for routers that take the K best of all logits"
             )
-        self.dtype, self.activation, self.normalise = min(off, key=off.get)
+        self.activation, self.normalise = min(off, key=off.get)
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, favour: Tensor
@@ -93,16 +74,12 @@ class Router:
         return chosen, other * (weights.float().sum(-1, keepdim=True) / own.sum(-1, keepdim=True))
 
     def logits(self, x: Tensor) -> Tensor:
-        bias = getattr(self.linear, "bias", None)
-        return F.linear(
-            x.to(self.dtype),
-            self.linear.weight.to(self.dtype),
-            None if bias is None else bias.to(self.dtype),
-        ).float()
+        """The router's own, [T, E]."""
+        output = self.layer.ask(x, own=True)
+        return output[LOGITS.get(type(self.layer.router).__name__, 0)].reshape(len(x), -1).float()
 
     def best(self, logits: Tensor, K: int) -> Tensor:
-        scores = self.activation(logits, -1)
-        return (scores if self.correction is None else scores + self.correction).topk(K).indices
+        return (self.activation(logits, -1) + self.correction).topk(K).indices
 
     def weights(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Of these experts, but for the factor."""
@@ -145,10 +122,8 @@ class CacheAwareRouting(AbstractContextManager):
             routers = [Router(layer, model.dtype) if margin else None for layer in layers]
         with Patches() as patches:
             for layer, router in zip(layers, routers):
-                patches.hook(
-                    layer.router.register_forward_pre_hook,
-                    lambda _m, args, i=layer.index: self._inputs.__setitem__(i, args[0]),
-                )
+                keep = partial(self._keep, layer.index)
+                patches.hook(layer.router.register_forward_pre_hook, keep)
                 patches.hook(
                     layer.experts.register_forward_pre_hook,
                     partial(self._before, layer, router),
@@ -168,6 +143,9 @@ class CacheAwareRouting(AbstractContextManager):
         """Share of the choices of decode steps that were in memory."""
         return self.hits / self.requests if self.requests else math.nan
 
+    def _keep(self, layer: int, _: nn.Module, args: tuple) -> None:
+        self._inputs[layer] = args[0]
+
     @torch.no_grad()
     def _before(
         self,
@@ -177,26 +155,22 @@ class CacheAwareRouting(AbstractContextManager):
         args: tuple,
         kwargs: dict[str, Any],
     ) -> tuple[tuple, dict[str, Any]] | None:
-        seen = self._inputs.pop(layer.index, None)
-        if not self.engine.decoding or seen is None:
+        """What the experts of a layer are to run with."""
+        x = self._inputs.pop(layer.index, None)
+        if not self.engine.decoding or x is None:
             return None
         s, ids, weights = *args, *kwargs.values()
-        residency, E = self.engine.residency, layer.E
-        held = torch.tensor(
-            [residency.state((layer.index, e)) is State.FULL for e in range(E)] + [False],
-            device=ids.device,
-        )  # the last one for "no expert"
+        state, E = self.engine.residency.state, layer.E
+        held = [state((layer.index, e)) is State.FULL for e in range(E)]
+        held = torch.tensor([*held, False], device=ids.device)  # the last one is "no expert"
         if router is not None:
-            chosen, weighed = router(
-                seen.reshape(len(ids), -1), ids, weights, self.margin * held[:E].float()
-            )
+            favour = self.margin * held[:E].float()
+            chosen, weighed = router(x.reshape(len(ids), -1), ids, weights, favour)
             new = ~found(ids, chosen)  # [T, K], which the router had not chosen
-            other = new.any(-1, keepdim=True)  # all else stays as it is, to the bit
             self.changed += int(new.sum())
-            ids, weights = (
-                torch.where(other, chosen, ids),
-                torch.where(other, weighed.to(weights.dtype), weights),
-            )
+            other = new.any(-1, keepdim=True)  # a token whose choice is the same keeps every bit
+            ids = torch.where(other, chosen, ids)
+            weights = torch.where(other, weighed.to(weights.dtype), weights)
         self.requests += int((ids < E).sum())
         self.hits += int(held[ids].sum())
         return (s, ids, weights), {}

@@ -283,7 +283,7 @@ class Engine:
                 self._report_other(begin, of.layer)
                 step = self.controller.decide(of.layer, dict.fromkeys(experts, 1))
                 self._report(step.requests, begin, end)
-            modules[0].executor.took(found)
+            modules[0].executor.count_layers(found)
             return found
 
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:

@@ -9,19 +9,23 @@ the experts' modules hand each call to the engine.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moelab.arguments import whole
 from moelab.cache.policies import DEFAULT_POLICY
+from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.checkpoint import opening
-from moelab.checkpoint.direct import CheckpointStore
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.experts import CheckpointStore
 from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
@@ -38,201 +42,301 @@ from moelab.offloading.slots import (
 )
 from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
+from moelab.specs import ExpertKey
 from moelab.store.headers import NAMES
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
 
-def offload(
-    store: ExpertStore | str | Path | None,
-    budget: str | float | int = "auto",
-    *,
-    policy: Any = DEFAULT_POLICY,
-    plan: Any = None,
-    scope: str = "model",
-    margin: float | None = None,
-    workers: int = 1,
-    staging: int | None = None,
-    ahead: int | None = 0,
-    delays: Any = None,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | str = "auto",
-    executor: Any = None,
-    compact: bool | str = False,
-    scheduler: Any = "default",
-    **reading: Any,
-) -> Any:
-    """Open the model of a store with its experts offloaded; its output is that of transformers'
-    `eager`, bit for bit.
+def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
+    """A field of options.
 
-    store : an `ExpertStore` or its folder; a checkpoint's folder or hub id, whose own files experts
-        are then read from (`moelab.checkpoint.direct`); None for the small model.
+    purpose : what it does, for --help and the docs.    needs : the option without which it does nothing.
+    flag : what argparse takes, if `moelab generate` has it; `names` is a kind of the registry."""
+    return field(default=default, metadata={"purpose": purpose, "needs": needs, "flag": flag})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloading:
+    """How a model is offloaded."""
+
+    cache: Any = option(
+        DEFAULT_POLICY, "who is evicted: a name or a policy", "memory", names="cache"
+    )
+    scope: str = option("model", "one cache for the model, or one for each layer", "memory")
+    margin: float | None = option(
+        None, "ranks by which an expert must lead to evict another (`cache.residency`)", "memory"
+    )
+    plan: Any = option(
+        None,
+        "what of a compressed store is kept in which state: pools, a plan of `zipmoe.planning`, a "
+        "function that finds one, or auto, by simulation with a calibration; by default whole experts",
+        "memory",
+        choices=["auto"],
+    )
+    workers: int = option(1, "threads that decompress", "memory", type=whole(1), metavar="N")
+    staging: int | None = option(
+        None,
+        "loads in flight; by default workers + 2, on a GPU 2K, fewer if memory is short",
+        "memory",
+    )
+    ahead: int | None = option(
+        0,
+        "experts that may be prefetched: in prefill all of the next layer's, in decode those that are "
+        "predicted; they are staged. None: up to K, as many as the staging has room for",
+        "memory",
+    )
+    compact: bool | str | None = option(
+        None,
+        "keep experts of few bits as they are, for kernels that multiply them so, where they are "
+        "otherwise unpacked once a load; kernels: only if kernels multiply all of them",
+        "memory",
+    )
+    scheduler: Any = option("default", "orders reads and decoding: a name or a function", "memory")
+    delays: Any = option(
+        None,
+        "seconds of an expert's parts on this machine, for plans and schedulers that ask for them, or a "
+        "function that measures them (by default `zipmoe.measure.quick_delays`)",
+        "memory",
+    )
+    mode: str = option(
+        "auto",
+        "how experts are read: auto, direct, buffered; pinned: for a GPU, all of them once, as they are "
+        "stored, into the CPU's memory",
+        "memory",
+        metavar="NAME",
+    )
+    bandwidth: float | None = option(None, "bytes a second to which the disk is slowed", "memory")
+    verify: bool = option(True, "compare checksums of what is read", "memory")
+    device: str | torch.device | None = option(
+        None,
+        "where to compute: cpu (by default), or cuda, a GPU, whose memory --memory then is for",
+        metavar="NAME",
+    )
+    dtype: torch.dtype | str = option(
+        "auto",
+        "of the weights; auto: config.json's, or else the checkpoint's",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+
+    @property
+    def on(self) -> torch.device:
+        return torch.device(self.device or "cpu")
+
+    def require_possible(self) -> None:
+        """ValueError for options that exclude each other, or that nothing can do."""
+        if self.workers < 1:
+            raise ValueError(f"workers is {self.workers}; at least one thread must decompress")
+        if self.ahead is not None and self.ahead < 0:
+            raise ValueError(f"ahead is {self.ahead}; it is a number of experts, 0 or more")
+        if isinstance(self.plan, str):
+            raise ValueError(
+                f"the plan is {self.plan!r}; it must be pools, or what `moelab.zipmoe.planning.plan` makes"
+            )
+        kind = self.on.type
+        if kind not in ("cpu", "cuda") or self.mode == "pinned" and kind == "cpu":
+            raise ValueError(
+                f"the device is {str(self.device)!r}; experts can be offloaded for the CPU and for CUDA "
+                f"GPUs, and kept with mode='pinned' for the latter only"
+            )
+
+
+def offload(
+    source: ExpertStore | Checkpoint | str | Path | None,
+    budget: str | float | int = "auto",
+    how: Offloading | None = None,
+    **options: Any,
+) -> Any:
+    """Open a model with its experts offloaded; its output is that of transformers' `eager`, bit for
+    bit.
+
+    source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
+        files (`moelab.checkpoint.experts`).
     budget : memory for experts, see `parse_budget`; allocated at once and never exceeded. Where all
         of them fit, they are read while the model is opened, and no prompt reads any.
-    policy, scope, margin : who is evicted, see `moelab.cache.residency.Residency`.
-    plan : how the budget is divided into pools, or a function that says so where experts are
-        compressed, as `moelab.zipmoe.planner.auto_pools`; None keeps whole experts only.
-    workers : threads that decompress.
-    staging : loads in flight beyond the experts that are kept; by default workers + 2, on a GPU 2K,
-        fewer if the budget is small.
-    ahead : experts that may be prefetched for layers to come: in prefill all of the next layer's,
-        in decode those that are announced (`moelab.speculate.Speculation`). They are staged; None
-        for up to K, as many as the staging has room for beside one that is demanded, so that the
-        cache is none the smaller. None are prefetched where all are in memory.
-    delays : what schedulers and plans are told of an expert's parts on this machine, or a function
-        that measures it where they need it, as `moelab.zipmoe.measure.quick_delays`.
-    device : "cpu", or a CUDA GPU, whose memory the budget then is for. Experts pass through pinned
-        memory; with mode="pinned" all of them stay there, as they are stored, and nothing is read
-        from the disk any more.
-    dtype : to compute in; "auto" takes what config.json says. Experts stored in another are cast
-        when they are used.
-    executor : a registered name or your own, equal to `eager` within the dtype's tolerance; None:
-        bit for bit.
-    compact : keep experts of few bits as they are, for kernels that multiply them so; other
-        executors unpack them at each use, where they are otherwise unpacked once a load. "kernels":
-        only if kernels multiply all of them.
-    scheduler : orders reads and decoding: a registered name or your own; no bit of the output
-        changes. By default `plain_order`, where nothing is known of delays; what is sent from
-        pinned memory as it lies is sent in ascending order.
-    reading : options of `moelab.store.reader.Reader`: mode, bandwidth, verify.
+    how, options : an `Offloading`, or fields of one.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
     ValueError for a budget that is too small (the message says the least), a plan beyond the
-    budget, or unknown options."""
-    model = opening.examine(store.folder if isinstance(store, ExpertStore) else store)
-    if not isinstance(store, ExpertStore):
-        store = model.checkpoint.store or CheckpointStore(model, model.dtype(dtype))
-    if workers < 1:
-        raise ValueError(f"workers is {workers}; at least one thread must decompress")
-    if ahead is not None and ahead < 0:
-        raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
-    if isinstance(plan, str):
-        raise ValueError(
-            f"the plan is {plan!r}; it must be pools, or what `moelab.zipmoe.planning.plan` makes"
-        )
-    pools = None if callable(plan) else getattr(plan, "pools", plan)
-    # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
-    whole_only = pools is None or not (pools.C or pools.S or pools.E)
-    compact = store.multiplied if compact == "kernels" else compact
-    device, pinned = torch.device(device), reading.get("mode") == "pinned"
-    if device.type not in ("cpu", "cuda") or pinned and device.type == "cpu":
-        raise ValueError(
-            f"the device is {str(device)!r}; experts can be offloaded for the CPU and for CUDA GPUs, and "
-            f"kept with mode='pinned' for the latter only"
-        )
-    in_place = whole_only and (compact and device.type == "cpu" or not store.few_bits)
-    sizes = Sizes.of(store, None if in_place else False)
-    L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
-    at_least, scratch = (
-        (ahead or 0) + 1,
-        DEPTH * store.scratch,
-    )  # staging; of each thread that reads
-    everything = (
-        L * E * sizes.full + max(staging or workers + 2, at_least) * sizes.in_flight + scratch
-    )
-    room = parse_budget(budget, everything, store.weights_bytes, partial(available_on, device))
-    least = max(staging or 1, at_least) * sizes.in_flight + scratch
-    if room < least:
-        raise ValueError(
-            f"the budget is {room:,} bytes; {least:,} bytes are the least "
-            f"that works: {max(staging or 1, at_least)} in-flight expert(s), read and decoded"
-            + f", {ahead} of them prefetched" * bool(ahead)
-            + f"; give '{-(-least // 10**6)}MB' or more"
-        )
-    kept = room - scratch
-    if (
-        staging is None and device.type != "cpu"
-    ):  # a load takes less than a call that computes some of them
-        staging = max(1, min(2 * store.spec.K, kept // (4 * sizes.in_flight)))
-    pools, staging = divide(kept, sizes, L, E, pools, scope, workers, staging, ahead or 0)
-    residency = Residency(L, E, pools, policy, scope, margin)
-    ahead = 0 if residency.holds_all else min(store.spec.K, staging - 1) if ahead is None else ahead
-
-    def memory() -> Slots:
-        return Slots(
-            store, slot_counts(pools, L if scope == "layer" else 1, staging), sizes, device
-        )
-
-    # Experts of a prompt get ever other numbers of tokens. For each shape oneDNN, by which torch
-    # multiplies bf16, keeps 0.7 MB of code, and so does what calls it: 1024 each, unless the first
-    # use finds a smaller number here. A layer's shapes must fit, or each expert's code is made
-    # anew: with 8, prompts of 128 tokens took twice as long, with 128 those of 512 by a fifth
-    # longer.
-    for cache, shapes in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"), ("LRU_CACHE_CAPACITY", "8")):
-        os.environ.setdefault(cache, shapes)
-    with contextlib.ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
-        reader = (
-            PinnedReader(store, device, **reading | {"mode": "auto"})
-            if pinned
-            else Reader(store, **reading)
-        )
+    budget, or options that cannot be."""
+    how, checkpoint = how or Offloading(**options), Checkpoint.at(source)
+    how.require_possible()
+    store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype(how.dtype))
+    memory = Memory.divided(store, budget, how)
+    residency, held = memory.residency(), {}
+    _bound_code_caches()
+    with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
+        reader = memory.reader()
         unless_open.callback(reader.close)
-        with (
-            filling(slots := memory(), reader)
-            if residency.holds_all
-            else contextlib.nullcontext(dict) as loaded
-        ):
-            model = opening.open_checkpoint(model, experts="external", dtype=dtype, device=device)
-            held = loaded()
-        if callable(delays):
-            delays = delays(store, model) if sizes.sm or scheduler != "default" else None
-        if callable(plan) and sizes.sm and not held:
-            room = kept - staging * sizes.in_flight
-            pools = plan(
-                model, store.spec, room, sizes, delays, workers, staging, policy, scope, margin
-            )
-            residency = Residency(L, E, pools, policy, scope, margin)
-        if held:
+        if residency.holds_all:
+            with filling(slots := memory.slots(), reader) as loaded:
+                model = opening.build(checkpoint, how.dtype, external=True).to(how.on)
+                held = loaded()
             residency.fill()
         else:
-            slots = memory()
+            model = opening.build(checkpoint, how.dtype, external=True).to(how.on)
+        delays = how.delays
+        if callable(delays):
+            asked = memory.sizes.sm or how.scheduler != "default"
+            delays = delays(store, model) if asked else None
+        if not held:
+            if callable(how.plan) and memory.sizes.sm:
+                memory = memory.planned(model, delays)
+                residency = memory.residency()
+            slots = memory.slots()
             slots.touch()
-        settings = EngineSettings(
-            store.spec,
-            pools,
-            policy,
-            scope,
-            margin,
-            workers,
-            staging,
-            ahead,
-            experts_bytes(store),
-            store.weights_bytes,
-            scheduler,
-            device.type,
-        )
-        run = EngineRun(settings, residency)
-        engine = Engine(
-            residency,
-            slots,
-            reader,
-            run,
-            _bound(scheduler, delays, workers, pinned and sizes.in_place),
-            workers,
-            ahead,
-            not sizes.in_place and one_thread_pays(store, model),
-            held,
-        )
+        engine = memory.engine(model, residency, slots, reader, delays, held)
         unless_open.callback(engine.close)
-        stored = {
-            entry.dtype
-            for layer in store.layers
-            for entries in layer.experts
-            for entry in entries.values()
-        }
-        source = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
-        run = make("executor", executor) if isinstance(executor, str) else executor
-        plug(model, executor=run, source=source, engine=engine)
-        Session(model, engine, source, store, room)
+        every = (entries for layer in store.layers for entries in layer.experts)
+        stored = {entry.dtype for entries in every for entry in entries.values()}
+        experts = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
+        plug(model, source=experts, engine=engine)
+        Session(model, engine, experts, store, memory.budget)
         unless_open.pop_all()
     return model
 
 
-def _bound(scheduler: Any, delays: Any, workers: int, sends: bool) -> Callable[..., Order]:
+@dataclass(frozen=True)
+class Memory:
+    """How a budget is divided.
+
+    L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
+    compact : whether experts of few bits are kept as they are.
+    """
+
+    store: ExpertStore
+    how: Offloading
+    L: int
+    E: int
+    budget: int
+    kept: int
+    sizes: Sizes
+    compact: bool
+    pools: Pools
+    staging: int
+
+    @classmethod
+    def divided(cls, store: ExpertStore, budget: str | float | int, how: Offloading) -> Memory:
+        """Raises ValueError: less than one load in flight and those prefetched; a plan beyond the
+        budget."""
+        device = how.on
+        pools = None if callable(how.plan) else getattr(how.plan, "pools", how.plan)
+        compact = store.multiplied if how.compact == "kernels" else bool(how.compact)
+        # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
+        whole_only = pools is None or not (pools.C or pools.S or pools.E)
+        as_stored = compact and device.type == "cpu" or not store.few_bits
+        sizes = Sizes.of(store, None if whole_only and as_stored else False)
+        L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
+        ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
+        most = L * E * sizes.full + scratch
+        most += max(how.staging or how.workers + 2, ahead + 1) * sizes.in_flight
+        room = parse_budget(budget, most, store.weights_bytes, partial(available_on, device))
+        loads = max(how.staging or 1, ahead + 1)
+        if room < (least := loads * sizes.in_flight + scratch):
+            raise ValueError(
+                f"the budget is {room:,} bytes; {least:,} bytes are the least that works: {loads} "
+                f"in-flight expert(s), read and decoded{f', {ahead} of them prefetched' * bool(ahead)}; "
+                f"give '{-(-least // 10**6)}MB' or more"
+            )
+        staging = how.staging
+        if staging is None and device.type != "cpu":
+            # a load takes less than a call that computes some of them
+            staging = max(1, min(2 * store.spec.K, (room - scratch) // (4 * sizes.in_flight)))
+        pools, staging = divide(
+            room - scratch, sizes, L, E, pools, how.scope, how.workers, staging, ahead
+        )
+        kept = room - scratch - staging * sizes.in_flight
+        return cls(store, how, L, E, room, kept, sizes, compact, pools, staging)
+
+    def planned(self, model: Any, delays: Any) -> Memory:
+        """The same memory with the pools that a plan that is a function finds."""
+        how = self.how
+        pools = how.plan(
+            model,
+            self.store.spec,
+            self.kept,
+            self.sizes,
+            delays,
+            how.workers,
+            self.staging,
+            how.cache,
+            how.scope,
+            how.margin,
+        )
+        return replace(self, pools=pools)
+
+    def residency(self) -> Residency:
+        how = self.how
+        return Residency(self.L, self.E, self.pools, how.cache, how.scope, how.margin)
+
+    def slots(self) -> Slots:
+        count = slot_counts(self.pools, self.L if self.how.scope == "layer" else 1, self.staging)
+        return Slots(self.store, count, self.sizes, self.how.on)
+
+    def reader(self) -> Reader:
+        how, reading = self.how, {"bandwidth": self.how.bandwidth, "verify": self.how.verify}
+        if how.mode == "pinned":
+            return PinnedReader(self.store, how.on, **reading)
+        return Reader(self.store, how.mode, **reading)
+
+    def engine(
+        self,
+        model: Any,
+        residency: Residency,
+        slots: Slots,
+        reader: Reader,
+        delays: Any,
+        held: dict[ExpertKey, dict[str, int]],
+    ) -> Engine:
+        """What loads and computes the model's experts within this memory; `held` : slots of those
+        that are in memory already."""
+        how, spec = self.how, self.store.spec
+        ahead = min(spec.K, self.staging - 1) if how.ahead is None else how.ahead
+        ahead = 0 if held else ahead
+        settings = EngineSettings(
+            spec,
+            self.pools,
+            how.cache,
+            how.scope,
+            how.margin,
+            how.workers,
+            self.staging,
+            ahead,
+            experts_bytes(self.store),
+            self.store.weights_bytes,
+            how.scheduler,
+            how.on.type,
+        )
+        sends = how.mode == "pinned" and self.sizes.in_place
+        return Engine(
+            residency,
+            slots,
+            reader,
+            EngineRun(settings, residency),
+            _order(how.scheduler, delays, how.workers, sends),
+            how.workers,
+            ahead,
+            one_thread=not self.sizes.in_place and one_thread_pays(self.store, model),
+            held=held,
+        )
+
+
+def _order(scheduler: Any, delays: Any, workers: int, sends: bool) -> Callable[..., Order]:
     """A scheduler as the engine calls it, with requests alone. sends : whether experts are sent from
     pinned memory as they lie, which takes equally long."""
     if scheduler == "default" and (sends or delays is None):
         return given_order if sends else plain_order
     order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     return lambda requests: order(requests, delays, workers)
+
+
+def _bound_code_caches() -> None:
+    """Let oneDNN, by which torch multiplies bf16, keep less code, unless it is in use already.
+
+    Experts of a prompt get ever other numbers of tokens. For each shape oneDNN keeps 0.7 MB of
+    code, and so does what calls it: 1024 each, unless the first use finds a smaller number here. A
+    layer's shapes must fit, or each expert's code is made anew: with 8, prompts of 128 tokens took
+    twice as long, with 128 those of 512 by a fifth longer."""
+    for cache, shapes in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256"), ("LRU_CACHE_CAPACITY", "8")):
+        os.environ.setdefault(cache, shapes)

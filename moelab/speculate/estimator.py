@@ -19,18 +19,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.files import load_tensors, save_tensors
+from moelab.files import save_tensors
 from moelab.registry import find
 from moelab.schema import Size, checked
-from moelab.speculate.signals import check_geometry, check_model
+from moelab.speculate.signals import load_for
 
-FORMAT = "moelab.estimator/2"
+FORMAT, TRAINED = "moelab.estimator/2", "moelab.speculate.train(…).estimator"
 
 
 class Estimator(nn.Module):
@@ -60,14 +59,7 @@ class Estimator(nn.Module):
         super().__init__()
         if not 1 <= ahead < L:
             raise ValueError(f"ahead is {ahead}; with {L} MoE layers it must be from 1 to {L - 1}")
-        self.config = {
-            "H": H,
-            "E": E,
-            "L": L,
-            "width": width,
-            "expansion": expansion,
-            "ahead": ahead,
-        }
+        self.config = dict(H=H, E=E, L=L, width=width, expansion=expansion, ahead=ahead)
         self.ahead, self.model_id = ahead, model_id
         self.A = nn.Linear(H, width)
         self.layer = nn.Embedding(L - ahead, width)
@@ -75,6 +67,19 @@ class Estimator(nn.Module):
         self.C = nn.Linear(expansion * width, width)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, E)
+        self.initialise()
+
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        """PyTorch's usual initial weights, drawn from a generator (None: the global one)."""
+        for module in self.children():
+            if module is self.norm:
+                module.reset_parameters()
+            elif module is self.layer:
+                nn.init.normal_(module.weight, generator=generator)
+            else:
+                bound = 1 / math.sqrt(module.in_features)
+                nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
+                nn.init.uniform_(module.bias, -bound, bound, generator=generator)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
         """Router logits of layer + ahead, or what is added to them, float32 [T, E]; `layer` is one
@@ -89,17 +94,20 @@ class Estimator(nn.Module):
 
         §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
         """
-        a, b = (
-            8,
-            H + E + L - ahead + 8,
-        )  # 8·w² + (H + E + L − ahead + 8)·w + E parameters: solved for w
-        width = 8 * round((math.sqrt(b * b + 4 * a * max(parameters - E, 0)) - b) / (2 * a) / 8)
+        # there are 8·w² + b·w + E parameters: solved for w
+        b = H + E + L - ahead + 8
+        width = 8 * round((math.sqrt(b * b + 32 * max(parameters - E, 0)) - b) / 128)
         if width < 8:
             raise ValueError(
                 f"{parameters:,} parameters are too few for H={H}, E={E}; the smallest estimator has "
-                f"{a * 64 + b * 8 + E:,}"
+                f"{8 * 64 + b * 8 + E:,}"
             )
         return cls(H, E, L, width, ahead=ahead)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """L, E."""
+        return self.config["L"], self.config["E"]
 
     @property
     def parameter_count(self) -> int:
@@ -119,21 +127,8 @@ class Estimator(nn.Module):
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:
         """Read an estimator of `model`, of the kind that was saved, onto its device; ValueError if
         it is not readable, another model's, or of a kind that is not registered."""
-        estimator = load_tensors(
-            path,
-            FORMAT,
-            "estimator",
-            "moelab.speculate.train(…).estimator.save(path)",
-            {"kind": str, "config": dict[str, Size], "model_id": str},
-            _loaded,
-        )
-        check_model(
-            model,
-            estimator.model_id,
-            f"{path} was trained for",
-            "moelab.speculate.train trains one for this model",
-        )
-        check_geometry(model, (estimator.config["L"], estimator.config["E"]), path)
+        about = {"kind": str, "config": dict[str, Size], "model_id": str}
+        estimator = load_for(model, path, FORMAT, "estimator", TRAINED, about, _loaded)
         return estimator.to(getattr(model, "device", "cpu")).eval()
 
 
@@ -156,8 +151,8 @@ class ResidualEstimator(Estimator):
 
     residual = True
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        super().initialise(generator)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

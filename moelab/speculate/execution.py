@@ -20,16 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab import recording
 from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
 from moelab.models.experts import named
+from moelab.models.forward import forward_info
 from moelab.models.patches import Patches
-from moelab.models.stream import streams
+from moelab.models.stream import stacks, streams
+from moelab.models.unchanged import Listener
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
 from moelab.trace import DECODE, PREFILL
 
 MODES = ("hint", "speculative", "router-free")
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Speculation(AbstractContextManager):
@@ -41,10 +43,9 @@ class Speculation(AbstractContextManager):
     mode : "hint", "speculative" or "router-free".
     prefill : whether predictions are executed in prefill too; they are announced in both phases.
 
-    In hint mode an executor with `opens` and a method `wants(layer)` says before each pass, and
-    before each layer, whether a prediction is worth its time. In a pass where none is, nothing lies
-    on the layers, unless the predictor learns from what routers choose; then it is told of that
-    alone.
+    In hint mode an executor with `opens` says with it before each pass whether predictions are
+    worth their time. If not, no hook lies on the layers, so that fused kernels run; but where the
+    predictor learns from what routers choose, it is told of that.
 
     requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers
         chose where there was a prediction, and how many of them were predicted. Padding does not
@@ -64,57 +65,71 @@ class Speculation(AbstractContextManager):
                 f"{type(predictor).__name__} asks them"
             )
         self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
-        self.layers = discover(model)
-        self._entries = (
-            [stream.entry for stream in streams(model)]
-            if predictor.reads_residual
-            else [None for _ in self.layers]
-        )
-        self._learns = type(predictor).observe is not Predictor.observe
-        self._listening, self._hooks = False, Patches()
+        self.layers, self._none = discover(model), predictor.spec.E
+        #: the module of each layer whose first argument is the residual
+        self._entries = [of.entry for of in streams(model)] if predictor.reads_residual else []
+        self._hooks, self._predicting = Patches(), False
         self.reset()
         self._end()
         predictor.begin()
         with Patches() as patches:
             patches.enter_context(plugged(model))
-            for stack, layers in recording.stacks(model):
-                first = layers[0].index == 0
-                patches.hook(
-                    stack.register_forward_pre_hook,
-                    lambda _m, args, kwargs, first=first: self._begin(first, args, kwargs),
-                    with_kwargs=True,
-                )
+            for stack, layers in stacks(model):
+                begin = partial(self._begin, layers[0].index == 0)
+                patches.hook(stack.register_forward_pre_hook, begin, with_kwargs=True)
                 patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
             patches.callback(lambda: self._hooks.close())
             self._listen(True)
             self._patches = patches.pop_all()
 
-    def _listen(self, wanted: bool) -> None:
-        """Put on the layers what predicting needs, or take it off again."""
-        if wanted is self._listening:
+    def close(self) -> None:
+        self._patches.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reset(self) -> None:
+        """Count from zero."""
+        device = getattr(self.model, "device", "cpu")
+        self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device)
+        self.requests, self.hits = self._counts
+
+    def recall(self, phase: int | None = None) -> Tensor:
+        """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
+        predictions."""
+        hits, requests = (
+            of.sum(0) if phase is None else of[phase] for of in (self.hits, self.requests)
+        )
+        return hits.double() / requests
+
+    # ---------------------------------------------------------------------------------------------
+    # hooks on the layers
+
+    def _listen(self, predicting: bool) -> None:
+        """Put on the layers what predicting needs, or only what learning needs."""
+        if predicting is self._predicting:
             return
-        self._listening = None  # as long as it is neither: an interruption comes at any line
         self._hooks.close()
+        learns = type(self.predictor).observe is not Predictor.observe
         with Patches() as patches:
-            for layer, entry in zip(self.layers, self._entries):
-                if wanted:
-                    self._attach(layer, entry, patches)
-                elif self._learns:
+            for layer in self.layers:
+                if predicting:
+                    self._attach(layer, patches)
+                elif learns:
                     register, hook, options = layer.listening(partial(self._observe, layer.index))
                     patches.hook(register, hook, **options)
-            self._hooks, self._listening = patches.pop_all(), wanted
+            self._hooks, self._predicting = patches.pop_all(), predicting
 
-    def _attach(self, layer: MoELayer, entry: nn.Module | None, patches: Patches) -> None:
-        if entry is not None:
-
-            def told(r: Tensor) -> None:
-                self._residuals[layer.index] = r
+    def _attach(self, layer: MoELayer, patches: Patches) -> None:
+        if self._entries:
+            told = partial(self._residuals_seen, layer.index)
 
             def of_entry(_m: nn.Module, args: tuple) -> None:
                 told(args[0])
 
-            of_entry.told = told  # for who computes it without calling the module
-            patches.hook(entry.register_forward_pre_hook, of_entry)
+            patches.hook(
+                self._entries[layer.index].register_forward_pre_hook, Listener(told, of_entry)
+            )
         patches.hook(
             layer.router.register_forward_pre_hook,
             lambda _m, args: self._inputs.__setitem__(layer.index, args[0]),
@@ -129,41 +144,21 @@ class Speculation(AbstractContextManager):
         if self.mode == "router-free":
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
 
-    def reset(self) -> None:
-        self._counts = torch.zeros(
-            2, 2, len(self.layers), dtype=torch.long, device=getattr(self.model, "device", "cpu")
-        )
-        self.requests, self.hits = self._counts
+    def _residuals_seen(self, layer: int, r: Tensor) -> None:
+        self._residuals[layer] = r
 
-    def recall(self, phase: int | None = None) -> Tensor:
-        """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
-        predictions."""
-        pick = slice(None) if phase is None else slice(phase, phase + 1)
-        return self.hits[pick].sum(0).double() / self.requests[pick].sum(0)
+    # ---------------------------------------------------------------------------------------------
+    # one forward pass
 
-    def close(self) -> None:
-        self._patches.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _begin(self, first: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, first: bool, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A forward pass of a stack begins, of the model's `first` or of its decoder."""
         self._end()
-        inputs = next(
-            x
-            for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-            if x is not None
-        )
-        S, cache, mask = (
-            inputs.shape[1],
-            kwargs.get("past_key_values"),
-            kwargs.get("attention_mask"),
-        )
-        cached = int(cache.get_seq_length()) if cache is not None else 0
-        if first and not cached:
+        info, mask = forward_info(args, kwargs), kwargs.get("attention_mask")
+        if first and not info.cached:
             self.predictor.begin()
-        self._phase = DECODE if cached and S == 1 else PREFILL
+        self._phase = DECODE if info.phase == "decode" else PREFILL
         if self._phase == PREFILL and mask is not None and mask.dim() == 2:
+            S = info.tokens // len(mask)
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
         self._listen(self.mode != "hint" or getattr(_executor(self.layers[0]), "opens", True))
@@ -184,55 +179,45 @@ class Speculation(AbstractContextManager):
         self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts of a layer are to run with (Algorithm 1)."""
-        if (
-            not self._running or layer.index not in self._inputs
-        ):  # a part of the model was called by itself
+        seen = self._inputs.pop(layer.index, None)
+        if not self._running or seen is None:  # a part of the model was called by itself
             return s, ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)
-        if mine is None or not (
-            self._executes and self.mode == "router-free"
-        ):  # the true router has run
+        executes = mine is not None and self._executes
+        if not (executes and self.mode == "router-free"):  # the true router has run
             true = self._observe(index, ids, weights)
             if mine is not None:
                 self._count(index, mine[0], true)
-        if mine is not None and self._executes:
+        if executes:
             ids, weights = mine  # lines 6–7
-        seen = self._inputs.pop(index)
-        r = self._residuals.pop(index) if self.predictor.reads_residual else seen
+        r = self._residuals.pop(index) if self._entries else seen
         if (target := self.predictor.targets.get(index)) is None:
-            return s, ids, weights
-        executor = _executor(layer)
-        if self.mode == "hint" and hasattr(executor, "wants") and not executor.wants(target.index):
             return s, ids, weights
         seen, r = (x.reshape(len(ids), -1) for x in (seen, r))
         prediction = self.predictor.predict(index, seen, r, ids, weights)  # line 8
         if prediction is not None:
             check(prediction, len(ids), self.predictor)
             self._predicted[target.index] = prediction
-            if (prefetch := getattr(executor, "prefetch", None)) is not None:
+            if (prefetch := getattr(_executor(layer), "prefetch", None)) is not None:
                 prefetch(target.index, prediction[0])  # line 9
         return s, ids, weights
 
     def _observe(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
         """Tell the predictor what a router chose, ids and weights [T, K]; returns the ids, E for
         padding."""
-        if self._running and self._real is not None:
-            ids = ids.masked_fill(~self._real[:, None], self.predictor.spec.E)
         if self._running:
+            if self._real is not None:
+                ids = ids.masked_fill(~self._real[:, None], self._none)
             self.predictor.observe(layer, ids, weights)
         return ids
 
     def _count(self, layer: int, predicted: Tensor, true: Tensor) -> None:
-        if (
-            len(true) == 1 and self._counts.device.type == "cpu"
-        ):  # a decode step: sets are faster than tensors
-            chosen = set(true[0].tolist()) - {self.predictor.spec.E}
-            self._counts.numpy()[:, self._phase, layer] += (
-                len(chosen),
-                len(chosen.intersection(predicted[0].tolist())),
-            )
+        if len(true) == 1 and self._counts.device.type == "cpu":  # sets are faster than tensors
+            chosen = set(true[0].tolist()) - {self._none}
+            counts = len(chosen), len(chosen.intersection(predicted[0].tolist()))
+            self._counts.numpy()[:, self._phase, layer] += counts
             return
-        there = true != self.predictor.spec.E
+        there = true != self._none
         self.requests[self._phase, layer] += there.sum()
         self.hits[self._phase, layer] += (found(predicted, true) & there).sum()
 
@@ -246,7 +231,7 @@ class Speculation(AbstractContextManager):
         if type(layer.router).__name__ not in ROUTING:
             return None, weights, ids
         # A dialect's block wants the dialect's own form; what is in it, `_before` replaces.
-        return ask(layer, x, weights.new_zeros(len(ids), self.predictor.spec.E))
+        return ask(layer, x, weights.new_zeros(len(ids), self._none))
 
 
 def _executor(layer: MoELayer) -> Any:
@@ -256,32 +241,19 @@ def _executor(layer: MoELayer) -> Any:
 
 def check(prediction: Any, T: int, predictor: Predictor) -> None:
     """ValueError, naming the predictor, unless this is a prediction for T tokens."""
-    E, told = predictor.spec.E, f"a {type(prediction).__name__}"
-    if (
-        isinstance(prediction, tuple)
-        and len(prediction) == 2
-        and all(isinstance(t, Tensor) for t in prediction)
-    ):
-        (ids, weights), told = (
-            prediction,
-            " and ".join(f"{t.dtype} {list(t.shape)}" for t in prediction),
-        )
-        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-        if (
-            whole
-            and ids.dim() == 2
-            and ids.shape == weights.shape
-            and len(ids) == T
-            and ids.numel()
-        ):
-            low, high = (
-                (min(flat := ids.tolist()[0]), max(flat)) if T == 1 else map(int, ids.aminmax())
-            )
-            if 0 <= low <= high <= E:
-                return
-            told = f"ids from {low} to {high}"
+    E, given = predictor.spec.E, f"a {type(prediction).__name__}"
+    match prediction:
+        case (Tensor() as ids, Tensor() as weights):
+            given = f"{ids.dtype} {list(ids.shape)} and {weights.dtype} {list(weights.shape)}"
+            fits = ids.dim() == 2 and ids.shape == weights.shape and len(ids) == T
+            if fits and ids.numel() and ids.dtype in WHOLE:
+                # one token's as a list: faster than a tensor
+                flat = ids[0].tolist() if T == 1 else [int(of) for of in ids.aminmax()]
+                if min(flat) >= 0 and max(flat) <= E:
+                    return
+                given = f"ids from {min(flat)} to {max(flat)}"
     raise ValueError(
-        f"the predictor {named(predictor)} predicted {told}; expected are (ids, weights), [{T}, K] "
+        f"the predictor {named(predictor)} predicted {given}; expected are (ids, weights), [{T}, K] "
         f"each, the ids whole numbers from 0 to {E - 1}, or {E} for no expert"
     )
 

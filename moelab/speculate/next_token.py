@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.files import load_tensors, save_tensors
+from moelab.files import save_tensors
 from moelab.progress import progress
 from moelab.schema import Must, Positive, checked
-from moelab.speculate.signals import check_geometry, check_model
+from moelab.speculate.signals import load_for
 from moelab.trace import RoutingTrace
 
-FORMAT = "moelab.next_token/1"
+FORMAT, FITTED = "moelab.next_token/1", "moelab.speculate.next_token.fit(trace)"
 #: strengths of the ridge that are tried, in mean squares of an input
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 
@@ -75,25 +75,15 @@ class NextToken:
     @classmethod
     def load(cls, path: str | Path, model: Any) -> NextToken:
         """Read what was fitted for `model`. ValueError if it is not readable or another model's."""
-        fits = "moelab.speculate.next_token.fit(trace)"
-        found = load_tensors(
-            path,
-            FORMAT,
-            "next-token regression",
-            f"{fits}.save(path)",
-            {"about": _About, "model_id": str},
-            lambda tensors, about, model_id: cls(
-                checked(tensors, "W", ("float32",), (None, None, None)), **about, model_id=model_id
-            ),
-        )
-        check_model(
-            model,
-            found.model_id,
-            f"{path} was fitted to",
-            f"{fits} fits one to a trace of this one",
-        )
-        check_geometry(model, found.shape, path)
-        return found
+        about = {"about": _About, "model_id": str}
+        return load_for(model, path, FORMAT, "next-token regression", FITTED, about, cls._loaded)
+
+    @classmethod
+    def _loaded(
+        cls, tensors: dict[str, Tensor], about: dict[str, float], model_id: str
+    ) -> NextToken:
+        W = checked(tensors, "W", ("float32",), (None, None, None))
+        return cls(W, **about, model_id=model_id)
 
 
 def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> NextToken:

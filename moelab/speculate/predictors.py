@@ -11,9 +11,8 @@ there were always room."""
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moelab import recording
 from moelab.checkpoint.opening import spec_of
 from moelab.models import MoELayer
 from moelab.models.identity import identity
-from moelab.models.stream import check_routers, streams
+from moelab.models.stream import check_routers, stacks, streams
 from moelab.registry import Entry, find
-from moelab.speculate.signals import DefaultVectors, check_model, quasi_hidden
+from moelab.speculate.estimator import TRAINED
+from moelab.speculate.signals import MEASURED, check_model, quasi_hidden
 from moelab.trace import RoutingTrace
 
 #: (ids [T, K], weights [T, K])
@@ -47,11 +46,7 @@ INGREDIENTS = {
 
 def takes(name: str) -> list[str]:
     """Which of the `INGREDIENTS` a predictor takes, by its name in the registry."""
-    return [
-        part
-        for part in inspect.signature(find("predictor", name)).parameters
-        if part in INGREDIENTS
-    ]
+    return list(find("predictor", name).takes)
 
 
 def lacking(name: str) -> list[str]:
@@ -125,9 +120,7 @@ def check_given(layer: MoELayer, H: int) -> None:
     """ValueError for a router that does not choose by given logits as by its own: one that scales
     or caps them."""
     parameter = next(layer.router.parameters())
-    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0)).to(
-        parameter.device, parameter.dtype
-    )
+    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0)).to(parameter)
     logits = teacher(layer, x)
     if not torch.allclose(teacher(layer, x, logits), logits, rtol=2e-2):
         raise ValueError(
@@ -141,24 +134,46 @@ def check_given(layer: MoELayer, H: int) -> None:
 
 
 class Predictor(ABC):
-    """Predicts, at MoE layer l, the experts and weights of layer l + ahead."""
+    """Predicts, at MoE layer l, the experts and weights of layer l + ahead.
 
+    A subclass says what it `takes`; that is given by keyword, is an attribute of the predictor, and
+    `prepare` sees it first."""
+
+    #: names of `INGREDIENTS` that it is made of; a class attribute of that name is the default
+    takes: tuple[str, ...] = ()
     #: whether `predict` reads r, which not every architecture has (`moelab.models.stream`)
     reads_residual = False
 
-    def __init__(self, model: nn.Module, *, ahead: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, ahead: int = 1, **ingredients: Any) -> None:
+        made = type(self).__name__
         if ahead < 1:
             raise ValueError(
                 f"ahead is {ahead}; a prediction is for a later layer, so it must be at least 1"
             )
+        if unknown := ingredients.keys() - set(self.takes):
+            raise ValueError(
+                f"the predictor {made} takes no {', '.join(sorted(unknown))}; it takes "
+                f"{', '.join(('ahead', *self.takes))}"
+            )
+        for name in self.takes:
+            if (value := ingredients.get(name, getattr(self, name, None))) is None:
+                raise ValueError(
+                    f"the predictor {made} needs {name}={INGREDIENTS[name]}: "
+                    f"prefetch=lambda model: {made}(model, {name}=…)"
+                )
+            setattr(self, name, value)
         self.ahead, self.spec = ahead, spec_of(model)
         self.device = getattr(model, "device", torch.device("cpu"))
         #: predicting layer → predicted layer; none across the border between encoder and decoder
         self.targets: dict[int, MoELayer] = {
             here.index: there
-            for _, layers in recording.stacks(model)
+            for _, layers in stacks(model)
             for here, there in zip(layers, layers[ahead:])
         }
+        self.prepare(model)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Check the ingredients against the model, and make of them what `predict` uses."""
 
     def begin(self) -> None:
         """A new prompt, or a new batch of prompts, starts."""
@@ -178,21 +193,11 @@ class Predictor(ABC):
         r : residual before its norm [T, H]; undefined for a predictor that does not say
         `reads_residual`."""
 
-    def _needs(self, **ingredients: Any) -> None:
-        for name, value in ingredients.items():
-            if value is None:
-                made = type(self).__name__
-                raise ValueError(
-                    f"the predictor {made} needs {name}={INGREDIENTS[name]}: "
-                    f"prefetch=lambda model: {made}(model, {name}=…)"
-                )
-
 
 class NextRouter(Predictor):
     """The next router on this layer's router input s (Speculating Experts §3.3, the baseline)."""
 
-    def __init__(self, model: nn.Module, *, ahead: int = 1) -> None:
-        super().__init__(model, ahead=ahead)
+    def prepare(self, model):
         check_routers(model)
 
     def predict(self, layer, s, r, ids, weights):
@@ -202,17 +207,15 @@ class NextRouter(Predictor):
 class Quasi(Predictor):
     """The next router on the quasi-hidden state q (§3.3, Router-PF)."""
 
+    takes = ("vectors",)
     reads_residual = True
 
-    def __init__(
-        self, model: nn.Module, *, vectors: DefaultVectors | None = None, ahead: int = 1
-    ) -> None:
-        super().__init__(model, ahead=ahead)
-        self._needs(vectors=vectors)
-        vectors.check(model)
-        self.vectors, self.streams = vectors.to(self.device), streams(model)
+    def prepare(self, model):
+        check_model(model, self.vectors.model_id, "these default vectors are", f"use {MEASURED}")
+        self.vectors, self.streams = self.vectors.to(self.device), streams(model)
 
     def quasi(self, layer: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """q [T, H] of the layer that is predicted."""
         path = self.streams[layer : self.targets[layer].index + 1]
         return quasi_hidden(path, r, self.vectors.layer_default(layer, ids, weights))
 
@@ -227,69 +230,47 @@ class Hybrid(Quasi):
     choice : bool for each of the L layers; `moelab.speculate.scoring.choose` finds it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        vectors: DefaultVectors | None = None,
-        estimator: Estimate | None = None,
-        choice: Sequence[bool] | None = None,
-        ahead: int = 1,
-    ) -> None:
-        super().__init__(model, vectors=vectors, ahead=ahead)
-        self._needs(estimator=estimator, choice=choice)
-        if len(choice) != self.spec.L:
+    takes = ("vectors", "estimator", "choice")
+
+    def prepare(self, model):
+        super().prepare(model)
+        if len(self.choice) != self.spec.L:
             raise ValueError(
-                f"choice has {len(choice)} entries; it needs one for each of the {self.spec.L} MoE layers"
+                f"choice has {len(self.choice)} entries; it needs one for each of the {self.spec.L} "
+                f"MoE layers"
             )
-        if (trained := getattr(estimator, "ahead", ahead)) != ahead:
+        trained = getattr(self.estimator, "ahead", self.ahead)
+        if trained != self.ahead:
             raise ValueError(
-                f"this estimator was trained to look {trained} layer(s) ahead, not {ahead}"
+                f"this estimator was trained to look {trained} layer(s) ahead, not {self.ahead}"
             )
-        if model_id := getattr(estimator, "model_id", ""):
-            check_model(
-                model,
-                model_id,
-                "this estimator was trained for",
-                "moelab.speculate.train trains one for this model",
-            )
-        self.estimator, self.choice = estimator, tuple(bool(c) for c in choice)
+        if model_id := getattr(self.estimator, "model_id", ""):
+            check_model(model, model_id, "this estimator is", f"use {TRAINED}")
         for layer, target in self.targets.items():
             if self.choice[layer]:
-                check_given(target, vectors.d.shape[-1])
+                check_given(target, self.vectors.d.shape[-1])
 
     def predict(self, layer, s, r, ids, weights):
         q, target = self.quasi(layer, r, ids, weights), self.targets[layer]
-        return route(
-            target, q, estimated(self.estimator, layer, target, q) if self.choice[layer] else None
-        )
+        logits = estimated(self.estimator, layer, target, q) if self.choice[layer] else None
+        return route(target, q, logits)
 
 
 class EstimatorPredictor(Hybrid):
     """A trained estimator of the next router's logits on q, at every layer (§6.1, §6.3, Est-PF)."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        vectors: DefaultVectors | None = None,
-        estimator: Estimate | None = None,
-        ahead: int = 1,
-    ) -> None:
-        super().__init__(
-            model,
-            vectors=vectors,
-            estimator=estimator,
-            choice=[True] * spec_of(model).L,
-            ahead=ahead,
-        )
+    takes = ("vectors", "estimator")
+
+    def prepare(self, model):
+        self.choice = [True] * self.spec.L
+        super().prepare(model)
 
 
 class Frequency(Predictor):
     """The experts that this prompt's own prefill chose most often, with their mean weights (GPU-NDP
     §III-D)."""
 
-    def begin(self) -> None:
+    def begin(self):
         self.prefill: dict[int, Prediction] = {}  # layer → ids and weights [B·S, K]
         self.popular: dict[int, Prediction] = {}  # layer → ids and weights [B, K]
 
@@ -297,15 +278,14 @@ class Frequency(Predictor):
         self.prefill.setdefault(layer, (ids, weights))
 
     def predict(self, layer, s, r, ids, weights):
-        target = self.targets[layer].index
+        B, target = len(ids), self.targets[layer].index
         known = self.popular.get(target)
-        if known is None or len(known[0]) != len(ids):
+        if known is None or len(known[0]) != B:
             seen = self.prefill.get(target)
-            if seen is None or len(seen[0]) % len(ids):
+            if seen is None or len(seen[0]) % B:
                 return None
-            self.popular[target] = known = popular(
-                *(t.reshape(len(ids), -1) for t in seen), self.spec.E, self.spec.K
-            )
+            seen = (of.reshape(B, -1) for of in seen)
+            self.popular[target] = known = popular(*seen, self.spec.E, self.spec.K)
         return known
 
 
@@ -313,37 +293,28 @@ class Static(Predictor):
     """The layer's most popular experts of a recorded trace, the same for every token, with their
     mean weights; of a calibration, which counts no weights, with equal ones."""
 
-    def __init__(self, model: nn.Module, *, trace: Any = None, ahead: int = 1) -> None:
-        super().__init__(model, ahead=ahead)
-        self._needs(trace=trace)
-        if not isinstance(trace, RoutingTrace):
-            chosen = (
-                trace.require(identity(model), self.spec)
-                .counts()
-                .topk(self.spec.K)
-                .indices.to(self.device)
-            )
-            self.popular = [
-                t[:, None]
-                for t in (chosen, torch.full_like(chosen, 1 / self.spec.K, dtype=torch.float32))
-            ]
-            return
-        of_model(trace, model)
-        ids, weights = (
-            t.movedim(1, 0).flatten(1).to(self.device) for t in (trace.ids.long(), trace.weights)
-        )
-        self.popular = [
-            t[:, None] for t in popular(ids, weights, self.spec.E, self.spec.K)
-        ]  # [L, 1, K] each
+    takes = ("trace",)
+
+    def prepare(self, model):
+        trace, K = self.trace, self.spec.K
+        if isinstance(trace, RoutingTrace):
+            of_model(trace, model)
+            seen = (of.movedim(1, 0).flatten(1) for of in (trace.ids.long(), trace.weights))
+            ids, weights = popular(*seen, self.spec.E, K)
+        else:
+            ids = trace.require(identity(model), self.spec).counts().topk(K).indices
+            weights = torch.full(ids.shape, 1 / K)
+        self.popular = ids.to(self.device), weights.to(self.device)  # [L, K] each
 
     def predict(self, layer, s, r, ids, weights):
-        return tuple(t[self.targets[layer].index].expand(len(ids), -1) for t in self.popular)
+        target = self.targets[layer].index
+        return tuple(of[target].expand(len(ids), -1) for of in self.popular)
 
 
 class Previous(Predictor):
     """What the token before chose at that layer, with its weights; nothing during prefill."""
 
-    def begin(self) -> None:
+    def begin(self):
         self.last: dict[int, Prediction] = {}  # layer → ids and weights [B·S, K]
 
     def observe(self, layer, ids, weights):
@@ -353,74 +324,64 @@ class Previous(Predictor):
         last = self.last.get(self.targets[layer].index)
         if last is None or len(last[0]) % len(ids):
             return None
-        return tuple(t.view(len(ids), -1, t.shape[-1])[:, -1] for t in last)
+        return tuple(of.view(len(ids), -1, of.shape[-1])[:, -1] for of in last)
 
 
 class Oracle(Predictor):
     """The truth, from a trace of the very same prompts run one by one in the same order, over and
     over: a control."""
 
-    def __init__(
-        self, model: nn.Module, *, trace: RoutingTrace | None = None, ahead: int = 1
-    ) -> None:
-        super().__init__(model, ahead=ahead)
-        self._needs(trace=trace)
-        self.trace = of_model(trace, model)
-        self.prompts = [
-            torch.nonzero(trace.sequence == i).flatten() for i in range(trace.sequences)
-        ]  # rows of each
-        self.stacks = [{layer.index for layer in layers} for _, layers in recording.stacks(model)]
-        self.prompt = self.next = 0
+    takes = ("trace",)
 
-    def begin(self) -> None:
-        if self.next:  # the current prompt has been run
+    def prepare(self, model):
+        of_model(self.trace, model)
+        self.prompts = [
+            torch.nonzero(self.trace.sequence == i).flatten() for i in range(self.trace.sequences)
+        ]  # rows of each
+        self.firsts = {layers[0].index for _, layers in stacks(model)}
+        self.prompt = self.row = self.end = 0
+
+    def begin(self):
+        if self.end:  # the current prompt has been run
             self.prompt = (self.prompt + 1) % len(self.prompts)
-        self.first = self.next = (
-            0  # rows of this prompt: the current forward pass and what comes after it
-        )
-        self.seen: set[int] = set()
+        self.row = self.end = 0  # of this prompt: the rows of the current forward pass
 
     def observe(self, layer, ids, weights):
-        stack = next(stack for stack in self.stacks if layer in stack)
-        if not self.seen or layer in self.seen or not self.seen <= stack:  # a new forward pass
-            self.first, self.next, self.seen = self.next, self.next + len(ids), set()
-        self.seen.add(layer)
-        if not torch.equal(self._rows(layer)[0], ids):
+        if layer in self.firsts:  # a forward pass begins
+            self.row, self.end = self.end, self.end + len(ids)
+        if not torch.equal(self._truth(layer)[0], ids):
             raise ValueError(
                 f"prompt {self.prompt}, layer {layer}: the model does not choose what the oracle's trace "
                 f"says; it needs a trace of the same prompts, run one by one in the same order"
             )
 
-    def _rows(self, layer: int) -> Prediction:
-        rows = self.prompts[self.prompt][self.first : self.next]
-        return self.trace.ids[rows, layer].long().to(self.device), self.trace.weights[
-            rows, layer
-        ].to(self.device)
+    def _truth(self, layer: int) -> Prediction:
+        rows = self.prompts[self.prompt][self.row : self.end]
+        ids, weights = self.trace.ids[rows, layer], self.trace.weights[rows, layer]
+        return ids.long().to(self.device), weights.to(self.device)
 
     def predict(self, layer, s, r, ids, weights):
-        return self._rows(self.targets[layer].index)
+        return self._truth(self.targets[layer].index)
 
 
 class Random(Predictor):
     """K different experts at random with equal weights: a control, K/E."""
 
-    def __init__(self, model: nn.Module, *, seed: int = 0, ahead: int = 1) -> None:
-        super().__init__(model, ahead=ahead)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+    takes = ("seed",)
+    seed = 0
+
+    def prepare(self, model):
+        self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
     def predict(self, layer, s, r, ids, weights):
         noise = torch.rand(len(ids), self.spec.E, generator=self.generator, device=self.device)
         return noise.topk(self.spec.K).indices, torch.full_like(weights, 1 / self.spec.K)
 
 
-def of_model(trace: RoutingTrace, model: nn.Module) -> RoutingTrace:
-    check_model(
-        model,
-        trace.model_id,
-        f"this trace ({trace.spec.name}) was recorded from",
-        "moelab.record(model, prompts) records one of this model",
-    )
-    return trace
+def of_model(trace: RoutingTrace, model: nn.Module) -> None:
+    """ValueError for a trace that was recorded from another model."""
+    what, remedy = f"this trace is of {trace.spec.name},", "use moelab.record(model, prompts)"
+    check_model(model, trace.model_id, what, remedy)
 
 
 def popular(ids: Tensor, weights: Tensor, E: int, K: int) -> Prediction:
@@ -428,13 +389,13 @@ def popular(ids: Tensor, weights: Tensor, E: int, K: int) -> Prediction:
     n], E is none."""
     B = len(ids)
     zeros = torch.zeros(B, E + 1, device=ids.device)
-    counts = zeros.scatter_add(1, ids, torch.ones_like(ids, dtype=torch.float32))
+    counts = zeros.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
     total = zeros.scatter_add(1, ids, weights.float())
     count, chosen = counts[:, :E].topk(K)
     return chosen, (total.gather(1, chosen) / count.clamp(min=1)).to(weights.dtype)
 
 
-#: name → predictor, a class or an `Entry`; another one is a class and a line here
+#: name → predictor; another one is a class and a line here
 PREDICTORS: dict[str, type[Predictor] | Entry] = {
     "router": NextRouter,
     "quasi": Quasi,

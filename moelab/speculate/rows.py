@@ -1,8 +1,8 @@
-"""Training examples of an estimator from a trace on disk, a buffer at a time.
+"""Training examples of an estimator from a trace, a buffer at a time.
 
 Source: Speculating Experts §6.1. A row (R of them) is a token at a predicting layer that passed
 both layers and was dropped in neither. A buffer is filled with short stretches of tokens from
-random places of the trace; files are read, not mapped, since mapped pages count as memory.
+random places of the trace, whose hidden states on disk are mapped, never loaded as a whole.
 
     residuals [T, L, H], ids and weights [T, L, K]  →  q [R, H]  →  start [R, E], the next routers' own logits on q
     router inputs [T, L, H]  →  logits [R, E]
@@ -12,24 +12,33 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moelab.speculate.predictors import Quasi, of_model, teacher
 from moelab.speculate.signals import DefaultVectors
-from moelab.store.headers import DTYPES, read_header
-from moelab.trace import HIDDEN, RoutingTrace, hidden_path
+from moelab.trace import RoutingTrace
 
 STRETCH = 2**20  # bytes of hidden states that are read at one place of a trace
 BUFFER = 32 * 2**20  # bytes of hidden states that are shuffled together
 
 
+class Examples(NamedTuple):
+    """Of R rows."""
+
+    q: Tensor  # [R, H]
+    layer: Tensor  # [R], the predicting one
+    start: Tensor  # [R, E], float32: logits of the next router on q
+    logits: Tensor  # [R, E], float32: its true ones
+    ids: Tensor  # [R, K], what it chose
+
+
 class Rows:
-    """Training examples from a trace or its path; hidden states that lie on disk stay there."""
+    """Training examples from a trace or its path."""
 
     def __init__(
         self, trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, ahead: int
@@ -41,112 +50,63 @@ class Rows:
                 "hidden='train.safetensors') records them"
             )
         of_model(trace, model)
+        self.trace, self.spec = trace, trace.spec
         self.quasi = Quasi(model, vectors=vectors, ahead=ahead)
         if not self.quasi.targets:
             raise ValueError(f"ahead is {ahead}, and no MoE layer has another one so far ahead")
-        self.spec, self.model_id, self.T, self.H = (
-            trace.spec,
-            trace.model_id,
-            len(trace),
-            trace.residuals.shape[-1],
-        )
-        if not self.T:
+        if not len(trace):
             raise ValueError("this trace has no tokens; record some prompts")
-        home = trace._hidden_home
-        self.columns = {
-            name: FileRows(hidden_path(home, name), name) if home else getattr(trace, name)
-            for name in HIDDEN
-        } | {"ids": trace.ids, "weights": trace.weights}
         token_bytes = 2 * trace.residuals[:1].nbytes
         self.stretch = max(1, STRETCH // token_bytes)  # tokens
         self.stretches = max(1, BUFFER // (self.stretch * token_bytes))  # a buffer
-        self._whole: list[tuple[Tensor, ...]] = []
-
-    def in_order(self) -> Iterator[list[tuple[int, int]]]:
-        """The whole trace as buffers of (first token, end)."""
-        size = self.stretch * self.stretches
-        return ([(a, min(a + size, self.T))] for a in range(0, self.T, size))
+        self._whole: list[Examples] = []
 
     def spans(self, buffer: int, seed: int, most: int) -> list[tuple[int, int]]:
         """The stretches (first token, end) of the buffer with this number, at most `most`
         tokens."""
-        n = math.ceil(self.T / self.stretch)
+        T = len(self.trace)
+        n = math.ceil(T / self.stretch)
         epoch, place = divmod(buffer, math.ceil(n / self.stretches))
-        order = torch.randperm(
-            n, generator=torch.Generator().manual_seed(seed_of(seed, "stretches", epoch))
-        )
+        order = torch.randperm(n, generator=generator_of(seed, "stretches", epoch))
         spans = []
         for i in order[place * self.stretches : (place + 1) * self.stretches].tolist():
             a = i * self.stretch
-            b = min(a + self.stretch, self.T, a + most)
+            b = min(a + self.stretch, T, a + most)
             most -= b - a
             if b > a:
                 spans.append((a, b))
         return spans
 
-    def buffers(self) -> Iterator[tuple[Tensor, ...]]:
-        """What `read` gives of the whole trace in order; of one that is a single buffer it is kept
-        for the next time, as validations go through it again and again."""
-        if self.stretch * self.stretches < self.T:
-            return map(self.read, self.in_order())
-        self._whole = self._whole or [self.read(spans) for spans in self.in_order()]
+    def buffers(self) -> Iterator[Examples]:
+        """The whole trace in order; a single buffer is kept for the next time, as validations go
+        through it again and again."""
+        T, size = len(self.trace), self.stretch * self.stretches
+        if size < T:
+            return (self.read([(a, min(a + size, T))]) for a in range(0, T, size))
+        self._whole = self._whole or [self.read([(0, T)])]
         return iter(self._whole)
 
     @torch.no_grad()
-    def read(self, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(q [R, H], predicting layer [R], start and true logits [R, E] float32, true ids [R, K])
-        of stretches of tokens."""
+    def read(self, spans: list[tuple[int, int]]) -> Examples:
+        """The rows of stretches of tokens."""
+        trace, device = self.trace, self.quasi.device
         s, r, ids, weights = (
-            torch.cat([self.columns[name][a:b] for a, b in spans]).to(self.quasi.device)
-            for name in (*HIDDEN, "ids", "weights")
+            torch.cat([column[a:b] for a, b in spans]).to(device)
+            for column in (trace.router_inputs, trace.residuals, trace.ids, trace.weights)
         )
         ids = ids.long()
         passed = (ids != self.spec.E).any(-1)  # [T, L]
         parts = []
         for l, target in sorted(self.quasi.targets.items()):
-            t = (passed[:, l] & passed[:, target.index]).nonzero().flatten()
+            there = target.index
+            t = (passed[:, l] & passed[:, there]).nonzero().flatten()
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
-            parts.append(
-                (
-                    q,
-                    torch.full_like(t, l),
-                    teacher(target, q),
-                    teacher(target, s[t, target.index]),
-                    ids[t, target.index],
-                )
-            )
-        return tuple(torch.cat(part) for part in zip(*parts))
-
-    def fingerprint(self) -> str:
-        """Sixteen hex digits from tokens at 64 places of the trace."""
-        places = sorted({i * (self.T - 1) // 63 for i in range(64)})
-        return digest_of(
-            [torch.tensor([self.T]), *(c[i : i + 1] for c in self.columns.values() for i in places)]
-        )
+            start, logits = teacher(target, q), teacher(target, s[t, there])
+            parts.append((q, torch.full_like(t, l), start, logits, ids[t, there]))
+        return Examples(*(torch.cat(part) for part in zip(*parts)))
 
 
-class FileRows:
-    """Rows of a tensor in a safetensors file, sliced as the tensor would be, but read, not
-    mapped."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.stored = read_header(path)[name]
-        self.row = self.stored.slice(0).nbytes
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        raw = torch.from_numpy(
-            self.stored.read(rows.start * self.row, (rows.stop - rows.start) * self.row)
-        )
-        return raw.view(DTYPES[self.stored.dtype]).view(-1, *self.stored.shape[1:])
-
-
-def seed_of(*parts: Any) -> int:
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
-
-
-def digest_of(tensors: Sequence[Tensor]) -> str:
-    """Sixteen hex digits that name the contents of tensors."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def generator_of(*parts: Any) -> torch.Generator:
+    """Random numbers that these values decide."""
+    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")
+    return torch.Generator().manual_seed(seed)

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from moelab.intervals import t95
 from moelab.progress import progress
-from moelab.registry import make
 from moelab.speculate.execution import found
-from moelab.speculate.predictors import Estimate, Predictor, Quasi, of_model
+from moelab.speculate.predictors import Estimate, EstimatorPredictor, Predictor, Quasi, of_model
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import DECODE, RoutingTrace
 
@@ -47,15 +46,12 @@ class Score:
 
     @property
     def standard_error(self) -> Tensor:
-        """Of `recall`, float64 [L − ahead]: prompts are the independent samples (ratio
-        estimator)."""
-        P, n = len(self.hits), self.requests.sum(0)
+        """Of `recall`, float64 [L − ahead]: prompts are the independent samples (ratio estimator);
+        NaN for one."""
+        P = len(self.hits)
         rest = self.hits - self.recall * self.requests  # [P, L − ahead]
-        return (
-            (rest.square().sum(0) * P / (P - 1)).sqrt() / n
-            if P > 1
-            else torch.full_like(self.recall, torch.nan)
-        )
+        variance = rest.square().sum(0) * P / (P - 1 or torch.nan)
+        return variance.sqrt() / self.requests.sum(0)
 
     @property
     def margin(self) -> Tensor:
@@ -75,29 +71,23 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
     n, E, K = trace.spec.L - predictor.ahead, trace.spec.E, trace.spec.K
     requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long)
     aligned, tokens = torch.zeros(2, n, K, dtype=torch.long)
-    for prompt, passes in walk(
-        trace, token_by_token=type(predictor).observe is not Predictor.observe
-    ):
+    learns = type(predictor).observe is not Predictor.observe
+    for prompt, passes in walk(trace, token_by_token=learns):
         predictor.begin()
-        for one in passes:
-            for layer in one.layers:
-                s, r, ids, weights = one.at(layer, predictor.device)
-                predictor.observe(layer, ids, weights)
-                if layer not in predictor.targets:
-                    continue
-                prediction = predictor.predict(layer, s, r, ids, weights)
-                if prediction is None or phase not in (None, one.phase):
-                    continue
-                _, _, true, true_weights = one.at(predictor.targets[layer].index, predictor.device)
-                there = true != E
-                requests[prompt, layer] += int(there.sum())
-                hits[prompt, layer] += int((found(prediction[0], true) & there).sum())
-                by_rank, there = (
-                    ranked(true, true_weights, E),
-                    there.sort(-1, descending=True).values,
-                )
-                aligned[layer] += ((ranked(*prediction, E) == by_rank) & there).sum(0).cpu()
-                tokens[layer] += there.sum(0).cpu()
+        for one, layer in [(of, layer) for of in passes for layer in of.layers]:
+            s, r, ids, weights = one.at(layer, predictor.device)
+            predictor.observe(layer, ids, weights)
+            if (target := predictor.targets.get(layer)) is None:
+                continue
+            prediction = predictor.predict(layer, s, r, ids, weights)
+            if prediction is None or phase not in (None, one.phase):
+                continue
+            _, _, true, true_weights = one.at(target.index, predictor.device)
+            there, by_rank = true != E, ranked(true, true_weights, E)
+            requests[prompt, layer] += int(there.sum())
+            hits[prompt, layer] += int((found(prediction[0], true) & there).sum())
+            aligned[layer] += ((ranked(*prediction, E) == by_rank) & (by_rank != E)).sum(0).cpu()
+            tokens[layer] += (by_rank != E).sum(0).cpu()
     return Score(requests, hits, aligned, tokens)
 
 
@@ -108,26 +98,20 @@ def similarity(
     """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + 1, float64
     [L − 1] each (§3.3, Fig. 3); NaN for layers without a target, such as an encoder's last. phase :
     as for `score`."""
-    quasi = Quasi(model, vectors=vectors)
-    total = {name: torch.zeros(trace.spec.L - 1, dtype=torch.double) for name in ("s", "q")}
-    count = torch.zeros(trace.spec.L - 1, dtype=torch.long)
     of_model(trace, model)
+    quasi = Quasi(model, vectors=vectors)
+    total = torch.zeros(2, trace.spec.L - 1, dtype=torch.double)
+    count = torch.zeros(trace.spec.L - 1, dtype=torch.long)
     for _, passes in walk(trace):
-        for one in passes:
-            if phase not in (None, one.phase):
-                continue
-            for layer in one.layers:
-                if (target := quasi.targets.get(layer)) is None:
-                    continue
+        for one in passes if phase is None else (of for of in passes if of.phase == phase):
+            for layer in quasi.targets.keys() & one.layers:
                 s, r, ids, weights = one.at(layer, quasi.device)
-                true = one.at(target.index, quasi.device)[0].float()
-                q = quasi.quasi(layer, r, ids, weights)
-                for name, signal in (("s", s), ("q", q)):
-                    total[name][layer] += (
-                        F.cosine_similarity(signal.float(), true, dim=-1).sum().double().cpu()
-                    )
+                true, *_ = one.at(quasi.targets[layer].index, quasi.device)
+                signals = torch.stack([s, quasi.quasi(layer, r, ids, weights)]).float()
+                cosine = F.cosine_similarity(signals, true.float(), dim=-1)  # [2, T]
+                total[:, layer] += cosine.sum(1).double().cpu()
                 count[layer] += len(s)
-    return {name: value / count for name, value in total.items()}
+    return dict(zip(("s", "q"), total / count))
 
 
 def choose(
@@ -137,12 +121,10 @@ def choose(
 
     Both look as far ahead as the estimator was trained to (`ahead`, 1 if it does not say). A layer
     that predicts nothing, such as the last, is the router's."""
-    ahead = getattr(estimator, "ahead", 1)
-    by_estimator, by_router = (
-        score(trace, make("predictor", name, model, vectors=vectors, ahead=ahead, **more)).recall
-        for name, more in (("estimator", {"estimator": estimator}), ("quasi", {}))
-    )
-    return (*(by_estimator > by_router).tolist(), *[False] * ahead)
+    made = {"vectors": vectors, "ahead": getattr(estimator, "ahead", 1)}
+    by_estimator = score(trace, EstimatorPredictor(model, estimator=estimator, **made)).recall
+    better = by_estimator > score(trace, Quasi(model, **made)).recall
+    return (*better.tolist(), *[False] * made["ahead"])
 
 
 def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:
@@ -184,21 +166,15 @@ def walk(
         )
     for prompt in progress(range(trace.sequences), "scoring", unit="prompt"):
         rows = torch.nonzero(trace.sequence == prompt).flatten()
-        phase, passed = (
-            trace.phase[rows],
-            trace.router_inputs[rows].ne(0).any(-1),
-        )  # [T], [T, L]: a stack's layers
-        new = torch.ones(len(rows), dtype=torch.bool)
+        phase = trace.phase[rows]
+        passed = trace.router_inputs[rows].ne(0).any(-1)  # [T, L]: a stack's layers
+        new = torch.ones(len(rows), dtype=torch.bool)  # whether a pass begins with this row
         new[1:] = (phase[1:] != phase[:-1]) | (passed[1:] != passed[:-1]).any(-1)
         if token_by_token:
             new |= phase == DECODE
         starts = [*torch.nonzero(new).flatten().tolist(), len(rows)]
-        yield (
-            prompt,
-            [
-                TracedPass(
-                    trace, rows[a:b], int(phase[a]), torch.nonzero(passed[a]).flatten().tolist()
-                )
-                for a, b in zip(starts, starts[1:])
-            ],
-        )
+        passes = []
+        for a, b in zip(starts, starts[1:]):
+            layers = torch.nonzero(passed[a]).flatten().tolist()
+            passes.append(TracedPass(trace, rows[a:b], int(phase[a]), layers))
+        yield prompt, passes

@@ -14,7 +14,7 @@ and q [T, H]."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,15 +27,14 @@ from torch import Tensor, nn
 from moelab import recording
 from moelab.checkpoint.opening import spec_of
 from moelab.files import load_tensors, save_tensors
-from moelab.models import SeamExperts, discover, eager, plugged
+from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches
 from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 from moelab.schema import checked
-from moelab.specs import MoESpec
 
-FORMAT = "moelab.default_vectors/2"
+FORMAT, MEASURED = "moelab.default_vectors/2", "moelab.speculate.default_vectors(model, prompts)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +72,6 @@ class DefaultVectors:
     def to(self, device: torch.device | str) -> DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
 
-    def check(self, model: nn.Module, where: str = "") -> None:
-        check_model(
-            model,
-            self.model_id,
-            f"{where} these default vectors were measured on".lstrip(),
-            "moelab.speculate.default_vectors(model, prompts) measures its own",
-        )
-
     def save(self, path: str | Path) -> Path:
         return save_tensors(
             path,
@@ -88,21 +79,17 @@ class DefaultVectors:
             {"format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)},
         )
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """L, E."""
+        return tuple(self.counts.shape)
+
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
         """Read the default vectors of `model`; ValueError if they are not readable or another
         model's."""
-        vectors = load_tensors(
-            path,
-            FORMAT,
-            "default vectors",
-            "default_vectors(…).save(path)",
-            {"weighted": bool, "model_id": str},
-            cls._loaded,
-        )
-        vectors.check(model, f"{path}:")
-        check_geometry(model, vectors.counts.shape, path)
-        return vectors
+        about = {"weighted": bool, "model_id": str}
+        return load_for(model, path, FORMAT, "default vectors", MEASURED, about, cls._loaded)
 
     @classmethod
     def _loaded(cls, tensors: dict[str, Tensor], weighted: bool, model_id: str) -> DefaultVectors:
@@ -116,19 +103,34 @@ class DefaultVectors:
         )
 
 
+def load_for(
+    model: nn.Module,
+    path: str | Path,
+    form: str,
+    what: str,
+    made: str,
+    about: Mapping[str, Any],
+    build: Callable[..., Any],
+) -> Any:
+    """What `moelab.files.load_tensors` reads, which has a `shape` (L, E) and a `model_id`; ValueError
+    unless these are the model's.
+
+    made : the call that makes another, for the errors."""
+    found = load_tensors(path, form, what, f"{made}.save(path)", about, build)
+    check_model(model, found.model_id, f"{path}: {what}", f"{made} makes what fits")
+    if found.shape != (wanted := (spec_of(model).L, spec_of(model).E)):
+        raise ValueError(
+            f"{path} is damaged: it is of {found.shape} layers and experts, the model of {wanted}; make "
+            "it again"
+        )
+    return found
+
+
 def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
+    """ValueError if `what` was made from another model than this one."""
     if not same_source(mine := identity(model), model_id):
         raise ValueError(
-            f"{what} another model (identity {model_id}, this model's is {mine}); {remedy}"
-        )
-
-
-def check_geometry(model: nn.Module, shape: Sequence[int], path: str | Path) -> None:
-    """ValueError unless a file's (L, E) are the model's."""
-    if tuple(shape) != (wanted := (spec_of(model).L, spec_of(model).E)):
-        raise ValueError(
-            f"{path} is damaged: it is of {tuple(shape)} layers and experts, the model of {wanted}; make "
-            "it again"
+            f"{what} of another model (identity {model_id}, this model's is {mine}); {remedy}"
         )
 
 
@@ -159,15 +161,14 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
     Raises ValueError: no prompts, an empty one, no tokenizer for texts, an architecture whose
         residual stream is of an unknown kind.
     """
-    spec, ids = spec_of(model), recording.token_ids(prompts, getattr(model, "tokenizer", None))
+    ids = recording.token_ids(prompts, getattr(model, "tokenizer", None))
     with Patches() as patches:
+        sums = _Sums(model)
+        patches.enter_context(plugged(model, sums))
+        for stream in sums.streams:
+            for hook in stream.listen(partial(sums.add, stream.layer.index)):
+                patches.callback(hook.remove)
         patches.callback(model.train, model.training)
-        if (engine := getattr(getattr(model, "moelab", None), "engine", None)) is not None:
-            patches.put(engine, "executor", None)
-        patches.enter_context(plugged(model, engine or eager))
-        weighted = type(discover(model)[0].seam).weighted is not SeamExperts.weighted
-        sums = _Sums(spec, streams(model), weighted)
-        sums.attach(patches)
         model.eval()
         for prompt in progress(ids, "default vectors", unit="prompt"):
             tokens = torch.tensor([prompt], device=model.device)
@@ -177,64 +178,44 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
 
 
 class _Sums:
-    """Sums and counts of experts' outputs, and of what else a layer adds to the stream, seen by
-    hooks."""
+    """An executor that computes as `eager` does, and adds up what each expert puts out; beside it,
+    what each layer adds to the stream."""
 
-    def __init__(self, spec: MoESpec, streams: list[Stream], weighted: bool) -> None:
-        self.streams, self.weighted = streams, weighted
+    def __init__(self, model: Any) -> None:
+        spec, self.streams = spec_of(model), streams(model)
+        self.weighted = False  # whether the architecture scales an expert's input by its weight
         self.sums = torch.zeros(spec.L, spec.E, spec.H, dtype=torch.float64)
-        self.counts, self.shared = (
-            torch.zeros(spec.L, spec.E, dtype=torch.long),
-            torch.zeros_like(self.sums[:, 0]),
-        )
-        self.tokens = torch.zeros_like(self.counts[:, 0])
-        self.routed: dict[int, Tensor] = {}
+        self.counts = torch.zeros(spec.L, spec.E, dtype=torch.long)
+        self.routed, self.added = torch.zeros(2, spec.L, spec.H, dtype=torch.float64)
+        self.tokens = torch.zeros(spec.L, 1, dtype=torch.long)
 
-    def attach(self, patches: Patches) -> None:
-        for stream in self.streams:
-            for method in (self.contribution, self.accumulate):
-                seam = stream.layer.seam
-                patches.put(seam, method.__name__, partial(method, seam))
-            for hook in stream.listen(partial(self._after, stream.layer.index)):
-                patches.callback(hook.remove)
-
-    def contribution(
-        self, experts: SeamExperts, x: Tensor, tokens: Tensor, w: Tensor, weights: dict[str, Tensor]
-    ) -> Tensor:
-        """An expert's, which knows what it was before it was weighted."""
-        if self.weighted:
-            y = out = type(experts).contribution(experts, x, tokens, w, weights)
-        else:
-            y = experts.ffn(x[tokens], weights)
-            out = y * w[:, None]
-        out.unweighted = y
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+        self.weighted = type(experts).weighted is not SeamExperts.weighted
+        contributions = []
+        for expert, choice, tokens in assignments(ids, experts.num_experts):
+            w, tensors = weights[tokens, choice], experts.weights(expert)
+            if self.weighted:
+                y = out = experts.contribution(x, tokens, w, tensors)
+            else:
+                y = experts.ffn(x[tokens], tensors)
+                out = y * w[:, None]
+            contributions.append((expert, tokens, out))
+            self.sums[experts.layer, expert] += y.cpu().sum(0, dtype=torch.float64)
+            self.counts[experts.layer, expert] += len(y)
+        out = experts.accumulate(x, contributions)
+        self.routed[experts.layer] += out.cpu().sum(0, dtype=torch.float64)
         return out
 
-    def accumulate(
-        self, experts: SeamExperts, x: Tensor, contributions: list[tuple[int, Tensor, Tensor]]
-    ) -> Tensor:
-        for expert, _, out in contributions:
-            self.sums[experts.layer, expert] += out.unweighted.cpu().sum(0, dtype=torch.float64)
-            self.counts[experts.layer, expert] += len(out)
-        out = type(experts).accumulate(experts, x, contributions)
-        self.routed[experts.layer] = out.clone()  # a block may add its shared experts in place
-        return out
-
-    def _after(self, layer: int, v: Tensor) -> None:
-        routed = self.streams[layer].scale * self.routed.pop(layer).cpu().double()
-        rest = v.reshape(-1, v.shape[-1]).cpu().double() - routed
-        self.shared[layer] += rest.sum(0)
-        self.tokens[layer] += len(rest)
+    def add(self, layer: int, v: Tensor) -> None:
+        """The layer adds v [B, S, H] or [T, H] to the stream."""
+        v = v.reshape(-1, v.shape[-1]).cpu()
+        self.added[layer] += v.sum(0, dtype=torch.float64)
+        self.tokens[layer] += len(v)
 
     def vectors(self, model_id: str) -> DefaultVectors:
-        n = self.counts[..., None]
-        sums = (
-            self.sums
-            * torch.tensor([stream.scale for stream in self.streams], dtype=torch.float64)[
-                :, None, None
-            ]
-        )
-        layer_mean = sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)  # [L, 1, H]
-        d = torch.where(n > 0, sums / n.clamp(min=1), layer_mean)
-        shared = self.shared / self.tokens[:, None].clamp(min=1)
+        scale = torch.tensor([stream.scale for stream in self.streams], dtype=torch.float64)
+        sums, n = self.sums * scale[:, None, None], self.counts[..., None]
+        of_layer = sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)  # [L, 1, H]
+        d = torch.where(n > 0, sums / n.clamp(min=1), of_layer)
+        shared = (self.added - self.routed * scale[:, None]) / self.tokens.clamp(min=1)
         return DefaultVectors(d.float(), shared.float(), self.counts, self.weighted, model_id)

@@ -12,10 +12,10 @@ Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moelab.files import absolute, atomic
 from moelab.progress import progress
 from moelab.registry import find
-from moelab.schema import Count, checked, naming, parse_json, typed
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
 from moelab.speculate.execution import found
 from moelab.speculate.predictors import estimated, route
-from moelab.speculate.rows import Rows, digest_of, seed_of
+from moelab.speculate.rows import Examples, Rows, generator_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 
@@ -83,7 +81,6 @@ def train(
     ahead: int = 1,
     kind: str = DEFAULT_ESTIMATOR,
     seed: int = 0,
-    checkpoint: str | Path | None = None,
 ) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
 
@@ -97,189 +94,103 @@ def train(
     batch : rows a step; a token is one row for every predicting layer.
     learning_rate, muon_rate : highest rates, of AdamW (embedding, norm, head, biases) and Muon
         (matrices A, B, C).
-    every : tokens between validations and checkpoints, about; by default a twentieth of `tokens`.
+    every : tokens between validations, about; by default a twentieth of `tokens`.
     patience : validations in a row without a lower loss, after which training stops.
     kind : a name of `moelab.names("estimator")`. The default begins as the next router on q, and is
         given back as that if no training lowers the validation's loss.
-    checkpoint : a file that is rewritten at every validation; if it exists, training resumes from
-        it, with the same result as without the interruption.
 
-    Raises ValueError: a trace without hidden states or of another model, or a checkpoint made with
-    other arguments."""
-    data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
-    settings = {
-        "parameters": parameters,
-        "tokens": tokens,
-        "batch": batch,
-        "learning_rate": learning_rate,
-        "muon_rate": muon_rate,
-        "every": every,
-        "patience": patience,
-        "ahead": ahead,
-        "kind": kind,
-        "seed": seed,
-        "model": data.model_id,
-        "trace": data.fingerprint(),
-        "validation": held_out.fingerprint(),
-        "vectors": digest_of([vectors.d, vectors.shared]),
-    }
+    Raises ValueError: a trace without hidden states or of another model."""
     if min(tokens, batch, patience) < 1:
         raise ValueError(
             f"tokens={tokens}, batch={batch}, patience={patience}: each must be at least 1"
         )
-    run = _Run(data, settings)
-    path = None if checkpoint is None else absolute(checkpoint)
-    if path is not None and path.exists():
-        run.resume(path)
+    data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
+    estimator = _estimator(data, kind, parameters, seed)
+    optimizers = _optimizers(estimator, learning_rate, muon_rate)
     every = every or max(tokens // 20, 1)
-    with progress(
-        total=tokens, desc="training the estimator", unit="token", initial=run.seen
-    ) as bar:
-        while not run.finished:
-            if not run.history or run.seen - run.history[-1].tokens >= every or run.seen == tokens:
-                run.validated(held_out)
-                bar.note(
-                    f"KL {run.history[-1].loss:.4f}, hit rate {run.history[-1].mean_hit_rate:.1%}"
-                )
-                if path is not None:
-                    run.save(path)
-            else:
-                bar.update(run.buffer())
-    return run.result()
+    history: list[Point] = []
+    best, weights = None, {}
+    seen = buffers = worse = 0
+    with progress(total=tokens, desc="training the estimator", unit="token") as bar:
+        while True:
+            if not history or seen - history[-1].tokens >= every or seen == tokens:
+                history.append(point := Point(seen, *evaluate(estimator, held_out)))
+                bar.note(f"KL {point.loss:.4f}, hit rate {point.mean_hit_rate:.1%}")
+                if best is None or point.loss < best.loss:
+                    best, weights, worse = point, deepcopy(estimator.state_dict()), 0
+                else:
+                    worse += 1
+                if seen == tokens or worse == patience:
+                    break
+            spans = data.spans(buffers, seed, tokens - seen)
+            n = sum(b - a for a, b in spans)
+            examples, order = data.read(spans), generator_of(seed, "rows", buffers)
+            for share, rows in _batches(len(examples.q), batch, order):
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = group["peak"] * schedule((seen + n * share) / tokens)
+                _step(estimator, optimizers, examples, rows, data.spec.router)
+            seen, buffers = seen + n, buffers + 1
+            bar.update(n)
+    estimator.load_state_dict(weights)
+    return Training(estimator.eval(), tuple(history), best, stopped_early=worse == patience)
 
 
-class _Run:
-    """The state of a training, and its steps."""
-
-    def __init__(self, data: Rows, settings: dict[str, Any]) -> None:
-        self.data, self.settings = data, settings
-        spec, device = data.spec, data.quasi.device
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings["seed"])
-            self.estimator = find("estimator", settings["kind"]).sized(
-                data.H, spec.E, spec.L, settings["parameters"], ahead=settings["ahead"]
-            )
-        self.estimator.model_id = data.model_id
-        e = self.estimator.to(device)
-        inner = [e.A.weight, e.B.weight, e.C.weight]
-        rest = [
-            p
-            for name, p in e.named_parameters()
-            if name not in ("A.weight", "B.weight", "C.weight")
-        ]
-        self.optimizers = [
-            torch.optim.AdamW(rest, lr=0, weight_decay=0.01),
-            torch.optim.Muon(inner, lr=0, weight_decay=0.01),
-        ]
-        self.seen = self.buffers = self.worse = 0
-        self.history: list[Point] = []
-        self.best: Point | None = None
-        self.best_weights: dict[str, Tensor] = {}
-
-    @property
-    def finished(self) -> bool:
-        done = (
-            bool(self.history) and self.history[-1].tokens == self.seen == self.settings["tokens"]
+def _estimator(data: Rows, kind: str, parameters: int, seed: int) -> Estimator:
+    """Untrained, on the model's device; its initial weights are drawn from a generator of its
+    own."""
+    spec, H = data.spec, data.trace.residuals.shape[-1]
+    with torch.device("meta"):
+        estimator = find("estimator", kind).sized(
+            H, spec.E, spec.L, parameters, ahead=data.quasi.ahead
         )
-        return done or self.worse >= self.settings["patience"]
+    estimator.to_empty(device="cpu").initialise(torch.Generator().manual_seed(seed))
+    estimator.model_id = data.trace.model_id
+    return estimator.to(data.quasi.device)
 
-    def rate(self, seen: float) -> float:
-        """Factor of the learning rates: a linear warm-up, then a cosine from 1 to 0."""
-        part = seen / self.settings["tokens"]
-        return min(1.0, part / WARMUP) * (0.5 + 0.5 * math.cos(math.pi * part))
 
-    def buffer(self) -> int:
-        """Train on the next buffer; returns its tokens."""
-        s = self.settings
-        spans = self.data.spans(self.buffers, s["seed"], s["tokens"] - self.seen)
-        n = sum(b - a for a, b in spans)
-        q, layer, start, logits, _ = self.data.read(spans)
-        generator = torch.Generator().manual_seed(seed_of(s["seed"], "rows", self.buffers))
-        order = torch.randperm(len(q), generator=generator).to(q.device)
-        steps = math.ceil(len(q) / s["batch"])
-        for step, rows in enumerate(order.tensor_split(steps) if steps else ()):
-            for optimizer, peak in zip(self.optimizers, (s["learning_rate"], s["muon_rate"])):
-                optimizer.param_groups[0]["lr"] = peak * self.rate(
-                    self.seen + n * (step + 0.5) / steps
-                )
-            predicted = self.estimator(q[rows], layer[rows])
-            if self.estimator.residual:
-                predicted = start[rows] + predicted
-            divergence(logits[rows], predicted, self.data.spec.router).mean().backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        self.seen, self.buffers = self.seen + n, self.buffers + 1
-        return n
+def _optimizers(
+    estimator: Estimator, learning_rate: float, muon_rate: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the inner matrices, AdamW for the rest; "peak" of a group is its highest rate."""
+    inner = [estimator.A.weight, estimator.B.weight, estimator.C.weight]
+    ids = {id(p) for p in inner}
+    rest = [p for p in estimator.parameters() if id(p) not in ids]
+    return [
+        torch.optim.AdamW([{"params": rest, "peak": learning_rate}], weight_decay=0.01),
+        torch.optim.Muon([{"params": inner, "peak": muon_rate}], weight_decay=0.01),
+    ]
 
-    def validated(self, held_out: Rows) -> None:
-        """Measure on the validation trace; keep the weights if they are the best so far."""
-        point = Point(self.seen, *evaluate(self.estimator, held_out))
-        self.history.append(point)
-        if self.best is None or point.loss < self.best.loss:
-            self.best, self.worse = point, 0
-            self.best_weights = deepcopy(self.estimator.state_dict())
-        else:
-            self.worse += 1
 
-    def result(self) -> Training:
-        self.estimator.load_state_dict(self.best_weights)
-        return Training(
-            self.estimator.eval(),
-            tuple(self.history),
-            self.best,
-            stopped_early=self.worse >= self.settings["patience"],
-        )
+def schedule(part: float) -> float:
+    """Factor of the learning rates after a part of all tokens: a linear warm-up, then a cosine from
+    1 to 0."""
+    return min(1.0, part / WARMUP) * (0.5 + 0.5 * math.cos(math.pi * part))
 
-    COUNTERS = ("seen", "buffers", "worse")
 
-    def save(self, path: Path) -> None:
-        with atomic(path) as part:
-            torch.save(
-                {
-                    "settings": json.dumps(self.settings),
-                    "counters": {name: getattr(self, name) for name in self.COUNTERS},
-                    "history": [asdict(point) for point in self.history],
-                    "best": asdict(self.best),
-                    "weights": self.estimator.state_dict(),
-                    "best_weights": self.best_weights,
-                    "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                },
-                part,
-            )
+def _batches(R: int, batch: int, generator: torch.Generator) -> Iterator[tuple[float, Tensor]]:
+    """(share of the rows that are done at its middle, its rows) of each step, shuffled."""
+    steps = math.ceil(R / batch)
+    order = torch.randperm(R, generator=generator)
+    for step, rows in enumerate(order.tensor_split(steps) if steps else ()):
+        yield (step + 0.5) / steps, rows
 
-    def resume(self, path: Path) -> None:
-        what = (
-            "checkpoint of an estimator's training",
-            "training with another file, or without this one,",
-        )
-        with naming(path, *what):
-            saved = torch.load(path, weights_only=True, map_location=self.data.quasi.device)
-            theirs = typed(parse_json(saved["settings"]), dict[str, Any])
-        mine = json.loads(json.dumps(self.settings))
-        if different := [
-            f"{name} ({theirs.get(name)} there, {mine[name]} here)"
-            for name in mine
-            if theirs.get(name) != mine[name]
-        ]:
-            raise ValueError(
-                f"{path} is a checkpoint of another training, which differs in {', '.join(different)}; "
-                f"repeat its arguments to go on, or delete it to start over"
-            )
-        with naming(path, *what):
-            for name in self.COUNTERS:
-                setattr(self, name, typed(saved["counters"][name], Count, name))
-            self.history, self.best = (
-                typed(saved["history"], list[Point]),
-                typed(saved["best"], Point),
-            )
-            for weights in (saved["best_weights"], saved["weights"]):
-                for name, tensor in self.estimator.state_dict().items():
-                    checked(weights, name, ("float32",), tensor.shape)
-                self.estimator.load_state_dict(weights)
-            self.best_weights = saved["best_weights"]
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
+
+def _step(
+    estimator: Estimator,
+    optimizers: Sequence[torch.optim.Optimizer],
+    examples: Examples,
+    rows: Tensor,
+    router: str,
+) -> None:
+    rows = rows.to(examples.q.device)
+    predicted = estimator(examples.q[rows], examples.layer[rows])
+    if estimator.residual:
+        predicted = examples.start[rows] + predicted
+    divergence(examples.logits[rows], predicted, router).mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Tensor:
@@ -302,16 +213,16 @@ def evaluate(estimator: Estimator, rows: Rows) -> tuple[float, tuple[float, ...]
     """(mean divergence, hit rate of each predicting layer) over all rows."""
     total = count = 0
     hits, requests = torch.zeros(2, rows.spec.L - rows.quasi.ahead, dtype=torch.long)
-    for q, layer, _, logits, true in rows.buffers():
-        for l in layer.unique().tolist():
-            here = layer == l
-            predicted = estimated(estimator, l, rows.quasi.targets[l], q[here])
-            total += float(
-                divergence(logits[here], predicted, rows.spec.router).sum(dtype=torch.float64)
-            )
-            count += len(predicted)
-            ids, _ = route(rows.quasi.targets[l], q[here], predicted)
-            there = true[here] != rows.spec.E
-            hits[l] += int((found(ids, true[here]) & there).sum())
-            requests[l] += int(there.sum())
+    for buffer in rows.buffers():
+        for layer in buffer.layer.unique().tolist():
+            q, _, _, logits, true = (of[buffer.layer == layer] for of in buffer)
+            target = rows.quasi.targets[layer]
+            predicted = estimated(estimator, layer, target, q)
+            loss = divergence(logits, predicted, rows.spec.router)
+            total += float(loss.sum(dtype=torch.float64))
+            count += len(loss)
+            ids, _ = route(target, q, predicted)
+            there = true != rows.spec.E
+            hits[layer] += int((found(ids, true) & there).sum())
+            requests[layer] += int(there.sum())
     return total / count, tuple((hits.double() / requests).tolist())

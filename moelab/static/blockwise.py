@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch, zeros
-from moelab.experts.sharding import Sharding
 from moelab.static.blocks import PROVISION
+from moelab.static.sharding import Sharding
 
 
 @dataclass

@@ -23,9 +23,9 @@ import torch
 
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import emitted, read, take
-from moelab.kernels.products import TEAM, in_threads
-from moelab.kernels.vectors import BF12 as BF12_KIND
-from moelab.kernels.vectors import BLOCK, halves, span_of, table_of
+from moelab.kernels.threads import TEAM, in_threads
+from moelab.kernels.vectors import BF12 as KIND
+from moelab.kernels.vectors import BLOCK
 from moelab.store.bits import as_bytes
 from moelab.store.codec import WORTH, Codec, in_blocks, rows_in_blocks
 from moelab.store.headers import Shape
@@ -121,11 +121,10 @@ def _join_pieces(job):
 @emitted()
 def _join(w, other, table, n, out):
     """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
-    table = table_of(BF12_KIND, table)
+    table = KIND.table(table)
     with n.steps(BLOCK) as i:
         at = out + i * 2
-        blocks = w + span_of(BF12_KIND, i), other + span_of(BF12_KIND, i, 1)
-        for low, high in halves(BF12_KIND, *blocks, table):
+        for low, high in KIND.halves(w + KIND.span(i), other + KIND.beside(i), table):
             count = low.type.count
             order = [number + count * byte for number in range(count) for byte in (0, 1)]
             at.store(low.shuffled(order, high))

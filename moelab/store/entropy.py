@@ -50,12 +50,6 @@ class EntropyRow:
     """Entropy, in bits, of one tensor, or of all tensors of a type in one layer, of one kind, or in
     the checkpoint."""
 
-    scope: str  # "tensor", "layer", "kind" or "all"
-    name: str  # the tensor; the layer's prefix ("model.layers.3"); the kind; "all"
-    layer: int | None
-    kind: (
-        str  # the name after the layer, without the expert's number ("mlp.experts.up_proj.weight")
-    )
     dtype: str  # a key of `FORMATS`
     weights: int  # how many were counted
     sign: float
@@ -64,6 +58,11 @@ class EntropyRow:
     joint: float  # of whole weights
     support: float  # fraction of all possible exponents that occur
     bound: float  # compressed size over size with only the exponents coded: (8 + exponent) / 16 for bf16
+    scope: str = "tensor"  # or "layer", "kind", "all"
+    name: str = ""  # the tensor; the layer's prefix ("model.layers.3"); the kind; "all"
+    layer: int | None = None
+    #: the name after the layer, without the expert's number ("mlp.experts.up_proj.weight")
+    kind: str = ""
 
 
 @kernel
@@ -106,32 +105,20 @@ def entropy(counts: np.ndarray) -> float:
     return float(abs((p * np.log2(p)).sum()))  # abs: −0.0 for a single symbol
 
 
-def describe(
-    counts: np.ndarray,
-    dtype: str = "BF16",
-    *,
-    scope: str = "tensor",
-    name: str = "",
-    layer: int | None = None,
-    kind: str = "",
-) -> EntropyRow:
-    """The row of a joint histogram."""
+def describe(counts: np.ndarray, dtype: str = "BF16", **of: Any) -> EntropyRow:
+    """The row of a joint histogram. of : scope, name, layer, kind."""
     sign, exponent, mantissa = marginals(counts, dtype)
     bits, e, _ = FORMATS[dtype]
-    H = entropy(exponent)
     return EntropyRow(
-        scope,
-        name,
-        layer,
-        kind,
-        dtype,
-        int(counts.sum()),
-        entropy(sign),
-        H,
-        entropy(mantissa),
-        entropy(counts),
-        float((exponent > 0).mean()),
-        (bits - e + H) / bits,
+        dtype=dtype,
+        weights=int(counts.sum()),
+        sign=entropy(sign),
+        exponent=(H := entropy(exponent)),
+        mantissa=entropy(mantissa),
+        joint=entropy(counts),
+        support=float((exponent > 0).mean()),
+        bound=(bits - e + H) / bits,
+        **of,
     )
 
 
@@ -152,14 +139,12 @@ def analyse(checkpoint: str | Path) -> list[EntropyRow]:
     """
     path = Path(checkpoint)
     tensors = read_header(path) if path.is_file() else read_folder(path)[1]
-    found = sorted(
-        ((name, tensor) for name, tensor in tensors.items() if tensor.dtype in FORMATS),
-        key=lambda item: (item[1].file, item[1].begin),
-    )
+    found = [(name, tensor) for name, tensor in tensors.items() if tensor.dtype in FORMATS]
     if not found:
         raise ValueError(f"{checkpoint} has no float tensor; nothing to analyse")
+    found.sort(key=lambda item: (item[1].file, item[1].begin))
     rows: list[EntropyRow] = []
-    groups: dict[tuple, np.ndarray] = {}  # (scope, name, layer, kind, dtype) → joint counts
+    groups: dict[tuple, np.ndarray] = {}  # (scope, layer, name, dtype) → joint counts
     with progress(total=sum(tensor.nbytes for _, tensor in found), desc="entropy", unit="B") as bar:
         for name, tensor in found:
             prefix, layer, kind = _place(name)
@@ -169,15 +154,13 @@ def analyse(checkpoint: str | Path) -> list[EntropyRow]:
                 joint_counts(piece, tensor.dtype, counts)
                 bar.update(len(piece))
             rows.append(describe(counts, tensor.dtype, name=name, layer=layer, kind=kind))
-            keys = [("kind", kind, None, kind), ("all", "all", None, "")]
-            for key in keys if layer is None else [("layer", prefix, layer, ""), *keys]:
+            keys = [(1, "kind", -1, kind), (2, "all", -1, "all")]
+            for key in keys if layer is None else [(0, "layer", layer, prefix), *keys]:
                 groups.setdefault((*key, tensor.dtype), np.zeros(1 << 16, np.int64))[:] += counts
-    order = {"layer": 0, "kind": 1, "all": 2}
-    for key in sorted(
-        groups, key=lambda key: (order[key[0]], -1 if key[2] is None else key[2], key[1], key[4])
-    ):
-        scope, name, layer, kind, dtype = key
-        rows.append(describe(groups[key], dtype, scope=scope, name=name, layer=layer, kind=kind))
+    for key in sorted(groups):
+        _, scope, layer, name, dtype = key
+        of = {"layer": {"layer": layer}, "kind": {"kind": name}}.get(scope, {})
+        rows.append(describe(groups[key], dtype, scope=scope, name=name, **of))
     return rows
 
 

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moelab.kernels.products import KINDS, PACKED, TEAM, in_threads
+from moelab.kernels.products import KINDS, PACKED
+from moelab.kernels.threads import TEAM, in_threads
 from moelab.kernels.vectors import BLOCK as PART
 from moelab.kernels.vectors import WIDTH
 from moelab.registry import Entry, require
@@ -187,7 +188,7 @@ def quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(*shape, form.group, dtype=form.code)
     scales = torch.empty(shape, dtype=form.scale)
     round_groups(
-        PACKED[form.kind](0), flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr()
+        PACKED[form.kind].tag, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr()
     )
     return codes.to(w.device), scales.to(w.device)
 

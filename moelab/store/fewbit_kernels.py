@@ -8,26 +8,13 @@ its codes counts of the midpoints that a weight is above."""
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import F32, I8, I32, Value, emitted, read, take
 from moelab.kernels.tiles import beside, span
-from moelab.kernels.vectors import (
-    BLOCK,
-    GROUP,
-    INT4,
-    INT8,
-    MXFP4,
-    joined,
-    order_of,
-    rounded,
-    span_of,
-    vectors,
-)
+from moelab.kernels.vectors import BFLOAT16, BLOCK, GROUP, INT4, INT8, MXFP4, Kind, joined
 
 ROWS = 32  # that a thread widens at a time
 #: between the values of e2m1; at every other one a tie goes up, to an even code
@@ -41,7 +28,7 @@ def round_groups(kind, w, n, codes, scales):
 
 
 @emitted()
-def _round(kind: type, w, n, codes, scales):
+def _round(kind: Kind, w, n, codes, scales):
     with n.steps(GROUP) as i:
         at = w + i * 4
         group = at.load(ir.VectorType(F32, GROUP))
@@ -59,8 +46,8 @@ def _round(kind: type, w, n, codes, scales):
         if kind != INT8:
             even, odd = (found.shuffled(list(range(k, GROUP, 2))) for k in (0, 1))
             found = even & 15 | odd << 4
-        (scales + span_of(kind, i, 1)).store(scale)
-        (codes + span_of(kind, i)).store(found.to(I8, "trunc"))
+        (scales + kind.beside(i)).store(scale)
+        (codes + kind.span(i)).store(found.to(I8, "trunc"))
 
 
 def _mxfp4(group: Value, sizes: Value, widest: Value) -> tuple[Value, Value]:
@@ -73,10 +60,10 @@ def _mxfp4(group: Value, sizes: Value, widest: Value) -> tuple[Value, Value]:
     return scale.to(I8, "trunc"), found
 
 
-def _integers(kind: Any, group: Value, widest: Value) -> tuple[Value, Value]:
+def _integers(kind: Kind, group: Value, widest: Value) -> tuple[Value, Value]:
     """The scale as bf16 and the codes of a group, of int8 or int4."""
     low, high, zero = (-8.0, 7.0, 8) if kind == INT4 else (-127.0, 127.0, 0)
-    bits = rounded(types.uint16, widest / (low if kind == INT4 else high))
+    bits = BFLOAT16.rounded(widest / (low if kind == INT4 else high))
     scale = (bits.to(I32, "zext") << 16).to(F32)
     divisor = scale.is_("==", 0.0).made("select", scale.of(float("inf")), scale)
     scaled = group / divisor.everywhere(GROUP)
@@ -86,9 +73,11 @@ def _integers(kind: Any, group: Value, widest: Value) -> tuple[Value, Value]:
 
 
 @cache
-def widening(kind: type, to: type) -> int:
+def widening(kind: Kind, to: Kind) -> int:
     """The address of what a thread does to widen rows of such weights: some rows at a time until
     none is left."""
+
+    tag, to_tag = kind.tag, to.tag
 
     def work(job):
         codes, scales, R = read(job, 1), read(job, 2), read(job, 3)
@@ -99,26 +88,26 @@ def widening(kind: type, to: type) -> int:
                 return
             for r in range(begin, min(begin + ROWS, R)):
                 _widen_row(
-                    kind(0),
-                    to(0),
-                    codes + span(kind(0), r * n),
-                    scales + beside(kind(0), r, n),
+                    tag,
+                    to_tag,
+                    codes + span(tag, r * n),
+                    scales + beside(tag, r, n),
                     n,
-                    out + span(to(0), r * n),
+                    out + span(to_tag, r * n),
                 )
 
     return c_function(work)
 
 
 @emitted()
-def _widen_row(kind: type, to: type, w, other, n, out):
+def _widen_row(kind: Kind, to: Kind, w, other, n, out):
     """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to`
     at `out`."""
-    order = order_of(kind, plain=True)
+    order = kind.order
     with n.steps(BLOCK) as i:
-        found = vectors(kind, w + span_of(kind, i), other + span_of(kind, i, 1))
-        (out + span_of(to, i)).store(
-            joined([rounded(to, part) for part in found]).shuffled(
+        found = kind.vectors(w + kind.span(i), other + kind.beside(i), None)
+        (out + to.span(i)).store(
+            joined([to.rounded(part) for part in found]).shuffled(
                 [order.index(number) for number in range(BLOCK)]
             )
         )

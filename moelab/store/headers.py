@@ -6,6 +6,7 @@ data_offsets) and the tensors, without gaps."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -77,9 +78,9 @@ class Stored(NamedTuple):
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.shape)
 
-    def empty(self) -> torch.Tensor:
+    def empty(self, device: str = "cpu") -> torch.Tensor:
         """A new tensor to read it into."""
-        return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device=device)
 
     def read(self, begin: int, size: int) -> np.ndarray:
         """So many of its bytes from `begin` on, uint8, read and not mapped: mapped pages count as
@@ -108,64 +109,52 @@ def read_header(file: Path) -> dict[str, Stored]:
     try:
         with safe_open(file, "pt"):  # the library checks them
             pass
+    except (FileNotFoundError, PermissionError):
+        raise
     except (SafetensorError, OSError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
         raise ValueError(
             f"{file} is no whole safetensors file: {str(error)[:1000]}; download or write it again"
         ) from error
     with open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
-        header = parse_json(file, f.read(size), "its header")
+        header = _parse_json(file, f.read(size))
     header.pop("__metadata__", None)
-    if odd := [
-        f"{key} is {entry['dtype']}"
-        for key, entry in header.items()
-        if entry["dtype"] not in DTYPES
-    ]:
-        raise ValueError(
-            f"{file}: {odd[0]}, a type that is not read; it can be {', '.join(DTYPES)}. Write it again"
-        )
-    return {
-        key: Stored(
-            file, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
-        )
-        for key, entry in header.items()
-    }
+    found = {}
+    for key, entry in header.items():
+        if (dtype := entry["dtype"]) not in DTYPES:
+            raise ValueError(
+                f"{file}: {key} is {dtype}, a type that is not read; it can be {', '.join(DTYPES)}. "
+                f"Write it again"
+            )
+        begin = 8 + size + entry["data_offsets"][0]
+        found[key] = Stored(file, dtype, tuple(entry["shape"]), begin)
+    return found
 
 
 def read_json(file: Path) -> Record:
     """The object in a JSON file; ValueError, saying what is wrong, where there is none."""
-    if file.stat().st_size > MOST_JSON:
-        raise ValueError(
-            f"{file} has {file.stat().st_size:,} bytes, which no such file has; download it again"
-        )
-    return parse_json(file, file.read_bytes(), "it")
+    if (size := file.stat().st_size) > MOST_JSON:
+        raise ValueError(f"{file} has {size:,} bytes, which no such file has; download it again")
+    return _parse_json(file, file.read_bytes())
 
 
-def parse_json(file: Path, raw: bytes, what: str) -> Record:
-    """A JSON object without duplicate keys; ValueError, naming the file, for anything else."""
+def _parse_json(file: Path, raw: bytes) -> Record:
+    """A JSON object without duplicate keys; ValueError, naming the file, for anything else. As
+    JSON of Python, it may have Infinity, as some configs do."""
 
     def unique(pairs: list[tuple[str, Any]]) -> Record:
-        found: Record = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"{key[:200]!r} twice")
-            found[key] = value
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(f"a key is there twice, among {', '.join(found)[:200]}")
         return found
 
     try:
         found = json.loads(raw, object_pairs_hook=unique)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is a {type(found).__name__}, where an object is expected")
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{file} is damaged: {what} is no JSON object that can be read "
-            f"({type(error).__name__}: {error}); download or write it again"
+            f"{file} is damaged ({type(error).__name__}: {error}); download or write it again"
         ) from error
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{file} is damaged: {what} is a JSON {type(found).__name__}, where an object is expected; "
-            f"download or write it again"
-        )
     return found
 
 
@@ -173,31 +162,26 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
     """(files, tensors by key) of a folder of safetensors files: model.safetensors, or those that an
     index names, as transformers looks for them; or else all there are but hidden ones.
 
-    Raises
-    ------
-    FileNotFoundError : there are none, or one that the index names is gone.
-    ValueError : one is damaged; two have the same tensor; they are not what the index says.
-    """
+    Raises FileNotFoundError: there are none, or one that the index names is gone. ValueError: one
+    is damaged; two have the same tensor; they are not what the index says."""
     index, whole = folder / WEIGHT_MAP, folder / "model.safetensors"
-    named = _weight_map(index) if index.is_file() and not whole.is_file() else {}
-    files = (
-        [folder / name for name in sorted(set(named.values()))]
-        or [whole] * whole.is_file()
-        or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
-    )
-    if missing := [f.name for f in files if not f.is_file()]:
-        raise FileNotFoundError(
-            f"{folder} lacks {', '.join(missing)}, "
-            + (
-                "which its index names; download the checkpoint again"
-                if named
-                else "or it is a link that leads nowhere"
-            )
-        )
+    named: dict[str, str] = {}
+    if whole.is_file():
+        files = [whole]
+    elif index.is_file():
+        named = _weight_map(index)
+        files = [folder / name for name in sorted(set(named.values()))]
+    else:
+        files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
     if not files:
         raise FileNotFoundError(f"{folder} has no .safetensors files{other_weights(folder)}")
     tensors: dict[str, Stored] = {}
     for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{folder} lacks {file.name}, or it is a link that leads nowhere; download the "
+                f"checkpoint again"
+            )
         for key, entry in read_header(file).items():
             if key in tensors:
                 raise ValueError(
@@ -206,12 +190,12 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
                     f"{WEIGHT_MAP} that says which are"
                 )
             tensors[key] = entry
-    for key in sorted(named.keys() | tensors.keys()) if named else ():
-        said, found = named.get(key), tensors[key].file.name if key in tensors else None
-        if said != found:
+    there = {key: entry.file.name for key, entry in tensors.items()}
+    for key in sorted(named.keys() | there.keys()) if named else ():
+        if named.get(key) != there.get(key):
             raise ValueError(
-                f"{index} says that the tensor {key} is in {said}, and it is in {found}; download the "
-                f"checkpoint again"
+                f"{index} says that the tensor {key} is in {named.get(key)}, and it is in "
+                f"{there.get(key)}; download the checkpoint again"
             )
     return files, tensors
 
@@ -220,13 +204,11 @@ def other_weights(folder: Path) -> str:
     """For a message: the files of weights in other formats that lie in a folder, and what to do; ""
     for none."""
     found = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_WEIGHTS[1:])
+    if not found:
+        return ""
     return (
-        (
-            f", and {found[0]}{' and others' * (len(found) > 1)} are weights in a format that is not read: take the "
-            f"safetensors checkpoint of this model, or write one with transformers' save_pretrained"
-        )
-        if found
-        else ""
+        f", and {', '.join(found)[:200]} are weights in a format that is not read: take the "
+        f"safetensors checkpoint of this model, or write one with transformers' save_pretrained"
     )
 
 
@@ -236,12 +218,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{index} is damaged: it has no weight_map; download the checkpoint again")
     for key, name in found.items():
-        if (
-            not isinstance(name, str)
-            or not name.endswith(".safetensors")
-            or Path(name).name != name
-            or "\\" in name
-        ):
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
             raise ValueError(
                 f"{index} says that {key} is in {str(name)[:200]!r}, which is no plain name of a "
                 f".safetensors file; nothing outside the folder is read"

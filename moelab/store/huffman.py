@@ -163,31 +163,36 @@ def _compress(source, n, target):
     if n > 0 and first == last:
         _write_header(target, last, first, 0, CONSTANT, n)
         return HEADER
-    if n > 0:
-        alone, smallest, bits = np.zeros(WORDS, np.int64), HEADER + n, 0
-        for s in range(256):
-            alone[s] = counts[s]
+    size = _compress_words(source, n, target, counts, first, last) if n > 0 else 0
+    if size == 0:
+        _write_header(target, 255, 0, 0, RAW, n)
+        copy(source, n, target + HEADER)
+        size = HEADER + n
+    return size
+
+
+@kernel
+def _compress_words(source, n, target, counts, first, last):
+    """Write a coded blob, with leads where that pays; returns its size, or 0 if it is no smaller
+    than the bytes."""
+    alone, bits, ideal = np.zeros(WORDS, np.int64), 0, 0.0
+    alone[:256] = counts
+    lengths = code_lengths(alone, MAX_BITS)
+    for s in range(256):
+        bits += alone[s] * lengths[s]
+        if counts[s] > 0:
+            ideal += counts[s] * np.log2(n / counts[s])
+    smallest, size = HEADER + n, 0
+    if bits - ideal > CLOSE * n:
         words, leads, k = _expected_words(counts, n)
-        lengths = code_lengths(alone, MAX_BITS)
-        ideal = 0.0
-        for s in range(256):
-            bits += alone[s] * lengths[s]
-            if counts[s] > 0:
-                ideal += counts[s] * np.log2(n / counts[s])
-        limit = min(
-            smallest, CODED_HEADER + ((last - first + 2) >> 1) + (bits >> 3)
-        )  # what the 2nd turn needs
-        for turn in range(1 if bits - ideal <= CLOSE * n else 0, 2):
-            if turn == 1:
-                words, k, limit = alone, 0, smallest
-            size = _write(
-                source, n, target, first, last, leads, k, code_lengths(words, MAX_BITS), limit
-            )
-            if size > 0:
-                return size
-    _write_header(target, 255, 0, 0, RAW, n)
-    copy(source, n, target + HEADER)
-    return HEADER + n
+        without = CODED_HEADER + ((last - first + 2) >> 1) + (bits >> 3)
+        lead_lengths = code_lengths(words, MAX_BITS)
+        limit = min(smallest, without)
+        size = _write(source, n, target, first, last, leads, k, lead_lengths, limit)
+    if size == 0:
+        leads = np.zeros(LEADS, np.int64)
+        size = _write(source, n, target, first, last, leads, 0, lengths, smallest)
+    return size
 
 
 @kernel
@@ -251,12 +256,7 @@ def _write(source, n, target, first, last, leads, k, lengths, limit):
         code += 1 << (longest - lengths[order[j]])
     for i in range(STREAMS):
         begin, end = segment(n, i), segment(n, i + 1)
-        if k == 0:
-            size, row = _encode_alone(codes, source + begin, end - begin, at, target + limit), _U(0)
-        else:
-            size, row = _encode(
-                codes, is_lead, row_of, source + begin, end - begin, at, target + limit
-            )
+        size, row = _encode(codes, is_lead, row_of, source + begin, end - begin, at, target + limit)
         if size == 0:
             return 0
         store(target + HEADER + 8 * i, _U(size) | row >> _U(8) << _U(56))
@@ -314,28 +314,3 @@ def _encode(codes, is_lead, row_of, source, n, target, limit):
         bits |= (code >> _U(1) >> (_U(63) - (code & low))) << used
         used += code & low
     return _closed(bits, used, at, target, limit), row
-
-
-@kernel
-def _encode_alone(codes, source, n, target, limit):
-    """`_encode` where no byte is a lead: no byte's code waits for the byte before it."""
-    bits, used, at, low = _U(0), _U(0), target, _U(255)
-    for i in range(source, source + (n & ~3), 4):
-        a, b, c, d = (
-            codes[load_byte(i)],
-            codes[load_byte(i + 1)],
-            codes[load_byte(i + 2)],
-            codes[load_byte(i + 3)],
-        )
-        # the earlier code in the lower bits: `four` is filled from the top, each code pushing the
-        # ones before it down
-        four = ((a >> (b & _U(63)) | b) >> (c & _U(63)) | c) >> (d & _U(63)) | d
-        length = (a + b + c + d) & low
-        bits, used, at = _flushed(bits | (four >> (_U(64) - length)) << used, used + length, at)
-        if at > limit:
-            return 0
-    for i in range(source + (n & ~3), source + n):
-        code = codes[load_byte(i)]
-        bits |= (code >> _U(1) >> (_U(63) - (code & low))) << used
-        used += code & low
-    return _closed(bits, used, at, target, limit)

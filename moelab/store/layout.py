@@ -34,6 +34,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,10 @@ class StoreError(ValueError):
 CHECKSUMS: dict[str, Callable[[Any], str]] = {
     "xxh3": lambda data: xxhash.xxh3_64_hexdigest(as_bytes(data))
 }
+
+
+#: what reading JSON of another form than expected raises
+MAKES_NO_SENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def aligned(n: int) -> int:
@@ -155,8 +160,7 @@ def _read_entry(
     for record, given in planes:
         codec = read_codec(record)
         chunks = tuple(
-            Chunk(_integer(offset, "an offset"), _integer(length, "a length"), _checksum(check))
-            for offset, length, check in given
+            Chunk(_integer(offset), _integer(length), check) for offset, length, check in given
         )
         lengths = [chunk.length for chunk in chunks]
         _need(
@@ -165,7 +169,7 @@ def _read_entry(
             f"has {lengths} bytes",
         )
         found.append((codec, chunks))
-    return TensorEntry(dtype, tuple(shape), _checksum(checksum), tuple(found))
+    return TensorEntry(dtype, tuple(shape), checksum, tuple(found))
 
 
 def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
@@ -198,15 +202,13 @@ class Layer:
     """
 
     def __init__(self, index: int, fields: Record) -> None:
-        self.file, self.stacked = layer_file(index), fields["stacked"]
-        self.module = _text(fields["module"], "the module of a layer")
-        _need(type(self.stacked) is bool, "stacked is neither true nor false")
-        self.size = _integer(fields["size"], f"size of {self.file}")
-        self.header = _integer(fields["header"], f"header of {self.file}")
-        self.tensors = {
-            _text(name, "a tensor"): _dtype_and_shape(tensor, f"{self.module}.{name}")
-            for name, tensor in fields["tensors"].items()
-        }
+        self.file, self.module, self.stacked = (
+            layer_file(index),
+            fields["module"],
+            fields["stacked"],
+        )
+        self.size, self.header = _integer(fields["size"]), _integer(fields["header"])
+        self.tensors = {name: _dtype_and_shape(*of) for name, of in fields["tensors"].items()}
         _need(
             self.tensors and self.header % ALIGN == 0 < self.header <= self.size,
             f"{self.file} has no room",
@@ -291,29 +293,17 @@ def _need(ok: Any, what: str) -> None:
         raise StoreError(what)
 
 
-def _integer(value: Any, what: str, least: int = 0) -> int:
+def _integer(value: Any) -> int:
     _need(
-        type(value) is int and least <= value < 1 << 50,
-        f"{what} is {str(value)[:40]!r}, which is impossible",
+        type(value) is int and 0 <= value < 1 << 50,
+        f"{str(value)[:40]!r} is no number of bytes or entries",
     )
     return value
 
 
-def _text(value: Any, what: str) -> str:
-    _need(type(value) is str and 0 < len(value) <= 1000, f"{what} has the name {str(value)[:40]!r}")
-    return value
-
-
-def _checksum(value: Any) -> str:
-    ok = type(value) is str and re.fullmatch("[0-9a-f]{16}", value)
-    _need(ok, f"a checksum is {str(value)[:40]!r}")
-    return value
-
-
-def _dtype_and_shape(value: Any, what: str) -> tuple[str, Shape]:
-    dtype, shape = value
-    _need(dtype in DTYPES and len(shape) <= 8, f"{what} is {str(dtype)[:40]!r} {str(shape)[:80]}")
-    return dtype, tuple(_integer(n, f"the shape of {what}") for n in shape)
+def _dtype_and_shape(dtype: str, shape: list[int]) -> tuple[str, Shape]:
+    _need(dtype in DTYPES, f"there is no type {str(dtype)[:40]!r}")
+    return dtype, tuple(map(_integer, shape))
 
 
 def plain_name(name: Any) -> str:
@@ -468,7 +458,7 @@ class ExpertStore(ExpertFiles):
             self._set_model(fields)
             self._set_layers(fields["layers"])
             self._set_weights(fields)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except MAKES_NO_SENSE as error:
             what = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"{index} is no index of an expert store ({what}). Convert the model again"
@@ -482,53 +472,44 @@ class ExpertStore(ExpertFiles):
             f"format, version, layout and checksum are {found} and {fields['checksum']!r}; this "
             f"moelab reads {(FORMAT, VERSION, LAYOUT)} and {', '.join(CHECKSUMS)}",
         )
-        self.spec, self.identity = MoESpec.from_dict(fields["spec"]), _checksum(fields["identity"])
+        self.spec, self.identity = MoESpec.from_dict(fields["spec"]), fields["identity"]
+        _need(re.fullmatch("[0-9a-f]{16}", self.identity), f"its identity is {self.identity!r:.40}")
         self.quantized: str | None = fields.get("quantized") or None
         if self.quantized:
             fewbit.find_format(self.quantized)
             self.identity += f"-{self.quantized}"
-        self.codec, self.shards = fields["codec"], _integer(fields["K"], "K", 1)
+        self.codec, self.shards = fields["codec"], _integer(fields["K"])
         find_codec(self.codec)
         self.checksum_name, self.checksum = fields["checksum"], CHECKSUMS[fields["checksum"]]
 
     def _set_layers(self, layers: list[Record]) -> None:
-        spec = self.spec
-        _need(
-            type(layers) is list and 0 < len(layers) == spec.L,
-            f"it has {len(layers)} layers of experts; {spec.name} has {spec.L}",
-        )
         self.layers = [Layer(i, layer) for i, layer in enumerate(layers)]
-        for layer in self.layers:
-            n = len(layer.experts)
-            _need(
-                n == spec.E, f"{layer.module} has {n} experts; {spec.name} has {spec.E:,} a layer"
-            )
+        self._paths = [self.folder / layer.file for layer in self.layers]
+        experts = [len(layer.experts) for layer in self.layers]
         _need(
-            len({layer.module for layer in self.layers}) == spec.L, "two layers are of one module"
+            experts and experts == [self.spec.E] * self.spec.L,
+            f"its layers have {str(experts)[:80]} experts; {self.spec.name} has {self.spec.L} layers "
+            f"of {self.spec.E:,}",
         )
 
     def _set_weights(self, fields: Record) -> None:
+        shapes = {key: _dtype_and_shape(*of[:2]) for key, of in fields["weights"].items()}
         self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
-        shapes = {
-            _text(key, "a weight"): _dtype_and_shape(entry[:2], key)
-            for key, entry in fields["weights"].items()
-        }
-        at = len(weights_header(shapes, fields["sha256"]))
+        self.weights_size = len(weights_header(shapes, fields["sha256"]))
         for key, (dtype, shape) in shapes.items():
             size, checks = nbytes(dtype, shape), fields["weights"][key][2]
             _need(
                 len(checks) == -(-size // PIECE),
                 f"{key} of {size:,} bytes has {len(checks)} checksums",
             )
-            self.weights[key] = dtype, shape, at, size, [_checksum(check) for check in checks]
-            at += size
-        self.weights_size = at
+            self.weights[key] = dtype, shape, self.weights_size, size, checks
+            self.weights_size += size
         self.files: dict[str, list] = {
-            plain_name(name): [_integer(size, f"the size of {name}"), _checksum(check)]
+            plain_name(name): [_integer(size), check]
             for name, (size, check) in fields["files"].items()
         }
-        for name in (INDEX, WEIGHTS, *(layer.file for layer in self.layers)):
-            _need(name not in self.files, f"{name} is no small file")
+        others = {INDEX, WEIGHTS, *(layer.file for layer in self.layers)}
+        _need(not others & self.files.keys(), f"{others & self.files.keys()} are no small files")
 
     def _check_files(self, digest: str) -> None:
         """Sizes of all files, contents of small ones, headers of the others; nothing but plain
@@ -562,10 +543,6 @@ class ExpertStore(ExpertFiles):
     def paths(self, layer: int) -> list[Path]:
         return [self._paths[layer]]
 
-    @cached_property
-    def _paths(self) -> list[Path]:
-        return [self.folder / layer.file for layer in self.layers]
-
     def extents(self, parts: list[Any]) -> list[Iterable[Extent]]:
         first, memory = parts[0], [memoryview(part.data) for part in parts]
         return [[(self._paths[first.layer], first.offset, memory)]]
@@ -578,23 +555,20 @@ class ExpertStore(ExpertFiles):
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes
         and fractions."""
         everything = "all experts", "", (), self.quantized or self.codec
-        rows: dict[tuple, Record] = {}
+        rows: dict[tuple, list[int]] = {}
         for entries in (entries for layer in self.layers for entries in layer.experts):
             for i, (name, entry) in enumerate(entries.items()):
                 codec = "+".join(codec.name for codec, _ in entry.planes)
-                key = name, entry.dtype, entry.shape, codec
-                _count(rows, key, entry, 1)
-                _count(rows, everything, entry, i == 0)  # experts, not tensors
-        for row in rows.values():
+                sizes = entry.nbytes, entry.stored("E"), entry.stored("SM")
+                for key, count in (
+                    ((name, entry.dtype, entry.shape, codec), 1),
+                    (everything, i == 0),  # experts, not tensors
+                ):
+                    row = rows.setdefault(key, [0] * 4)
+                    row[:] = map(add, row, (count, *sizes))
+        columns = "tensor", "dtype", "shape", "codec", "count", "bytes", "E_bytes", "SM_bytes"
+        found = [dict(zip(columns, (*key, *row))) for key, row in rows.items() if key != everything]
+        found.append(dict(zip(columns, (*everything, *rows[everything]))))
+        for row in found:
             row["fraction"] = (row["E_bytes"] + row["SM_bytes"]) / max(1, row["bytes"])
-        return sorted(rows.values(), key=lambda row: row["tensor"] == "all experts")
-
-
-def _count(rows: dict[tuple, Record], key: tuple, entry: TensorEntry, count: int) -> None:
-    """Add a tensor to a row of `ExpertStore.table`."""
-    begun = dict(zip(("tensor", "dtype", "shape", "codec"), key))
-    row = rows.setdefault(key, begun | {"count": 0, "bytes": 0, "E_bytes": 0, "SM_bytes": 0})
-    row["count"] += count
-    row["bytes"] += entry.nbytes
-    row["E_bytes"] += entry.stored("E")
-    row["SM_bytes"] += entry.stored("SM")
+        return found

@@ -19,7 +19,7 @@ one for an output, for a matrix, or for blocks of 128 × 128. Zero points of "gp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -39,117 +39,89 @@ _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of 
 # ---------------------------------------------------------------------------------------------
 # from a config.json
 
-#: whether it is so, what the checkpoint has otherwise, and what is read
-Need = tuple[Any, str, str]
+#: method → field of its quantization_config → what is read there, as text in lower case; "none"
+#: where a field is missing
+READ: dict[str, dict[str, tuple[str, ...]]] = {
+    "gptq": {
+        "bits": ("4", "8"),
+        "checkpoint_format": ("none", "gptq", "gptq_v2"),
+        "zero_point": ("none", "true"),
+        "dynamic": ("-:",),  # layers that are left out
+    },
+    "awq": {"bits": ("4",), "version": ("none", "gemm"), "zero_point": ("none", "true")},
+    "compressed-tensors": {
+        "kv_cache_scheme": ("none",),
+        "transform_config": ("none",),
+        "sparsity_config": ("none", "dense"),
+        "format": ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+        "weights": ("int4", "int8", "float8"),
+        "strategy": ("tensor", "channel", "group", "block"),
+        "block_structure": ("none", "128x128", "[128, 128]"),
+        "actorder": ("none", "false", "static", "weight"),
+        # what would be quantised as it comes stays as it is: more exact than the model's own
+        "input_activations": ("none", "dynamic"),
+        "output_activations": ("none", "dynamic"),
+        "packed widths": ("one",),
+    },
+}
 
 
 def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[str, int]:
-    """(kind, bits) of a quantization_config. Raises ValueError, by name and with a remedy, for what
-    is not read."""
+    """(kind, bits) of a quantization_config; bits are those of packed codes. Raises ValueError, by
+    name and with a remedy, for what is not read."""
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
-    of = _compressed_scheme if method == "compressed-tensors" else _words_scheme
+    compressed = method == "compressed-tensors"
     try:
-        kind, bits, needs = of(config, method)
+        fields = list(_compressed_fields(config) if compressed else _word_fields(config, method))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"the quantization_config of {checkpoint} makes no sense ({type(error).__name__}: {error}); "
             f"correct it"
         ) from error
-    for ok, what, known in needs:
-        if not ok:
+    for field, value in fields:
+        text, known = str(value).lower(), READ[method][field]
+        if text not in known:
             raise ValueError(
-                f"{checkpoint} is quantised with {method}, {what}, which is not read here; {known}. "
-                f"Take one of these, or the unquantised checkpoint of the model"
+                f"{checkpoint} is quantised with {method}, and {field} {text[:60]!r} is not read here; "
+                f"{', '.join(known)} are. Take one of these, or the unquantised checkpoint of the model"
             )
-    return kind, bits
+    found = dict(fields)
+    if compressed:
+        packed = [group["weights"]["num_bits"] for group in _packed_groups(config)]
+        return method, packed[0] if packed else 8
+    return str(found.get("checkpoint_format") or method).lower(), int(found["bits"])
 
 
-def _words_scheme(config: dict[str, Any], method: str) -> tuple[str, int, list[Need]]:
-    """(kind, bits, what is needed) of GPTQ or AWQ."""
-    field, kinds, widths = {
-        "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8)),
-        "awq": ("version", ("gemm",), (4,)),
-    }[method]
-    bits, layout = config.get("bits"), str(config.get(field) or kinds[0]).lower()
-    needs: list[Need] = [
-        (
-            type(bits) is int and bits in widths,
-            f"in {bits} bits",
-            f"{' and '.join(map(str, widths))} bits are",
-        ),
-        (layout in kinds, f"in the layout {layout[:40]!r}", f"{' and '.join(kinds)} are"),
-        (config.get("zero_point", True), "without zero points", "zero_point: true is"),
-    ]
-    needs += [
-        (
-            pattern.startswith("-:"),
-            f"in another way for {pattern[:40]}",
-            "one way for all layers is",
-        )
-        for pattern in config.get("dynamic") or ()
-    ]
-    return layout if method == "gptq" else method, bits, needs
+def _word_fields(config: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
+    """The fields of GPTQ or AWQ that `READ` names."""
+    yield from ((field, config.get(field)) for field in READ[method] if field != "dynamic")
+    if method == "gptq":
+        yield from (("dynamic", pattern[:2]) for pattern in config.get("dynamic") or ())
 
 
-def _compressed_scheme(config: dict[str, Any], method: str) -> tuple[str, int, list[Need]]:
-    """(kind, bits of what is packed, what is needed) of compressed-tensors."""
-    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
-    needs: list[Need] = [
-        (not config.get("kv_cache_scheme"), "its KV cache too", "weights alone are"),
-        (not config.get("transform_config"), "after transforms", "plain weights are"),
-        (sparse == "dense", f"sparse ({sparse})", "dense weights are"),
-    ]
-    packed = set()
+def _compressed_fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of compressed-tensors that `READ` names, those of each group of layers."""
+    for field in ("kv_cache_scheme", "transform_config"):
+        yield field, config.get(field) or None
+    yield "sparsity_config", (config.get("sparsity_config") or {}).get("format")
     for group in config["config_groups"].values():
-        layout = str(group.get("format") or config.get("format"))
-        needs += _group_needs(group, group["weights"], layout)
-        if layout == "pack-quantized":
-            packed.add(group["weights"].get("num_bits"))
-    needs.append((len(packed) < 2, "packed in several widths", "one is"))
-    return method, packed.pop() if packed else 8, needs
+        weights = group["weights"]
+        yield "format", group.get("format") or config.get("format")
+        yield "weights", f"{weights.get('type', 'int')}{weights.get('num_bits')}"
+        for field in ("strategy", "block_structure", "actorder"):
+            yield field, weights.get(field)
+        for field in ("input_activations", "output_activations"):
+            given = group.get(field) or None
+            yield field, "dynamic" if given and given.get("dynamic") is True else given
+    widths = {group["weights"]["num_bits"] for group in _packed_groups(config)}
+    yield "packed widths", "one" if len(widths) < 2 else "several"
 
 
-def _group_needs(group: dict[str, Any], weights: dict[str, Any], layout: str) -> list[Need]:
-    """What is needed of layers that are quantised alike. Activations that would be quantised as
-    they come stay as they are, like DeepSeek's FP8: more exact than the model's own."""
-    stored = [
-        name
-        for name in ("input_activations", "output_activations")
-        if (group.get(name) or {"dynamic": True}).get("dynamic") is not True
-    ]
-    form = weights.get("type", "int"), weights.get("num_bits")
-    strategy, blocks = weights.get("strategy"), weights.get("block_structure")
+def _packed_groups(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [
-        (
-            layout in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-            f"in the layout {layout[:40]!r}",
-            "pack-quantized, int-quantized and float-quantized are",
-        ),
-        (
-            form in (("int", 4), ("int", 8), ("float", 8)),
-            f"in {form[0]}{form[1]}",
-            "int4, int8 and fp8 are",
-        ),
-        (
-            not stored,
-            f"{' and '.join(stored)} by stored scales",
-            "weights alone, or with dynamic activations, are",
-        ),
-        (
-            weights.get("actorder") not in ("group", True),
-            "in act-order (actorder: group)",
-            "the inputs' order is",
-        ),
-        (
-            strategy in ("tensor", "channel", "group", "block"),
-            f"by {strategy}",
-            "a scale a tensor, channel, group or block is",
-        ),
-        (
-            strategy != "block" or blocks in ("128x128", [128, 128]),
-            f"in blocks of {blocks}",
-            "128 × 128 are",
-        ),
+        group
+        for group in config["config_groups"].values()
+        if (group.get("format") or config.get("format")) == "pack-quantized"
     ]
 
 
@@ -362,26 +334,27 @@ def _shape_of(packing: Packing) -> Shape:
 def from_record(record: dict[str, Any]) -> Packing:
     """The packing of a `Packing.record`. Raises ValueError and the like for any other."""
     tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in record["tensors"])
-    numbers = [record["bits"], record["matrices"], *(n for *_, shape in tensors for n in shape)]
-    if any(type(n) is not int or not 0 <= n < 1 << 40 for n in numbers):
-        raise ValueError(f"{str(record)[:200]} is no packing")
-    return _known(Packing(record["kind"], record["bits"], record["matrices"], tensors))
+    return _packing(record["kind"], record["bits"], record["matrices"], tensors)
 
 
 @lru_cache(4096)
-def _known(packing: Packing) -> Packing:
-    """The packing, one for all that are equal; ValueError for an impossible one."""
-    names = [name for name, *_ in packing.tensors]
+def _packing(
+    kind: str, bits: int, matrices: int, tensors: tuple[tuple[str, str, Shape], ...]
+) -> Packing:
+    """One for all that are equal; ValueError for an impossible one."""
+    names = [name for name, *_ in tensors]
+    numbers = [matrices, *(n for *_, shape in tensors for n in shape)]
     if (
-        packing.name not in KINDS
-        or packing.bits not in (4, 8)
+        kind not in KINDS
+        or bits not in (4, 8)
         or not names
-        or names != [name for name in KINDS[packing.name][0] if name in names]
-        or any(dtype not in DTYPES for _, dtype, _ in packing.tensors)
-        or not 0 < packing.matrices < 100
+        or names != [name for name in KINDS[kind][0] if name in names]
+        or any(dtype not in DTYPES for _, dtype, _ in tensors)
+        or any(type(n) is not int or not 0 <= n < 1 << 40 for n in numbers)
+        or not 0 < matrices < 100
     ):
-        raise ValueError(f"{str(packing)[:200]} is no packing")
-    return packing
+        raise ValueError(f"{kind!r:.40} of {bits!r:.9} bits and {str(tensors)[:200]} is no packing")
+    return Packing(kind, bits, matrices, tensors)
 
 
 def gathered(
@@ -390,7 +363,7 @@ def gathered(
     """The packing and the blob of what a checkpoint stores of a tensor; KeyError if that is not
     quantised.
 
-    sources : (key, 0, tensor) of each, as of `moelab.checkpoint.direct.CheckpointExperts.made`.
+    sources : (key, 0, tensor) of each, as of `moelab.checkpoint.experts.CheckpointExperts.made`.
     """
     layers: dict[str, Tensors] = {}
     for key, _, tensor in sources:

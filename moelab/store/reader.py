@@ -37,9 +37,11 @@ from moelab.registry import require
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import (
+    AGAIN,
     ALIGN,
+    MAKES_NO_SENSE,
     PARTS,
-    ExpertStore,
+    ExpertFiles,
     Extent,
     StoreError,
     TensorEntry,
@@ -136,7 +138,7 @@ class Reader:
     """Reads parts of experts into buffers; each read is one blocking call, from any number of
     threads.
 
-    store : what to read; a `moelab.checkpoint.direct.CheckpointStore` has no checksums and cannot be
+    store : what to read; a `moelab.checkpoint.experts.CheckpointStore` has no checksums and cannot be
         read "direct".
     mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file
         system refuses direct reads, the attribute becomes "buffered".
@@ -147,7 +149,7 @@ class Reader:
 
     def __init__(
         self,
-        store: ExpertStore,
+        store: ExpertFiles,
         mode: str = "auto",
         bandwidth: float | None = None,
         verify: bool = True,
@@ -160,18 +162,13 @@ class Reader:
                 f"the tensors in {store.folder} do not begin at multiples of {ALIGN} bytes, so they "
                 f"cannot be read past the page cache; convert it to a store, or use another mode"
             )
-        self.store, self.bandwidth, self.verify = (
-            store,
-            bandwidth,
-            verify and store.checksum is not None,
-        )
+        self.store, self.bandwidth = store, bandwidth
+        self.verify = verify and store.checksum is not None
         self.counters = ReadCounters()
-        self._files: dict[
-            tuple[str, Path], int
-        ] = {}  # a file of each layer, opened when it is first read
-        self._runs: dict[
-            tuple, tuple[int, int, int]
-        ] = {}  # part of an expert → offset, length, bytes to be read
+        #: (mode, file) → descriptor, opened when it is first read
+        self._files: dict[tuple[str, Path], int] = {}
+        #: part of an expert → offset, length, bytes to be read
+        self._runs: dict[tuple[int, int, str], tuple[int, int, int]] = {}
         weakref.finalize(self, _close, self._files)
         self._free_at = 0.0
         self.forked()
@@ -231,24 +228,7 @@ class Reader:
 
         piece : cut what lies together in a file into equal ones of at most so many bytes, a
         multiple of `ALIGN`."""
-        entries, found = self.store.entries(layer, expert), []
-        for part, buffer in parts.items():
-            if (key := (layer, expert, part)) not in self._runs:
-                self._runs[key] = *run(entries, part), self.store.stored_bytes(*key)
-            offset, length, nbytes = self._runs[key]
-            buffer = aligned_buffer(length) if buffer is None else buffer
-            if (
-                buffer.dtype != np.uint8
-                or buffer.ndim != 1
-                or len(buffer) < length
-                or (length and buffer.ctypes.data % ALIGN)
-            ):
-                raise ValueError(
-                    f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
-                    f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
-                    f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one"
-                )
-            found.append(Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes))
+        found = [self._chunks(layer, expert, part, buffer) for part, buffer in parts.items()]
         filled, pieces = [chunks for chunks in found if len(chunks.data)], []
         for extents in self.store.extents(filled) if filled else ():
             if piece and isinstance(extents, list):
@@ -260,6 +240,22 @@ class Reader:
             else:
                 pieces.append(Piece(extents, filled[0]))
         return found, pieces
+
+    def _chunks(self, layer: int, expert: int, part: str, buffer: np.ndarray | None) -> Chunks:
+        """A part that is still to be read, in its buffer."""
+        key, entries = (layer, expert, part), self.store.entries(layer, expert)
+        if key not in self._runs:
+            self._runs[key] = *run(entries, part), self.store.stored_bytes(*key)
+        offset, length, nbytes = self._runs[key]
+        buffer = aligned_buffer(length) if buffer is None else buffer
+        fits = buffer.dtype == np.uint8 and buffer.ndim == 1 and len(buffer) >= length
+        if not fits or length and buffer.ctypes.data % ALIGN:
+            raise ValueError(
+                f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
+                f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
+                f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one"
+            )
+        return Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes)
 
     def fill(self, piece: Piece) -> int:
         """Read a piece; returns its bytes. Raises StoreError, OSError as `read`."""
@@ -316,10 +312,8 @@ class Reader:
         except OSError as error:
             if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        with self._lock:
-            self.mode = "buffered"
-        with self._open(path) as fd:
-            return os.preadv(fd, views, offset)
+        self.mode = "buffered"
+        return self._request(path, views, offset)
 
     @contextlib.contextmanager
     def _open(self, path: Path) -> Iterator[int]:
@@ -344,19 +338,16 @@ class Reader:
         `part` of each plane, match their checksums."""
         if self.store.checksum is None:
             return
-        for name, entry in (
-            chunks.entries.items() if only is None else [(only, chunks.entries[only])]
-        ):
-            for i, (_, expected) in enumerate(entry.planes):
-                if chunks.part != "both" and (i == 0) != (chunks.part == "E"):
-                    continue
+        first = 1 if chunks.part == "SM" else 0
+        for name in chunks.entries if only is None else [only]:
+            for i, (_, expected) in enumerate(chunks.entries[name].of(chunks.part), first):
                 for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
                     if part in (None, shard) and self.store.checksum(data) != chunk.checksum:
-                        file = self.store.folder / self.store.layers[chunks.layer].file
                         raise StoreError(
-                            f"{file} is damaged: chunk {chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert "
-                            f"{chunks.expert} of MoE layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) "
-                            f"does not match its checksum; copy the store again, or convert the model again"
+                            f"{self.store.paths(chunks.layer)[0]} is damaged: chunk "
+                            f"{chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert {chunks.expert} of MoE "
+                            f"layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) does not match "
+                            f"its checksum; {AGAIN}"
                         )
 
     def drop_cache(self, layer: int) -> None:
@@ -454,7 +445,7 @@ class StoreExperts:
     `Reader`."""
 
     def __init__(
-        self, store: ExpertStore, dtype: torch.dtype | None = None, **options: Any
+        self, store: ExpertFiles, dtype: torch.dtype | None = None, **options: Any
     ) -> None:
         self.store, self.dtype, self.reader, self._local = (
             store,
@@ -484,7 +475,7 @@ class StoreExperts:
         self.close()
 
 
-def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str, float]:
+def measure_modes(store: ExpertFiles, reads: int = 8, seed: int = 0) -> dict[str, float]:
     """Median bytes a second of reading `reads` random experts in every mode, interleaved, from the
     disk itself: each mode has others, as a disk or its host may keep for the next mode what one has
     read."""
@@ -493,7 +484,8 @@ def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str
     chosen = np.resize(np.random.default_rng(seed).permutation(len(everyone)), reads * len(rates))
     buffer = Reader(store, "buffered").buffer()
     buffer[:] = 0  # so that no page is touched for the first time below
-    for mode, (layer, expert) in zip(cycle(rates), (everyone[index] for index in chosen)):
+    for mode, index in zip(cycle(rates), chosen):
+        layer, expert = everyone[index]
         with Reader(store, mode, verify=False) as reader:
             reader.drop_cache(layer)
             reader.read(layer, expert, "both", buffer)
@@ -501,17 +493,18 @@ def measure_modes(store: ExpertStore, reads: int = 8, seed: int = 0) -> dict[str
     return {mode: statistics.median(found) for mode, found in rates.items() if found}
 
 
-def fastest_mode(store: ExpertStore) -> str:
+def fastest_mode(store: ExpertFiles) -> str:
     """The mode that `measure_modes` finds fastest, "buffered" by `MARGIN`; the rates are remembered
     in a file beside the index for this machine."""
     file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
     try:
         known = json.loads("" if file.is_symlink() else file.read_text())
-        if known["machine"] == machine and known["bytes a second"].keys() == set(modes()):
-            return _fastest(known["bytes a second"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # never measured, or not readable: measure
-    rates = measure_modes(store)
+        rates = known["bytes a second"]
+        if known["machine"] != machine or rates.keys() != set(modes()):
+            raise ValueError("measured elsewhere")
+        return _fastest(rates)
+    except (OSError, *MAKES_NO_SENSE, RecursionError):
+        rates = measure_modes(store)
     if not file.is_symlink():
         with contextlib.suppress(OSError):  # a read-only store is measured each time
             write_json(file, {"machine": machine, "bytes a second": rates})
@@ -519,11 +512,10 @@ def fastest_mode(store: ExpertStore) -> str:
 
 
 def _fastest(rates: dict[str, float]) -> str:
-    return max(
-        rates,
-        key=lambda mode: rates[mode] / (MARGIN if mode == "buffered" else 1),
-        default="buffered",
-    )
+    def worth(mode: str) -> float:
+        return rates[mode] / (MARGIN if mode == "buffered" else 1)
+
+    return max(rates, key=worth, default="buffered")
 
 
 def _which(chunks: Chunks) -> str:

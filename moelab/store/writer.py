@@ -3,8 +3,8 @@ seconds.
 
 Source: ZipMoE §3.1, offline initialization. Everything is written to `DESTINATION.part`. Experts
 are appended to their layer's file; once their bytes are on the disk (fsync), a line for each goes
-to the journal `DESTINATION.part.jsonl`. To resume, what the journal lists is read again, and
-experts that are damaged or missing are written to their places. What is written depends on the
+to the journal `DESTINATION.part.jsonl`. To resume, what the journal lists is read again; from the
+first expert on that is damaged or missing they are written anew. What is written depends on the
 tensors, codec and shards alone, so a resumed store has the same bytes. Room for a safetensors
 header is reserved at the beginning of a layer's file and filled at the end; then come the other
 weights and the index, and the folder is renamed."""
@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from moelab.records import Record
 from moelab.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
+from moelab.store.codec import Codec
 from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
 from moelab.store.layout import (
     CHECKSUMS,
     FORMAT,
     INDEX,
+    MAKES_NO_SENSE,
     PIECE,
     SOURCE_LAYOUT,
     VERSION,
@@ -50,7 +52,6 @@ from moelab.store.layout import (
 
 COMMIT = 64 << 20  # bytes of a layer's file between two syncs
 BEHIND = 32 << 20  # bytes of an expert that may be written while the next one is compressed
-Key = tuple[int, int]  # (MoE layer, expert)
 
 
 class StoreWriter:
@@ -65,6 +66,8 @@ class StoreWriter:
     quantized : the few-bit format that experts are rounded to, as the index then says; None for the
         source's weights.
     content : a digest of the source's files; an unfinished store of other ones is begun anew.
+
+    `records` has a line of the journal for each expert that is safely on the disk, in order.
 
     Raises
     ------
@@ -97,31 +100,25 @@ class StoreWriter:
                 f"{[E for _, E, _ in layers]}; a store holds layers of equally many"
             )
         self.layers, self.codec, self.shards = layers, codec, shards
+        self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         checksum, self.checksum = next(iter(CHECKSUMS.items()))
-        self.head = json.loads(
-            json.dumps(
-                {  # as it will be read back: lists for tuples
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "spec": spec.to_dict(),
-                    "identity": identity,
-                    "codec": codec,
-                    "K": shards,
-                    "layout": LAYOUT,
-                    "checksum": checksum,
-                    "layers": layers,
-                    **({"quantized": quantized} if quantized else {}),
-                }
-            )
-        )
-        self.records: dict[Key, Record] = {}  # of the experts that are safely on the disk
-        self._pending: dict[Key, Record] = {}  # of those that are written but not yet synced
-        self._file: Any = None
-        self._layer, self._end, self._unsynced = (
-            -1,
-            0,
-            0,
-        )  # of the file, where it is written next, bytes
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "spec": spec.to_dict(),
+            "identity": identity,
+            "codec": codec,
+            "K": shards,
+            "layout": LAYOUT,
+            "checksum": checksum,
+            "layers": layers,
+            **({"quantized": quantized} if quantized else {}),
+        }
+        self.head = json.loads(json.dumps(head))  # as it will be read back: lists for tuples
+        self.records: list[Record] = []
+        self._pending: list[Record] = []  # of experts that are written but not yet synced
+        self._file: Any = None  # of the layer that is written, at byte `_end`
+        self._end = self._unsynced = 0
         self._thread, self._writing = ThreadPoolExecutor(1), None
         with self._explained():
             journal = Path(f"{self.folder}.jsonl")
@@ -131,110 +128,81 @@ class StoreWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._journal = Journal(journal)
         try:
-            self._resume(self._journal.lines, content)
+            self._resume(content)
         except BaseException:
             self.close()
             raise
 
-    # -------------------------------------------------------------------------------------------------
+    # -----------------------------------------------------------------------------------------
     # resuming
 
-    def _resume(self, lines: list[Record], content: str) -> None:
+    def _resume(self, content: str) -> None:
+        """Go on from what the journal lists; anew if that is of another source, refused if it was
+        begun with other options."""
+        lines = self._journal.lines
         begun = lines[0] if lines and isinstance(lines[0], dict) else {}
         spec = begun.get("spec")
         if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
             self.head["spec"]["name"] = name  # the same source may be called differently now
         head = self.head | {"content": content}
-        differ = [
-            "shards" if key == "K" else key
-            for key in begun | head
-            if begun.get(key) != head.get(key)
-        ]
-        if (
-            begun.get("format") == FORMAT
-            and {*differ} - {"content"}
-            and any(self.folder.glob("experts-*"))
-        ):
+        differ = {key for key in begun | head if begun.get(key) != head.get(key)}
+        there = begun.get("format") == FORMAT and any(self.folder.glob("experts-*"))
+        if there and differ - {"content"}:
+            names = ", ".join(sorted("shards" if key == "K" else key for key in differ))
             raise ValueError(
-                f"{self.folder} is an unfinished store with another {', '.join(differ)}; finish it with "
-                f"the source and the options that it was begun with, or remove it"
+                f"{self.folder} is an unfinished store with another {names}; finish it with the source "
+                f"and the options that it was begun with, or remove it"
             )
-        if differ:  # other weights than those that it holds by now, or nobody knows which
-            lines = []
+        if not differ:
+            self.records = list(self._whole(lines[1:]))
+        if differ or len(self.records) < len(lines) - 1:
             with self._explained():
-                self._journal.restart([head])
-        self.records = self._whole(lines[1:])
+                self._journal.restart([head, *self.records])
         for path in self.folder.glob("experts-*.safetensors"):
-            if path.name not in (layer_file(layer) for layer, _ in self.records):
+            if path.name not in (layer_file(record["layer"]) for record in self.records):
                 path.unlink()
 
-    def _whole(self, records: list[Record]) -> dict[Key, Record]:
-        """Of the journal's records, those of experts whose bytes are all there, after those of the
-        expert before."""
-        found, whole, shapes, ends = {}, {}, {}, {}
-        for record in records:
-            with suppress(KeyError, TypeError):
-                key = record["layer"], record["expert"]
-                found[key] = (
-                    record if found.get(key, record) == record else None
-                )  # two that contradict each other
-        there = [key for key in self._everyone() if key in found]
-        for layer, expert in (
-            progress(there, "checking what is there", unit="expert") if there else ()
-        ):
-            with suppress(
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-                OverflowError,
-                MemoryError,
-                OSError,
-            ):
-                record = found[layer, expert]
-                chunks, end = _chunks(record), ends.get((layer, expert - 1), 0)
-                begin = chunks[0].offset
-                with open(self.folder / layer_file(layer), "rb") as f:
-                    f.seek(begin)
-                    data = memoryview(f.read(record["end"] - begin))
-                same = shapes.setdefault(layer, record["tensors"]) == record["tensors"]
-                follows = end in (0, begin) and record["end"] == begin + len(data)
-                if same and follows and "sources" in record and self._is_written(chunks, data):
-                    whole[layer, expert], ends[layer, expert] = record, record["end"]
-        return whole
+    def _whole(self, records: list[Record]) -> Iterator[Record]:
+        """The journal's records up to the first one of an expert that is not whole."""
+        before: Record = {}
+        checked = progress(records, "checking what is there", unit="expert") if records else ()
+        for key, record in zip(self._keys, checked):
+            try:
+                whole = (record["layer"], record["expert"]) == key and "sources" in record
+                if not whole or not self._is_written(record, before if key[1] else {}):
+                    return
+            except (*MAKES_NO_SENSE, MemoryError, OSError):
+                return
+            yield record
+            before = record
 
-    def _is_written(self, chunks: list[Chunk], data: memoryview) -> bool:
-        """Whether these are the bytes of an expert's chunks and of the padding between them."""
-        begin = at = chunks[0].offset
-        for chunk in chunks:
-            piece, at = (
-                data[at - begin : at - begin + aligned(chunk.length)],
-                at + aligned(chunk.length),
-            )
-            if (
-                chunk.offset + len(piece) != at
-                or self.checksum(piece[: chunk.length]) != chunk.checksum
-            ):
-                return False
-            if any(piece[chunk.length :]):
-                return False
-        return at - begin == len(data)
+    def _is_written(self, record: Record, before: Record) -> bool:
+        """Whether an expert's chunks and the padding between them are in its layer's file, right
+        behind the expert before."""
+        chunks = _chunks(record)
+        at = before.get("end", chunks[0].offset)
+        if before.get("tensors", record["tensors"]) != record["tensors"]:
+            return False
+        with open(self.folder / layer_file(record["layer"]), "rb") as f:
+            f.seek(at)
+            for chunk in chunks:
+                data = f.read(aligned(chunk.length))
+                if (
+                    chunk.offset != at
+                    or len(data) != aligned(chunk.length)
+                    or self.checksum(data[: chunk.length]) != chunk.checksum
+                    or any(data[chunk.length :])
+                ):
+                    return False
+                at += len(data)
+        return at == record["end"]
 
-    def _everyone(self) -> list[Key]:
-        return [
-            (layer, expert) for layer, (_, E, _) in enumerate(self.layers) for expert in range(E)
-        ]
-
-    # --------------------------------------------------------------------------------------------------
+    # -----------------------------------------------------------------------------------------
     # experts
 
-    def missing(self) -> Iterator[Key]:
+    def missing(self) -> Iterator[tuple[int, int]]:
         """(layer, expert) of every expert that is still to be added, in the order to add them."""
-        for key in self._everyone():
-            if key in self.records:
-                self._wait()  # the one before may need its place
-            if key not in self.records and key not in self._pending:
-                yield key
+        yield from self._keys[len(self.records) :]
 
     def add(
         self,
@@ -242,46 +210,46 @@ class StoreWriter:
         expert: int,
         tensors: Record,
         sources: list[list] | None = None,
-        blobs: dict[str, tuple[str, Any]] | None = None,
+        blobs: dict[str, tuple[Codec, Any]] | None = None,
     ) -> None:
-        """Compress and append one expert; empties `tensors` as it goes, to free them.
+        """Compress and append the next expert; empties `tensors` as it goes, to free them.
 
         sources : which of the source's tensors these are, for `moelab.checkpoint.restore`; kept as they
             are.
-        blobs : (few-bit format, blob) of tensors that are stored so; `tensors` has what they unpack
+        blobs : (codec, blob) of tensors that are stored in few bits; `tensors` has what they unpack
             to.
 
         A thread writes it while the next expert is compressed, unless it is larger than `BEHIND`.
         Raises OSError, saying what to do, if the disk is full or fails, perhaps for the expert
         before."""
-        packed, entries, shapes, size = {}, {}, {}, 0
         # beside few-bit matrices what is left stays readable in place
         codec = self.codec if not blobs or codecs.find_codec(self.codec).in_place else "bf12"
+        packed, entries, shapes, size = {}, {}, {}, 0
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
             entries[name] = [self.checksum(tensor), []]
-            packed[name] = (
-                codecs.PackedTensor((codecs.Plane(blobs[name][0], (blobs[name][1],)),))
-                if blobs and name in blobs
-                else codecs.compress_tensor(tensor, codec, self.shards)
-            )
+            if blobs and name in blobs:
+                form, blob = blobs[name]
+                packed[name] = codecs.PackedTensor((codecs.Plane(form, (blob,)),))
+            else:
+                packed[name] = codecs.compress_tensor(tensor, codec, self.shards)
             size += tensor.nbytes
             del tensor
         self._wait()
-        if expert and (before := self._record(layer, expert - 1)["tensors"]) != shapes:
+        before = (self._pending or self.records)[-1] if expert else {}
+        if before.get("tensors", shapes) != shapes:
             raise ValueError(
                 f"{self.folder}: expert {expert} of MoE layer {layer} has other tensors than the one "
-                f"before: {shapes} against {before}"
+                f"before: {shapes} against {before['tensors']}"
             )
+        record = {"layer": layer, "expert": expert, "entries": entries, "tensors": shapes}
+        begin = before.get("end") or self._room_for_header(layer, packed, shapes)
         self._writing = self._thread.submit(
-            self._write_expert, layer, expert, packed, entries, shapes, sources
+            self._write_expert, record | {"sources": sources}, packed, begin
         )
         if size > BEHIND:
             self._wait()
-
-    def _record(self, layer: int, expert: int) -> Record | None:
-        return self._pending.get((layer, expert)) or self.records.get((layer, expert))
 
     def _wait(self) -> None:
         """Wait until the expert before is written; raises what writing it raised."""
@@ -289,64 +257,39 @@ class StoreWriter:
             done, self._writing = self._writing, None
             done.result()
 
+    def _room_for_header(
+        self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
+    ) -> int:
+        """Bytes that are enough for the header of a layer's file, from its first expert."""
+        n_chunks = sum(
+            len(plane.shards) + self.shards for p in packed.values() for plane in p.planes
+        )
+        longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
+        about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
+        return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
+
     def _write_expert(
-        self,
-        layer: int,
-        expert: int,
-        packed: dict[str, codecs.PackedTensor],
-        entries: dict[str, list],
-        shapes: dict[str, list],
-        sources: list[list] | None,
+        self, record: Record, packed: dict[str, codecs.PackedTensor], begin: int
     ) -> None:
         with self._explained():
-            if expert:
-                begin = self._record(layer, expert - 1)["end"]
-            else:
-                n_chunks = sum(
-                    len(plane.shards) + self.shards for p in packed.values() for plane in p.planes
-                )
-                longest = (
-                    max(map(len, packed)) + 150
-                )  # bytes of an entry's JSON; its padding's are fewer
-                about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
-                begin = aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
-            self._open(layer, begin)
+            if self._file is None or not record["expert"]:
+                self._open(record["layer"], begin)
             for exponents in (True, False):
                 for name, p in packed.items():
                     for plane in p.planes[:1] if exponents else p.planes[1:]:
                         chunks = [self._append(shard) for shard in plane.shards]
-                        entries[name][1].append([plane.codec.record, chunks])
-            self._pending[layer, expert] = {
-                "layer": layer,
-                "expert": expert,
-                "end": self._end,
-                "entries": entries,
-                "tensors": shapes,
-                "sources": sources,
-            }
-            after = self.records.get((layer, expert + 1))
-            if (
-                after and _chunks(after)[0].offset != self._end
-            ):  # another release of a codec: write them anew
-                self.records = {
-                    key: kept
-                    for key, kept in self.records.items()
-                    if key < (layer, expert) or key[0] > layer
-                }
+                        record["entries"][name][1].append([plane.codec.record, chunks])
+            self._pending.append(record | {"end": self._end})
             if self._unsynced >= COMMIT:
                 self._commit()
 
     def _open(self, layer: int, begin: int) -> None:
         """Write to a layer's file from `begin` on."""
-        if self._layer != layer:
-            self._commit()
-            if self._file is not None:
-                self._file.close()
-            path = self.folder / layer_file(layer)
-            self._file, self._layer = (
-                open(path, "r+b" if path.exists() else "x+b", buffering=0),
-                layer,
-            )
+        self._commit()
+        if self._file is not None:
+            self._file.close()
+        path = self.folder / layer_file(layer)
+        self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)
         self._file.seek(begin)
         self._end = begin
 
@@ -363,12 +306,12 @@ class StoreWriter:
         """Wait until the layer's file is on the disk, then enter its new experts in the journal."""
         if self._pending:
             os.fsync(self._file.fileno())
-            self._journal.append(list(self._pending.values()))
-            self.records |= self._pending
-            self._pending, self._unsynced = {}, 0
+            self._journal.append(self._pending)
+            self.records += self._pending
+            self._pending, self._unsynced = [], 0
 
-    # ---------------------------------------------------------------------------------------- the
-    # rest of the store
+    # -----------------------------------------------------------------------------------------
+    # the rest of the store
 
     def finish(
         self,
@@ -385,7 +328,7 @@ class StoreWriter:
         self._wait()
         with self._explained():
             self._commit()
-            experts = [self.records[key]["sources"] for key in self._everyone()]
+            experts = [record["sources"] for record in self.records]
             if source is not None and None not in experts:
                 files = [
                     *files,
@@ -413,7 +356,7 @@ class StoreWriter:
         """Fill in the layers' headers; returns their index."""
         layers = []
         for layer, (module, E, stacked) in enumerate(self.layers):
-            records = [self.records[layer, expert] for expert in range(E)]
+            records = self.records[layer * E : (layer + 1) * E]
             layers.append(
                 {
                     "module": module,

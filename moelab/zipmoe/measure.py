@@ -19,7 +19,7 @@ from moelab.models.seam import discover
 from moelab.offloading.run import experts_bytes
 from moelab.simulation.costs import Delays
 from moelab.store.layout import ExpertStore
-from moelab.store.reader import Chunks, Reader, cast, decode_tensor, empty_tensors
+from moelab.store.reader import Reader, cast, decode_tensor, empty_tensors
 from moelab.store.stages import decompress, recover
 
 ROUNDS, TOKENS = 5, 16
@@ -35,7 +35,8 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         yield
         seconds[name].append(time.perf_counter() - start)
 
-    experts, out = discover(model)[0].seam, empty_tensors(store.entries(0, 0))
+    experts, entries = discover(model)[0].seam, store.entries(0, 0)
+    out, apart = empty_tensors(entries), [name for name in entries if entries[name].separable]
     with Reader(store) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
         for i in range(ROUNDS):
@@ -44,11 +45,11 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
                 with timed(part):
                     read[part] = reader.read(0, expert, part, buffer)
             with timed("decompress"):
-                for name in apart(read["E"]):
+                for name in apart:
                     decompress(read["E"], name, out[name])
             with timed("recover"):
                 for name, tensor in out.items():
-                    if name in apart(read["E"]):
+                    if name in apart:
                         recover(read["SM"], name, tensor)
                     else:
                         decode_tensor(read["E"], read["SM"], name, tensor)
@@ -74,8 +75,3 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         sm_bytes=sm_bytes,
         experts_bytes=every,
     )
-
-
-def apart(chunks: Chunks) -> list[str]:
-    """The tensors that are decoded in two stages."""
-    return [name for name, entry in chunks.entries.items() if entry.separable]

@@ -87,9 +87,9 @@ def test_forms_by_hand():
 def test_a_token_in_memory_takes_its_experts_and_the_rest_that_was_measured():
     """Whatever a line through one token and a prompt says of one: 7 s besides experts of 2 layers,
     2 each."""
-    costs = replace(
-        card_costs(CARD, MODEL)(AS_IS), other=(3.0, 5.0), head=(1.0, 1.0), resident=9.0, rest=7.0
-    )
+    plain = card_costs(CARD, MODEL)(AS_IS)
+    machine = replace(plain.machine, other=(3.0, 5.0), head=(1.0, 1.0))
+    costs = replace(plain, machine=machine, rest=7.0)
     way = fitted(MODEL, AS_IS, 0.0, costs.sizes.full, 10**9, 16, 1)
     assert play(MODEL, way, costs, scene(zipf(SPEC)), 16).tpot == pytest.approx(
         7 + 2 * 2 * BYTES[AS_IS] / 1e9
@@ -173,36 +173,16 @@ def test_an_advice_by_a_card(monkeypatch):
 
 
 def test_a_throttled_disk_by_hand():
-    """Each read takes its bytes over the rate, if that is longer; what it disturbs is disturbed for
-    less of the time."""
-    full = 2 * WEIGHTS
-    plain = card_costs(CARD, MODEL)(AS_IS)
-    plain = replace(
-        plain,
-        delays=replace(
-            plain.delays, beside={"expert beside read": 1.5, "expert beside decode": 2.0}
-        ),
-    )
-    slow, fast = (at_rate(lambda form, executor: plain, rate)(AS_IS).delays for rate in (1e5, 1e9))
-    assert (
-        slow.e_read == pytest.approx(full / 1e5) == 10 * plain.delays.e_read
-        and fast == plain.delays
-    )
-    assert slow.beside == {"expert beside read": pytest.approx(1.05), "expert beside decode": 2.0}
-    together = {
-        "expert beside decode and read": 3.0,
-        "read beside decode": 2.0,
-        "read beside decode and expert": 4.0,
-    }
-    plain = replace(plain, delays=replace(plain.delays, beside=plain.delays.beside | together))
-    slow = at_rate(lambda form, executor: plain, 1e5)(AS_IS).delays
-    assert slow.beside == {
-        "expert beside read": pytest.approx(1.05),
-        "expert beside decode": 2.0,
-        "expert beside decode and read": pytest.approx(2.1),
-        "read beside decode": pytest.approx(1.1),
-        "read beside decode and expert": pytest.approx(1.3),
-    }
+    """Each read takes its bytes over the rate, if that is longer."""
+    full, plain = 2 * WEIGHTS, card_costs(CARD, MODEL)(AS_IS)
+
+    def delays(rate, late=0.0):
+        return at_rate(lambda form, executor: plain, rate, late)(AS_IS).machine.delays
+
+    own = plain.machine.delays
+    assert delays(1e5).e_read == pytest.approx(full / 1e5) == 10 * own.e_read
+    assert delays(1e9) == own and delays(1e5).sm_read == 0
+    assert delays(1e5, 0.25).e_read == pytest.approx(full / 1e5 + 0.25)
     assert at_rate(lambda *_: None, 1e5)(AS_IS) is None
-    late = at_rate(lambda form, executor: plain, 1e5, 0.25)(AS_IS).delays
-    assert late.e_read == pytest.approx(full / 1e5 + 0.25) and late.sm_read == 0
+    twice = space.twice_as_fast(lambda form, executor: plain)(AS_IS)
+    assert twice.machine.delays == replace(own, e_read=own.e_read / 2)

@@ -4,6 +4,7 @@ of them."""
 import math
 from dataclasses import replace
 from statistics import geometric_mean
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from moelab.advice import sample, simulated, space, verify
 from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.verify import Kept, options_of, run
 from moelab.advice.ways import Way
-from moelab.simulation.costs import Delays
+from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
 from tests.models import tiny
 
@@ -190,49 +191,64 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(
     assert not math.isnan(again.best.tpot)
 
 
-def test_what_the_engine_takes_in_a_run_is_added_to_the_parts_of_every_form(monkeypatch):
-    """Alone an expert takes 6 s, beside reads 9; it took 12. Two in one call took 24 while the
-    third was read, not 9 times 1.5; all three in one call have nothing to wait for."""
-    own = Delays(1, 0, 0, 0, 6.0, 0, beside={"expert beside read": 1.5}, together=((3, 12.0),))
-    parts = Delays(1, 0, 0, 0, 2.0, 0, computed=((1, 2.0), (4, 3.0)), together=((5, 4.0),))
-    ran = {
-        "observed": [
-            (3.0, 1.0),
-            (3.0, 0.0),
-            4.0,
-            2.0,
-            ((0, 1.0), (2, 4.0)),
-            0.5,
-            (11.0, 1.0),
-            ((2, 24.0), (3, 99.0)),
-        ]
-    }
-    known = {"a model": (own, None), "raw": (own, 40.0), "bf12": (parts, 40.0)}
-
-    def costs(found, model, whole):
-        delays, resident = known[found]
-        return space.Costs(delays, (7.0, 7.0), (7.0, 7.0), None, 2, resident)
-
-    monkeypatch.setattr(sample, "costs", costs)
+def test_what_is_not_of_an_expert_is_what_it_was_in_the_models_own_run(monkeypatch):
+    own = space.Costs(
+        Machine(Delays(1, 0, 0, 0, 6.0, 0), 1, (3.0, 1.0), (3.0, 0.0), predict=2.0), None, 2
+    )
+    parts = space.Costs(
+        Machine(Delays(1, 0, 0, 0, 2.0, 0), 1, (7.0, 7.0), (7.0, 7.0)), None, 2, 40.0
+    )
+    known = {"itself": own, "raw": parts, "bf12": parts}
+    monkeypatch.setattr(sample, "costs", lambda found, model, whole: known[found])
     monkeypatch.setattr(
         sample, "measured", lambda spec, forms, executor, end=0: dict(zip(forms, forms))
     )
-    costs_of = sample.sample_costs(MODEL, [], space.Look(None, "a model", ran))
-    found = costs_of("bf12")
-    assert (found.other, found.head, found.predict) == ((3.0, 1.0), (3.0, 0.0), 2.0)
-    delays = found.around(found.delays)
-    assert (delays.expert(1), delays.expert(4)) == (2.0 + 2.0, 3.0 + 2.0) and delays.handover == 0.5
-    assert delays.one_token(5) == 4.0 and delays.deciding(1) == 2.5
-    assert delays.one_token(3) == pytest.approx(2 + 2 * 0.5 + 24 / 1.5 - 9)
-    assert found.delays == parts and found.resident == 45.5  # but for the head, 11 s less
-    as_it_is = costs_of(AS_IS)
-    assert (
-        as_it_is.around(as_it_is.delays).expert(1) == 8.0
-        and as_it_is.delays == own
-        and as_it_is.resident == 45.5
+    costs_of = sample.sample_costs(MODEL, [], space.Look(None, "itself", {}))
+    assert costs_of(AS_IS) == replace(own, rest=40.0)
+    fast, exact = costs_of("bf12"), costs_of("bf12", "exact")
+    assert fast.machine == replace(own.machine, delays=parts.machine.delays) and fast.rest == 40.0
+    assert exact.machine == replace(parts.machine, predict=2.0)
+
+
+@pytest.mark.parametrize("L, E, others", [(2, 8, 0), (3, 8, 0), (2, 64, 10**5), (90, 999, 0)])
+def test_a_sample_meets_an_expert_again_after_as_many_bytes_as_the_model(monkeypatch, L, E, others):
+    """E/K tokens, each of them K experts of every layer, in the sample with what is read beside."""
+    monkeypatch.setattr(sample, "SIZE", 1 << 18)
+    spec = replace(SPEC, num_layers=L, moe_layers=tuple(range(L)), E=E)
+    here, beside = (
+        sample.sample_spec(spec),
+        sample.between(Model("m", spec, 0, "given"), expert := 12_345),
     )
-    exact = costs_of("bf12", "exact")  # of which nothing was run
-    assert exact.around(parts) == replace(parts, decide=((0, 1.0), (2, 4.0)), handover=0.5)
+    again = here.E / here.K * (here.L * here.K * expert + beside)
     assert (
-        exact.other == (7.0, 7.0) and exact.predict == found.predict
-    )  # the same predictor is asked
+        again == pytest.approx(E / spec.K * (L * spec.K * expert), rel=0.01)
+        or beside == sample.PUSHED
+    )
+    more = sample.between(Model("m", spec, 10**7 + others, "given"), expert)
+    assert beside < more or beside == sample.PUSHED
+
+
+def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
+    """2 layers of 2 experts at 1 s each, a head of 3 s: of a token of 11 s, 2 s are left for each
+    layer."""
+    machine = Machine(Delays(0, 0, 0, 0, 1.0, 0), head=(3.0, 0.0))
+    found = SimpleNamespace(resident=11.0, machine=machine)
+    spec = replace(SPEC, num_layers=2, moe_layers=(0, 1), K=2)
+    assert sample.before_experts(found, spec) == pytest.approx(2.0)
+
+
+def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
+    small_samples, monkeypatch
+):
+    # seconds of others, before and after, twice each time
+    busy = iter([0.0, 1e6] * 2 + [0.0, 2e6] * 2 + [0.0] * 4)
+    monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
+    first = sample.measured(MODEL, ["raw"], "exact")["raw"]
+    assert sample.disturbed(first) and first.load_average is not None
+    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first  # it was worse the second time
+    quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
+    assert (
+        not sample.disturbed(quiet)
+        and quiet.others == 0
+        and sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
+    )

@@ -44,7 +44,7 @@ def oracle(x, ids, weights, experts, importance, capacity):
     """Token by token in double precision: each expert keeps its `capacity` [E] most important
     choices."""
     out, executed = torch.zeros(x.shape, dtype=torch.float64), 0
-    double = {name: p.double() for name, p in experts.named_parameters(recurse=False)}
+    double = {name: p.double() for name, p in experts.module.named_parameters(recurse=False)}
     for e in range(E):
         mine = [(t, k) for t in range(len(x)) for k in range(ids.shape[1]) if ids[t, k] == e]
         mine.sort(key=lambda c: -float(importance[c[0], c[1]]))  # stable: ties in token order

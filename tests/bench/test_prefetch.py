@@ -9,9 +9,9 @@ from moelab.bench import prefetch
 from moelab.bench.prefetch import Spent, Taken, eq1, hideable, least
 from moelab.cache.residency import Residency
 from moelab.offloading.metrics import Forward
-from moelab.simulation.simulator import simulate
+from moelab.simulation.simulator import Prefetching, simulate
 from moelab.specs import Event, MoESpec
-from tests.simulation.test_simulated_prefetch import Always, machines, runs
+from tests.simulation.test_simulator import machines, runs
 
 seconds = st.floats(0, 10)
 serial = st.lists(
@@ -28,18 +28,16 @@ serial = st.lists(
 def test_no_simulated_schedule_beats_the_bound(run, machine, ahead):
     """Whatever is predicted, cached, delayed and decoded: no token takes less than the least of its
     layers."""
-    L, E, steps, forwards, predictions, pools, options = run
-    alone = simulate(steps, forwards, Residency(L, E, pools), machine, **options)
+    L, E, steps, predictions, pools = run
+    forwards = [(1, "decode")] * len(steps)
+    alone = simulate(steps, forwards, Residency(L, E, pools), machine)
     for guesses in (predictions, steps):
         played = simulate(
             steps,
             forwards,
             Residency(L, E, pools),
             machine,
-            **options,
-            predictions=guesses,
-            ahead=ahead,
-            gate=Always(),
+            prefetching=Prefetching(guesses, ahead),
         )
         for before, after in zip(alone.forwards, played.forwards):
             events = [e for e in alone.events if before.start <= e.start and e.end <= before.end]
@@ -56,7 +54,7 @@ def test_no_simulated_schedule_beats_the_bound(run, machine, ahead):
                 )
                 for layer in range(L)
             ]
-            assert after.end - after.start >= least(layers) + options["head"][0] - 1e-6
+            assert after.end - after.start >= least(layers) + machine.head[0] - 1e-6
 
 
 @given(serial)

@@ -20,7 +20,7 @@ def test_bytes_are_those_of_the_format(results):
     H, I = 128, 64
     assert {name: row["bytes"] for name, row in rows.items()} == {
         "bf16": 6 * H * I,
-        "int8": 3 * H * I + 4 * (2 * I + H),
+        "int8": 3 * H * I * 17 // 16,
         "mxfp4": 3 * H * I * 17 // 32,
     }
     assert rows["bf16"]["of the model's own"] == 1.0

@@ -6,10 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moelab.checkpoint.checkpoint import Checkpoint, load_config
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.models import plug
-from moelab.models.identity import of_checkpoint
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import StoreExperts
 
@@ -24,4 +23,4 @@ def open_store(store: ExpertStore | Path, **options: Any) -> Any:
 
 def identity_of(folder: Path) -> str:
     """The identity of a checkpoint or store."""
-    return of_checkpoint(Checkpoint.at(folder), load_config(folder))
+    return Checkpoint.at(folder).identity

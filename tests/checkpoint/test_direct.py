@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from moelab import open_model
 from moelab.cache.pools import Pools
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.direct import CheckpointExperts, CheckpointStore
-from moelab.checkpoint.opening import examine
+from moelab.checkpoint.experts import CheckpointExperts, CheckpointStore
 from moelab.checkpoint.synthesize import synthesize
 from moelab.models.identity import identity
 from moelab.offloading.offload import offload
@@ -31,8 +31,8 @@ IDS = torch.arange(3, 20)[None]
 
 
 def store_of(folder, dtype="auto"):
-    found = examine(folder)
-    return CheckpointStore(found, found.dtype(dtype))
+    checkpoint = Checkpoint.at(folder)
+    return CheckpointStore(checkpoint, checkpoint.dtype(dtype))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,7 @@ def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
     tensor."""
     folder = tiny.save_few(name, tmp_path)
     store = store_of(folder, dtype)
-    truth = CheckpointExperts(
-        store.model.checkpoint, store.model.config, dtype, plan=store.model.plan
-    )
+    truth = CheckpointExperts(store.checkpoint, dtype)
     with StoreExperts(store) as experts:
         for layer in range(len(store.layers)):
             for expert in range(store.spec.E):
@@ -63,8 +61,8 @@ def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
             for layer in range(len(store.layers))
             for expert in range(store.spec.E)
         )
-    plain = name not in ("mxfp4", "fp8") and dtype == torch.bfloat16  # MXFP4's biases are
-    assert all(source.plain for source in store.sources(0, 0)) == plain == (store.scratch == 0)
+    plain = name not in ("mxfp4", "fp8") and dtype == torch.bfloat16
+    assert plain == (store.scratch == 0)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "mxfp4", "fp8"])
@@ -140,16 +138,6 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     os.utime(file, ns=(1, 1))
     with model.moelab, pytest.raises(StoreError, match="was changed since the model was opened"):
         model(IDS)
-
-
-def test_what_a_checkpoint_cannot_do_is_said(tmp_path):
-    store = store_of(tiny.save("mixtral", tmp_path))
-    with pytest.raises(ValueError, match="past the page cache; convert it to a store"):
-        Reader(store, "direct")
-    with Reader(store) as reader, pytest.raises(LookupError, match="no expert 4 of MoE layer 0"):
-        reader.read(0, 4)
-    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
-        offload(tmp_path / "elsewhere")
 
 
 WITHIN = """

@@ -191,6 +191,6 @@ def test_what_is_not_read_is_refused_when_it_is_opened(tmp_path):
     for opened in (open_model, lambda folder: convert(folder, tmp_path / "s")):
         with pytest.raises(
             ValueError,
-            match=f"{source} is quantised with awq, in the layout 'gemv'.*Take one of these",
+            match=f"{source} is quantised with awq, and version 'gemv' is not read.*Take one of these",
         ):
             opened(source)

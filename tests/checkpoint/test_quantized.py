@@ -15,7 +15,7 @@ from moelab import open_model
 from moelab.__main__ import main
 from moelab.checkpoint import convert as converting
 from moelab.checkpoint.convert import convert, kept_store
-from moelab.checkpoint.direct import CheckpointExperts
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.restore import restore
 from moelab.models import discover, plug
 from moelab.models.identity import identity

@@ -21,7 +21,6 @@ from moelab.generate import generate
 from moelab.specs import MoESpec
 from moelab.store import inspect
 from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader, decode
 from moelab.store.verify import verify
 from tests.checkpoint.stores import open_store
 
@@ -70,10 +69,6 @@ def test_the_weights_have_the_entropy_of_trained_ones():
         "DeepSeek-V2-Lite",
         "Mixtral-8x7B",
         "Llama4-Maverick",
-        "GLM-4.7-Flash",
-        "Phi-tiny-MoE",
-        "OLMoE-1B-7B",
-        "DeepSeek-MoE-16B",
     ],
 )
 def test_the_experts_have_the_cards_geometry(name):
@@ -107,28 +102,6 @@ def test_checkpoint_and_store(card, tmp_path, capsys, monkeypatch):
     )
     raw = 8 * 3 * 64 * 48 * 2
     assert f"{raw / 1e6:.2f}" in printed.splitlines()[-3]  # the row of all experts
-
-
-def test_a_store_in_few_bits_holds_the_same_weights_rounded(card, tmp_path):
-    plain = ExpertStore(synthesize(tmp_path / "plain", "card", 0.25, codec="raw"))
-    few = ExpertStore(synthesize(tmp_path / "few", "card", 0.25, quantize="int8"))
-    assert few.quantized == "int8" and verify(few)["experts"] == 8
-    with Reader(plain) as reader, Reader(few) as rounded:
-        for key in ((0, 0), (1, 3)):
-            before, after = (
-                decode(chunks, chunks) for chunks in (reader.read(*key), rounded.read(*key))
-            )
-            down, gone = (
-                before["down_proj"],
-                after["down_proj"],
-            )  # [64, 48]: 48 is no multiple of 32
-            assert torch.equal(down, gone)
-            w, got = before["gate_up_proj"].float(), after["gate_up_proj"].float()
-            step = w.unflatten(1, (-1, 32)).abs().amax(-1) / 127  # of groups of 32 inputs
-            error = (w - got).unflatten(1, (-1, 32)).abs().amax(-1)
-            assert (error.max() > 0) and (error <= 0.51 * step + 0.004 * 127 * step).all()
-    with pytest.raises(ValueError, match="unknown format 'int5'"):
-        synthesize(tmp_path / "no", "card", 0.25, quantize="int5")
 
 
 def test_texts_go_in_and_out(card, tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ def test_a_unit_computes_only_from_its_own_columns(N):
     experts = make_experts(3, H, I)
     x, ids, w = torch.randn(4, H), torch.tensor([[1], [1], [1], [1]]), torch.ones(4, 1)
     found = NDPTensorParallel(N).partial_sums(x, ids, w, experts)
-    gate_up, down = experts.gate_up_proj[1], experts.down_proj[1]
+    gate_up, down = experts.module.gate_up_proj[1], experts.module.down_proj[1]
     h = torch.nn.functional.silu(x @ gate_up[:I].T) * (x @ gate_up[I:].T)  # [4, I]
     ends = [u * I // N for u in range(N + 1)]
     assert found.shape == (N, 4, H)

@@ -79,7 +79,7 @@ def test_ctrl_c_while_the_other_weights_load_ends_the_reading(tmp_path, monkeypa
         assert threads()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening, "open_checkpoint", interrupted)
+    monkeypatch.setattr(opening, "build", interrupted)
     with pytest.raises(KeyboardInterrupt):
         offload(store, 1.0, delays=DELAYS, bandwidth=1e5)  # of all experts' bytes, minutes
     assert not threads()

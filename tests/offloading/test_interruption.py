@@ -26,9 +26,9 @@ from tests.offloading.test_offload import DELAYS, assert_equal, generate, jitter
 #: how a model is set up: (codec, mode of speculation, options of `offload`)
 SETUPS = [
     ("raw", None, {}),
-    ("huffman", None, {"plan": Pools(2, 2, 1, 1), "policy": "zipmoe", "workers": 2}),
-    ("zstd-huffman", "hint", {"plan": Pools(F=3), "ahead": 4, "policy": "marking"}),
-    ("huffman", "speculative", {"plan": Pools(2, 1, 1, 0), "ahead": 8, "policy": "lfu"}),
+    ("huffman", None, {"plan": Pools(2, 2, 1, 1), "cache": "zipmoe", "workers": 2}),
+    ("zstd-huffman", "hint", {"plan": Pools(F=3), "ahead": 4, "cache": "marking"}),
+    ("huffman", "speculative", {"plan": Pools(2, 1, 1, 0), "ahead": 8, "cache": "lfu"}),
 ]
 
 

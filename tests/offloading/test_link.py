@@ -159,13 +159,13 @@ def test_fast_behind_a_link_is_close_to_exact(device, form, forms, opened):
 
 @pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
 def test_pinned_chunks_are_those_that_are_read(form, forms):
-    from moelab.checkpoint.direct import CheckpointStore
-    from moelab.checkpoint.opening import examine
+    from moelab.checkpoint.checkpoint import Checkpoint
+    from moelab.checkpoint.experts import CheckpointStore
 
     store = (
         ExpertStore(forms[form])
         if form != "model"
-        else CheckpointStore(examine(forms[form]), torch.bfloat16)
+        else CheckpointStore(Checkpoint.at(forms[form]), torch.bfloat16)
     )
     with Reader(store) as reader, PinnedReader(store, CPU) as pinned:
         for layer, of in enumerate(store.layers):

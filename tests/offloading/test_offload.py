@@ -114,7 +114,7 @@ def test_another_executor_computes_the_same_but_for_rounding(name, executor, bud
     reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
     computing = make("executor", executor)
-    model = offload(store, budget, delays=DELAYS, executor=computing)
+    model = open_model(store, memory=budget, delays=DELAYS, executor=computing)
     with model.moelab:
         for got, wanted in zip(generate(model), of_eager(reference)):
             torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
@@ -127,7 +127,7 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, tmp_path):
     plans = [None, Pools(2, 3, 2, 4), Pools(0, 4, 0, 3), Pools(0, 0, 5, 0), Pools(3, 0, 0, 6)]
     for plan, policy in in_turn(plans, ["lru", "zipmoe"]):
         offloaded = offload(
-            store, "10MB", plan=plan, policy=policy, staging=2, workers=2, delays=DELAYS
+            store, "10MB", plan=plan, cache=policy, staging=2, workers=2, delays=DELAYS
         )
         assert_equal(offloaded, eager, new=8)
         offloaded.moelab.close()
@@ -153,7 +153,7 @@ def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(monkeypa
     "policy, scope", in_turn(sorted(set(POLICIES) - set(NEEDS)), ["model", "layer"])
 )
 def test_every_policy(qwen, eager, policy, scope):
-    offloaded = offload(qwen[1], 0.4, policy=policy, scope=scope, delays=DELAYS)
+    offloaded = offload(qwen[1], 0.4, cache=policy, scope=scope, delays=DELAYS)
     for seed in range(3):
         assert_equal(offloaded, eager, seed=seed, batch=1)
     counters = offloaded.moelab.residency.counters
@@ -207,7 +207,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
             store,
             "10MB",
             plan=Pools(*pools),
-            policy=policy,
+            cache=policy,
             workers=workers,
             staging=staging,
             delays=DELAYS,
@@ -436,7 +436,7 @@ def test_a_policy_is_told_what_routers_see(qwen, eager):
 
     prompt, new = [5, 9, 33, 12], dict(max_new_tokens=4, min_new_tokens=4)
     trace = record(eager, [prompt], hidden=True, **new)
-    model = offload(qwen[1], 0.4, policy=Spy(Fitted()), delays=DELAYS)
+    model = offload(qwen[1], 0.4, cache=Spy(Fitted()), delays=DELAYS)
     with model.moelab as offloading:
         model.generate(torch.tensor([prompt]), do_sample=False, **new)
         assert offloading.residency.counters.evictions > 0

@@ -67,7 +67,7 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
     guessed."""
     model, store = qwen
     reference, decisions = open_model(model), []
-    options = {"plan": plan or Pools(F=5), "policy": "zipmoe", "workers": workers}
+    options = {"plan": plan or Pools(F=5), "cache": "zipmoe", "workers": workers}
     for room in (0, ahead):
         offloaded = offload(store, "10MB", **options, staging=staging, ahead=room, delays=DELAYS)
         jitter(offloaded, chance)

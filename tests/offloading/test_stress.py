@@ -98,7 +98,7 @@ def draw(rng: random.Random, store: ExpertStore) -> dict[str, Any]:
     options = {
         "workers": workers,
         "staging": staging,
-        "policy": rng.choice([p for p in POLICIES if p not in NEEDS]),
+        "cache": rng.choice([p for p in POLICIES if p not in NEEDS]),
         "scope": rng.choice(("model", "layer")),
         "margin": rng.choice((None, 0, 1, 4)),
         "mode": rng.choice(("auto", "buffered")),
@@ -234,7 +234,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
                 [
                     model_type,
                     store.codec,
-                    options["policy"],
+                    options["cache"],
                     options["scope"] + " scope",
                     f"{options['workers']} workers",
                     "pools" if "plan" in options else "whole experts only",

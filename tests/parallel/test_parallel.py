@@ -191,7 +191,7 @@ def test_what_cannot_be_cut_or_is_elsewhere_is_refused():
     experts = toy.make_experts(4, 4, 4)
     placements = [Placement.consecutive(4, 2)]
     source = ShardedExperts([experts], lambda _, e: experts.own(e), placements, device=1)
-    assert torch.equal(source(0, 3)["down_proj"], experts.down_proj[3])
+    assert torch.equal(source(0, 3)["down_proj"], experts.module.down_proj[3])
     with pytest.raises(KeyError, match="another rank"):
         source(0, 0)
     with pytest.raises(ValueError, match="no rule"):

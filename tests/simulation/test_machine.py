@@ -31,13 +31,15 @@ def request(expert, state, keep="M", tokens=1):
 
 
 def limited(asked, plan, machine, workers, in_flight, start=0.0):
-    """The step with so many slots beside those of a cache that has room for what is there before
-    and after it."""
+    """The step with so many slots beside those of pools that hold what is there before it, and what
+    stays."""
+    before, after = (
+        (Counter(states) for states in zip(*((r.state, r.keep) for r in asked)))
+        if asked
+        else ({}, {})
+    )
     slots = {
-        kind: max(
-            sum(kind in HOLDS[state] for state in states)
-            for states in ([r.state for r in asked], [r.keep for r in asked])
-        )
+        kind: sum(max(before.get(s, 0), after.get(s, 0)) for s in State if kind in HOLDS[s])
         + in_flight
         for kind in KINDS
     }

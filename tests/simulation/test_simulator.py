@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import cards, convert, registry
+from moelab import cards, convert, open_model, registry
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.metrics import Forward
@@ -486,7 +486,7 @@ def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
         mlp_only_layers=[],
     )
     store = convert(checkpoint, tmp_path / "store", codec=codec)
-    model = offload(store, "100MB", plan=pools, policy="lfu", staging=3)
+    model = offload(store, "100MB", plan=pools, cache="lfu", staging=3)
     with model.moelab as engine:
         ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
         model.generate(
@@ -520,7 +520,7 @@ def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
 def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
     """The engine's decisions on its own run; the optimum hits at least as often; a card's clock is
     another clock."""
-    model = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 1), policy="lfu", staging=3)
+    model = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 1), cache="lfu", staging=3)
     with model.moelab as offloading:
         ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
         model.generate(
@@ -558,7 +558,7 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
 
 def test_a_run_of_an_executor_is_replayed_with_its_calls(qwen):
     """All experts of a layer that are in memory are one call, in the run and in its replay."""
-    with offload(qwen[1], "10MB", plan=Pools(F=7), executor="fast") as model:
+    with open_model(qwen[1], memory="10MB", plan=Pools(F=7), executor="fast") as model:
         ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
         model.generate(
             ids,

@@ -9,156 +9,67 @@ import pytest
 import torch
 
 from moelab.intervals import ratio
-from moelab.models import discover
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.predictors import route
 from moelab.speculate.scoring import Score, choose, score, similarity, walk
 from moelab.trace import DECODE, PREFILL
-from tests.speculate.conftest import make
-
-PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
+from tests.speculate.conftest import PROMPTS, make, neighbours
 
 
 def recorded(model, **options):
     return record(model, PROMPTS, max_new_tokens=5, min_new_tokens=5, hidden=True, **options)
 
 
-def following(layers, layer):
-    """The layer after this one in the same stack, or None."""
-    after = layers[layer.index + 1] if layer.index + 1 < len(layers) else None
-    return after if after and ("encoder" in after.name) == ("encoder" in layer.name) else None
+def by_weight(ids, weights, E):
+    """The experts of a token by falling weight, ties as chosen."""
+    order = sorted(range(len(ids)), key=lambda k: -float(weights[k]))
+    return [int(ids[k]) for k in order if ids[k] != E]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("phase", [PREFILL, DECODE, None])
-@pytest.mark.parametrize(
-    "name", ["qwen2_moe", "phimoe", "llama4_text", "deepseek_v3", "switch_transformers"]
-)
-def test_recall_and_alignment_are_what_loops_count(name, phase, tiny_model):
+@pytest.mark.parametrize("name", ["qwen2_moe", "llama4_text", "switch_transformers"])
+def test_recall_alignment_and_cosine_are_what_loops_count(name, phase, tiny_model):
     model = tiny_model(name)
-    trace, layers, E = recorded(model), discover(model), model.spec.E
-    got = score(trace, make("router", model), phase)
-    for layer in layers[:-1]:
-        target, hits, requests = following(layers, layer), 0, 0
-        aligned, tokens = [0] * trace.spec.K, [0] * trace.spec.K
+    trace, E, K = recorded(model), model.spec.E, model.spec.K
+    vectors, got = default_vectors(model, PROMPTS), score(trace, make("router", model), phase)
+    cosine = similarity(trace, model, vectors, phase)
+    for layer, target in neighbours(model):
+        l, hits, aligned, tokens, of_s, of_q = layer.index, 0, [0] * K, [0] * K, [], []
         for t in range(len(trace)):
-            if target is None or not trace.router_inputs[t, layer.index].any():
+            s, true_s = trace.router_inputs[t, l], trace.router_inputs[t, target.index]
+            if not s.any() or phase not in (None, int(trace.phase[t])):
                 continue
-            if phase is not None and trace.phase[t] != phase:
-                continue
-            ids, weights = route(target, trace.router_inputs[t, layer.index][None])
-            said = sorted(
-                zip(weights[0].tolist(), ids[0].tolist()), key=lambda pair: -pair[0]
-            )  # ties as chosen
-            true = sorted(
-                (
-                    (w, e)
-                    for w, e in zip(
-                        trace.weights[t, target.index].tolist(), trace.ids[t, target.index].tolist()
-                    )
-                    if e != E
-                ),
-                key=lambda pair: -pair[0],
-            )
-            for rank, (_, expert) in enumerate(true):
-                requests += 1
-                hits += expert in [e for _, e in said]
+            ids, weights = route(target, s[None])
+            said = by_weight(ids[0], weights[0], E)
+            true = by_weight(trace.ids[t, target.index], trace.weights[t, target.index], E)
+            hits += len(set(said) & set(true))
+            for rank, expert in enumerate(true):
                 tokens[rank] += 1
-                aligned[rank] += said[rank][1] == expert
-        assert got.requests.sum(0)[layer.index] == requests and got.hits.sum(0)[layer.index] == hits
-        assert (
-            got.tokens[layer.index].tolist() == tokens
-            and got.aligned[layer.index].tolist() == aligned
-        )
-        recall = got.recall[layer.index].item()
-        assert recall == hits / requests if requests else math.isnan(recall)
-
-
-@torch.no_grad()
-def test_similarity_is_the_mean_cosine(model):
-    vectors, trace, layers = default_vectors(model, PROMPTS), recorded(model), discover(model)
-    got = similarity(trace, model, vectors)
-    for layer in layers[:-1]:
-        target, of_s, of_q = following(layers, layer), [], []
-        for t in range(len(trace)):
-            if target is None or not trace.router_inputs[t, layer.index].any():
-                continue
-            true, s = trace.router_inputs[t, target.index], trace.router_inputs[t, layer.index]
-            d = vectors.layer_default(
-                layer.index,
-                trace.ids[t : t + 1, layer.index].long(),
-                trace.weights[t : t + 1, layer.index],
-            )
-            q = streams(model)[target.index].norm(
-                (trace.residuals[t : t + 1, layer.index] + d).to(s.dtype)
-            )[0]
+                aligned[rank] += said[rank] == expert
+            one = slice(t, t + 1)
+            d = vectors.layer_default(l, trace.ids[one, l].long(), trace.weights[one, l])
+            q = streams(model)[target.index].norm((trace.residuals[one, l] + d).to(s.dtype))[0]
             for values, x in ((of_s, s), (of_q, q)):
-                values.append(float(x @ true / (x.norm() * true.norm())))
-        if not of_s:
-            assert got["s"][layer.index].isnan() and got["q"][layer.index].isnan()
-            continue
-        assert got["s"][layer.index].item() == pytest.approx(sum(of_s) / len(of_s), abs=1e-5)
-        assert got["q"][layer.index].item() == pytest.approx(sum(of_q) / len(of_q), abs=1e-5)
+                values.append(float(x @ true_s / (x.norm() * true_s.norm())))
+        assert got.requests.sum(0)[l] == sum(tokens) and got.hits.sum(0)[l] == hits
+        assert got.tokens[l].tolist() == tokens and got.aligned[l].tolist() == aligned
+        if tokens[0]:
+            assert got.recall[l] == hits / sum(tokens)
+            for key, values in (("s", of_s), ("q", of_q)):
+                assert cosine[key][l].item() == pytest.approx(sum(values) / len(values), abs=1e-5)
+        else:
+            assert math.isnan(got.recall[l]) and math.isnan(cosine["q"][l])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_oracle_scores_everything(model, batch_size):
+def test_the_oracle_scores_everything_and_every_token_is_walked_once(model, batch_size):
     trace = recorded(model, batch_size=batch_size)
     got = score(trace, make("oracle", model, trace=trace))
     there = got.requests.sum(0) > 0
-    assert there.any() and torch.equal(got.recall[there], torch.ones_like(got.recall[there]))
-    assert torch.equal(got.rank_alignment[there], torch.ones_like(got.rank_alignment[there]))
-
-
-def test_the_random_control_scores_k_over_e(tiny_model):
-    model = tiny_model("qwen2_moe")
-    prompts = torch.randint(3, 96, (12, 60), generator=torch.Generator().manual_seed(0)).tolist()
-    trace = record(model, prompts, hidden=True)
-    got = score(trace, make("random", model, seed=1))
-    p, n = model.spec.K / model.spec.E, 12 * 60 * model.spec.K
-    assert torch.equal(got.requests.sum(0), torch.full((2,), n))
-    assert ((got.recall - p).abs() < 4 * (p * (1 - p) / n) ** 0.5).all()
-    assert (got.standard_error < 3 * (p * (1 - p) / n) ** 0.5).all()
-
-
-def test_several_layers_ahead(tiny_model):
-    model = tiny_model("mixtral")
-    trace = recorded(model, batch_size=1)
-    got = score(trace, make("oracle", model, trace=trace, ahead=2))
-    assert got.recall.tolist() == [1.0]
-    assert score(trace, make("router", model, ahead=2)).requests.sum() == len(trace) * model.spec.K
-
-
-def test_those_that_remember_see_one_token_at_a_time(tiny_model):
-    """`previous` at decode step i knows the choices of step i − 1, the prefill's last token
-    first."""
-    model = tiny_model("olmoe")
-    trace = recorded(model)
-    got = score(trace, make("previous", model), DECODE)
-    for layer in (0, 1):
-        hits = 0
-        for i in range(3):
-            mine = trace.select(trace.sequence == i)
-            for t in range(len(PROMPTS[i]), len(mine)):
-                hits += len(
-                    set(mine.ids[t, layer + 1].tolist()) & set(mine.ids[t - 1, layer + 1].tolist())
-                )
-        assert got.hits.sum(0)[layer] == hits
-    assert torch.equal(got.requests.sum(0), torch.full((2,), 3 * 4 * model.spec.K))
-    assert score(trace, make("previous", model), PREFILL).recall.isnan().all()
-
-
-def test_a_text_as_if_generated(tiny_model):
-    model = tiny_model("olmoe")
-    trace = record(model, PROMPTS, hidden=True)
-    trace = replace(trace, phase=torch.where(trace.position < 3, PREFILL, DECODE).to(torch.uint8))
-    assert score(trace, make("frequency", model)).requests[:, 0].tolist() == [4 * 2, 0, 2 * 2]
-
-
-def test_walking_gives_every_token_once_in_order(model):
-    trace = recorded(model)
+    assert there.any() and (got.recall[there] == 1).all() and (got.rank_alignment[there] == 1).all()
     for token_by_token in (False, True):
         rows = []
         for prompt, forwards in walk(trace, token_by_token):
@@ -170,56 +81,62 @@ def test_walking_gives_every_token_once_in_order(model):
         assert sorted(rows) == list(range(len(trace)))
 
 
-def test_the_hybrids_choice_is_the_better_recall(tiny_model):
-    """An estimator that knows the next router of one layer and nothing of the other."""
+def test_the_random_control_scores_k_over_e(tiny_model):
+    model = tiny_model("qwen2_moe")
+    prompts = torch.randint(3, 96, (12, 60), generator=torch.Generator().manual_seed(0)).tolist()
+    got = score(record(model, prompts, hidden=True), make("random", model, seed=1))
+    p, n = model.spec.K / model.spec.E, 12 * 60 * model.spec.K
+    assert torch.equal(got.requests.sum(0), torch.full((2,), n))
+    error = (p * (1 - p) / n) ** 0.5
+    assert ((got.recall - p).abs() < 4 * error).all() and (got.standard_error < 3 * error).all()
+
+
+def test_those_that_remember_see_one_token_at_a_time(tiny_model):
+    """`previous` at decode step i knows the choices of step i − 1, the prefill's last token
+    first."""
+    model = tiny_model("olmoe")
+    trace = recorded(model)
+    got = score(trace, make("previous", model), DECODE)
+    for layer in (0, 1):
+        hits = 0
+        for i, prompt in enumerate(PROMPTS):
+            ids = trace.ids[trace.sequence == i, layer + 1].tolist()
+            hits += sum(len({*ids[t]} & {*ids[t - 1]}) for t in range(len(prompt), len(ids)))
+        assert got.hits.sum(0)[layer] == hits
+    assert torch.equal(got.requests.sum(0), torch.full((2,), 3 * 4 * model.spec.K))
+    assert score(trace, make("previous", model), PREFILL).recall.isnan().all()
+    as_if = torch.where(trace.position < 3, PREFILL, DECODE).to(torch.uint8)
+    prefill = trace.select(trace.phase == PREFILL)
+    prefill = replace(prefill, phase=as_if[trace.phase == PREFILL])
+    assert score(prefill, make("frequency", model)).requests[:, 0].tolist() == [4 * 2, 0, 2 * 2]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_the_hybrids_choice_is_the_better_recall_at_the_estimators_distance(tiny_model, ahead):
+    """An estimator that knows the truth `ahead` layers on for the last layer that predicts, by the
+    place of q in the trace, and nothing elsewhere."""
     model = tiny_model("mixtral")
-    vectors, trace = default_vectors(model, PROMPTS), recorded(model)
-    worst = [float(r) for r in score(trace, make("quasi", model, vectors=vectors)).recall]
-    assert max(worst) < 1
-
-    def estimator(q, layer):
-        # The truth for layer 1, found by the residual's place in the trace; rubbish for layer 0.
-        logits = torch.zeros(len(q), model.spec.E)
-        if layer == 1:
-            for i, x in enumerate(q):
-                row = int((known - x).abs().sum(-1).argmin())
-                logits[i, trace.ids[row, 2].long()] = 5.0
-        return logits
-
-    d = vectors.layer_default(1, trace.ids[:, 1].long(), trace.weights[:, 1])
-    known = streams(model)[2].norm(trace.residuals[:, 1] + d).detach()
-    assert choose(trace, model, vectors, estimator) == (False, True, False)
-
-
-def test_the_choice_is_made_at_the_distance_of_the_estimator(tiny_model):
-    """One that knows the truth two layers on is chosen at the only layer that has one there."""
-    model = tiny_model("mixtral")
-    vectors, trace = default_vectors(model, PROMPTS), recorded(model, batch_size=1)
-    d = vectors.layer_default(0, trace.ids[:, 0].long(), trace.weights[:, 0])
-    known = streams(model)[2].norm(trace.residuals[:, 0] + d).detach()
+    vectors, trace, l = default_vectors(model, PROMPTS), recorded(model, batch_size=1), 2 - ahead
+    d = vectors.layer_default(l, trace.ids[:, l].long(), trace.weights[:, l])
+    known = streams(model)[2].norm(trace.residuals[:, l] + d).detach()
 
     class Knows:
-        ahead = 2
-
         def __call__(self, q, layer):
+            logits = torch.zeros(len(q), model.spec.E)
             rows = torch.cdist(q, known).argmin(1)
-            return torch.zeros(len(q), model.spec.E).scatter(
-                1, trace.ids[rows, layer + 2].long(), 5.0
-            )
+            return logits.scatter(1, trace.ids[rows, 2].long(), 5.0) if layer == l else logits
 
-    assert float(score(trace, make("quasi", model, vectors=vectors, ahead=2)).recall[0]) < 1
-    assert choose(trace, model, vectors, Knows()) == (True, False, False)
+    estimator = Knows()
+    estimator.ahead = ahead
+    assert score(trace, make("oracle", model, trace=trace, ahead=ahead)).recall[l] == 1
+    assert score(trace, make("quasi", model, vectors=vectors, ahead=ahead)).recall[l] < 1
+    assert choose(trace, model, vectors, estimator) == tuple(i == l for i in range(3))
 
 
-def test_a_trace_without_hidden_states_is_refused(tiny_model):
+def test_refused_without_hidden_states_and_the_margin_is_the_interval_over_prompts(tiny_model):
     model = tiny_model("mixtral")
     with pytest.raises(ValueError, match="hidden=True"):
         score(record(model, PROMPTS), make("router", model))
-
-
-def test_the_margin_is_the_interval_of_the_ratio_over_prompts():
-    """`intervals.ratio`, layer by layer, whose coverage is drawn in tests of its own; a single
-    prompt has none."""
     rng = torch.Generator().manual_seed(0)
     requests = torch.randint(20, 60, (7, 3), generator=rng)
     hits = (requests * torch.rand(7, 3, generator=rng)).long()

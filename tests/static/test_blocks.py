@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import cards
-from moelab.experts.sharding import Sharding
 from moelab.static import blocks
 from moelab.static.blockwise import Blockwise, block_map
+from moelab.static.sharding import Sharding
 from tests.experts.toy import make_experts, make_routing, naive
 from tests.static.test_neuron import cases
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from moelab import models
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Sorted
-from moelab.experts.sharding import Sharding
 from moelab.models import eager
 from moelab.static.blockwise import Blockwise
 from moelab.static.neuron import (
@@ -24,6 +23,7 @@ from moelab.static.neuron import (
     neuron_choice,
     provisioned_savings,
 )
+from moelab.static.sharding import Sharding
 from tests.depth import in_turn
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
@@ -161,7 +161,7 @@ def test_bfloat16_stays_bfloat16(make):
 def test_what_is_not_routed_is_masked_and_not_multiplied_by_zero():
     """An expert that overflows for tokens that did not choose it must not make them NaN."""
     experts = make_experts(2, 4, 4)
-    experts.gate_up_proj[1] = 1e30
+    experts.module.gate_up_proj[1] = 1e30
     x, ids, weights = torch.ones(3, 4), torch.tensor([[0], [0], [0]]), torch.ones(3, 1)
     got = AllExperts()(x, ids, weights, experts)
     assert got.isfinite().all()

@@ -176,9 +176,9 @@ def test_counts_are_of_what_was_really_computed(name):
     and how often."""
     E, T, K, dropped = 8, 40, 3, 0
     experts = make_experts(E, 16, 6, "ungated bias")
-    for parameter in experts.parameters():
+    for parameter in experts.module.parameters():
         parameter.zero_()
-    experts.down_proj_bias.copy_(torch.eye(E, 16))
+    experts.module.down_proj_bias.copy_(torch.eye(E, 16))
     for seed in range(6):
         ids, _ = make_routing(T, E, K, seed / 2, seed)
         ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E

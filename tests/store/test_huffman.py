@@ -1,5 +1,8 @@
+"""Huffman blobs against a naive decoder and optimal codes; damage against memory that cannot be
+touched."""
+
+import contextlib
 import ctypes
-import heapq
 import itertools
 import mmap
 import os
@@ -12,77 +15,63 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("numba")
-import contextlib
-
 from moelab.store import huffman
 from moelab.store.huffman_decoder import CODED, CONSTANT, MAX_BITS, RAW, STREAMS
 
 ROOT = Path(__file__).parents[2]
 
 
-def compress(data: np.ndarray) -> bytes:
+def compress(data):
     out = np.zeros(huffman.bound(len(data)), np.uint8)
     return out[: huffman.compress_into(data, out)].tobytes()
 
 
-def decompress(blob: bytes, n: int) -> np.ndarray:
+def decompress(blob, n):
     out = np.full(n + 64, 0xA5, np.uint8)  # 32 guard bytes on either side
     huffman.decompress_into(blob, out[32 : 32 + n])
     assert (out[:32] == 0xA5).all() and (out[32 + n :] == 0xA5).all()
     return out[32 : 32 + n]
 
 
-def mode(blob: bytes) -> int:
+def mode(blob):
     return blob[7]
 
 
-def skewed(n: int, symbols: int, seed: int, first: int = 0) -> np.ndarray:
+def skewed(n, symbols, seed, first=0):
     rng = np.random.default_rng(seed)
     p = rng.dirichlet(np.full(symbols, 0.3))
     return ((first + rng.choice(symbols, n, p=p)) % 256).astype(np.uint8)
 
 
-def exponents(n: int, scale: float = 0.02) -> np.ndarray:
+def exponents(n, scale=0.02):
     w = np.random.default_rng(0).standard_normal(n).astype(np.float32) * np.float32(scale)
     return (w.view(np.uint32) >> 23 & 0xFF).astype(np.uint8)
 
 
-def naive_decode(blob: bytes) -> bytes:
+def naive_decode(blob):
     """A decoder written from the docstring alone: one bit at a time, through a dictionary of
     codes."""
-    words = np.frombuffer(blob[:16], np.uint64)
-    last, first, longest, n = blob[4], blob[5], blob[6], int(words[1])
-    if mode(blob) == RAW:
-        return blob[16:]
-    if mode(blob) == CONSTANT:
-        return bytes([first]) * n
+    last, first, longest, n = blob[4], blob[5], blob[6], int.from_bytes(blob[8:16], "little")
+    if mode(blob) in (RAW, CONSTANT):
+        return blob[16:] if mode(blob) == RAW else bytes([first]) * n
     k, span = mode(blob) - CODED, last - first + 1
     sizes = [int(w) for w in np.frombuffer(blob[16 : 16 + 8 * STREAMS], np.uint64)]
     at = 16 + 8 * STREAMS
     leads, at = blob[at : at + k], at + 8
     nibbles = [x for byte in blob[at:] for x in (byte & 15, byte >> 4)]
-    symbols = [
-        (
-            nibbles[j * span + s - first],
-            j * 256 + s,
-            bytes([s]) if not j else bytes([leads[j - 1], s]),
-        )
-        for j in range(k + 1)
-        for s in range(first, last + 1)
-        if nibbles[j * span + s - first]
-    ]
+    words = []
+    for j, s in itertools.product(range(k + 1), range(first, last + 1)):
+        if length := nibbles[j * span + s - first]:
+            words.append((length, j * 256 + s, bytes([*leads[j - 1 : j], s]) if j else bytes([s])))
     codes, code = {}, 0
-    for length, _, word in sorted(symbols):
+    for length, _, word in sorted(words):
         codes[format(code >> (longest - length), f"0{length}b")] = word
         code += 1 << (longest - length)
     at += (span * (k + 1) + 1) // 2
     out = b""
     for i, size in enumerate(sizes):
         size, left = size & (1 << 56) - 1, size >> 56
-        bits = format(int.from_bytes(blob[at : at + size], "little"), "b")[
-            1:
-        ]  # without the closing 1 bit
+        bits = format(int.from_bytes(blob[at : at + size], "little"), "b")[1:]  # no closing 1 bit
         at += size
         pieces, word = [bytes([leads[left - 1]])] if left else [], ""
         for bit in bits:
@@ -90,70 +79,41 @@ def naive_decode(blob: bytes) -> bytes:
             if word in codes:
                 pieces.append(codes[word])
                 word = ""
-        assert word == ""
         out += b"".join(reversed(pieces))
-        assert len(out) == n * (i + 1) // STREAMS
+        assert word == "" and len(out) == n * (i + 1) // STREAMS
     return out
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 4000), st.integers(1, 256), st.integers(0, 10**6), st.integers(0, 255))
 def test_round_trip(n, symbols, seed, first):
     data = skewed(n, symbols, seed, first)
     blob = compress(data)
-    assert (decompress(blob, n) == data).all()
-    assert len(blob) <= n + 16
+    assert (decompress(blob, n) == data).all() and len(blob) <= n + 16
+    if n < 700:
+        assert naive_decode(blob) == data.tobytes()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.binary(max_size=600))
-def test_round_trip_of_arbitrary_bytes(data):
-    assert decompress(compress(np.frombuffer(data, np.uint8)), len(data)).tobytes() == data
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        exponents(3000),
-        skewed(2999, 2, 1),
-        skewed(2001, 40, 2),
-        np.zeros(77, np.uint8),
-        np.arange(256, dtype=np.uint8),
-        np.tile(np.uint8([1, 1, 1, 2]), 500),
-    ],
-)
+@pytest.mark.parametrize("data", [exponents(3000), skewed(2999, 2, 1), skewed(2001, 40, 2)])
 def test_blobs_are_what_the_docstring_says(data):
     assert naive_decode(compress(data)) == data.tobytes()
 
 
 def test_modes():
-    assert (
-        mode(compress(np.zeros(0, np.uint8))) == RAW and len(compress(np.zeros(0, np.uint8))) == 16
-    )
-    constant = compress(np.full(10**6, 200, np.uint8))
-    assert mode(constant) == CONSTANT and len(constant) == 16
-    equally_likely = np.tile(np.arange(256, dtype=np.uint8), 100)
-    assert (
-        mode(compress(equally_likely)) == RAW
-        and len(compress(equally_likely)) == len(equally_likely) + 16
-    )
+    for data, is_mode, size in (
+        (np.zeros(0, np.uint8), RAW, 16),
+        (np.full(10**6, 200, np.uint8), CONSTANT, 16),
+        (np.tile(np.arange(256, dtype=np.uint8), 100), RAW, 25_616),
+    ):
+        assert (mode(compress(data)), len(compress(data))) == (is_mode, size)
     assert mode(compress(exponents(10000))) > CODED  # with leads
-    two = np.random.default_rng(0).permutation(np.tile(np.uint8([7, 9]), 5000))
-    assert mode(compress(two)) >= CODED and len(compress(two)) < 1400
-
-
-def test_bytes_that_are_not_independent_cost_at_most_a_bit_of_code_length_more():
-    """Leads are planned for independent bytes; where that is wrong, the blob is no larger than
-    without leads."""
+    # of bytes that are not independent leads would take more
     data = np.tile(np.repeat(np.uint8([1, 2, 3, 4, 5, 6]), [900, 500, 300, 200, 60, 40]), 20)
-    counts = np.bincount(data, minlength=256).astype(np.int64)
-    assert (
-        len(compress(data)) * 8 <= (counts * huffman.code_lengths(counts, MAX_BITS)).sum() + 8 * 250
-    )
-    assert (decompress(compress(data), len(data)) == data).all()
+    lengths = huffman.code_lengths(np.bincount(data, minlength=256).astype(np.int64), MAX_BITS)
+    assert len(compress(data)) * 8 <= lengths[data].sum() + 8 * 250
 
 
-@pytest.mark.parametrize("scale", [0.02, 0.0218, 0.025, 0.03, 0.035, 0.038])
+@pytest.mark.parametrize("scale", [0.02, 0.0218, 0.03, 0.038])
 def test_weights_come_within_a_third_of_a_point_of_the_bound(scale):
     data = exponents(1 << 19, scale)  # a bf16 tensor of 1 MB
     p = np.bincount(data) / len(data)
@@ -168,78 +128,51 @@ def test_code_lengths_are_optimal_under_the_limit(counts, limit):
     padded[10 : 10 + len(counts)] = counts
     lengths = huffman.code_lengths(padded, limit)[10 : 10 + len(counts)]
     assert sum(2.0 ** -int(k) for k in lengths) == 1 and lengths.max() <= limit
-    best = min(
-        np.dot(counts, tried)
-        for tried in itertools.product(range(1, limit + 1), repeat=len(counts))
-        if sum(2.0**-k for k in tried) <= 1
-    )
-    assert np.dot(counts, lengths) == best
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 10**6), min_size=256, max_size=256))
-def test_code_lengths_cost_what_huffman_s_own_algorithm_costs(counts):
-    heap = [c for c in counts if c]
-    if len(heap) < 2 or sum(heap) > 2000 * min(heap):  # then no code is longer than 12 bits
-        counts = [1000 + c % 50 for c in counts]
-        heap = list(counts)
-    heapq.heapify(heap)
-    cost = 0
-    while len(heap) > 1:
-        pair = heapq.heappop(heap) + heapq.heappop(heap)
-        cost += pair
-        heapq.heappush(heap, pair)
-    assert np.dot(counts, huffman.code_lengths(np.array(counts, np.int64), MAX_BITS)) == cost
-
-
-@given(st.binary(max_size=300))
-def test_histogram(data):
-    array = np.frombuffer(data, np.uint8)
-    assert (
-        huffman.histogram(array.ctypes.data, len(array)) == np.bincount(array, minlength=256)
-    ).all()
+    every = itertools.product(range(1, limit + 1), repeat=len(counts))
+    possible = (tried for tried in every if sum(2.0**-k for k in tried) <= 1)
+    assert np.dot(counts, lengths) == min(np.dot(counts, tried) for tried in possible)
 
 
 def test_bad_arguments():
     data, blob = np.arange(20, dtype=np.uint8), compress(exponents(5000))
     with pytest.raises(ValueError, match="needs"):
         huffman.compress_into(data, bytearray(20))
-    with pytest.raises(ValueError, match="another number of bytes"):
-        huffman.decompress_into(blob, bytearray(4999))
-    with pytest.raises(ValueError, match="read-only"):
-        huffman.decompress_into(blob, bytes(5000))
-    with pytest.raises(ValueError, match="shorter"):
-        huffman.decompress_into(blob[:15], bytearray(5000))
-    with pytest.raises(ValueError, match="does not start"):
-        huffman.decompress_into(b"x" + blob[1:], bytearray(5000))
+    for wrong, out, message in (
+        (blob, bytearray(4999), "another number of bytes"),
+        (blob, bytes(5000), "read-only"),
+        (blob[:15], bytearray(5000), "does not start"),
+        (b"x" + blob[1:], bytearray(5000), "does not start"),
+        (blob[:-1], bytearray(5000), "is damaged"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            huffman.decompress_into(wrong, out)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# fuzz
+# ---------------------------------------------------------------------------------------------
+# damage
 
 
 class Fenced:
     """A buffer of whole pages between two that cannot be touched: reading outside it ends the
     process."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         page = mmap.PAGESIZE
         self.size = -(-size // page) * page
-        self.map = mmap.mmap(-1, self.size + 2 * page)
-        self.whole = np.frombuffer(self.map, np.uint8)
-        self.inside = self.whole[page : page + self.size]
+        whole = np.frombuffer(mmap.mmap(-1, self.size + 2 * page), np.uint8)
+        self.inside = whole[page : page + self.size]
         libc = ctypes.CDLL(None)
-        for address in (self.whole.ctypes.data, self.inside.ctypes.data + self.size):
+        for address in (whole.ctypes.data, self.inside.ctypes.data + self.size):
             assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), 0) == 0
 
-    def put(self, data: bytes, at_the_end: bool) -> np.ndarray:
+    def put(self, data, at_the_end):
         view = self.inside[self.size - len(data) :] if at_the_end else self.inside[: len(data)]
         view[:] = np.frombuffer(data, np.uint8)
         return view
 
 
-def mutate(blob: bytes, rng: np.random.Generator) -> bytes:
-    data, kind = bytearray(blob), rng.integers(7)
+def mutate(blob, rng):
+    data, kind = bytearray(blob), rng.integers(6)
     if kind == 0:  # bits anywhere
         for _ in range(rng.integers(1, 9)):
             data[rng.integers(len(data))] ^= 1 << rng.integers(8)
@@ -253,35 +186,24 @@ def mutate(blob: bytes, rng: np.random.Generator) -> bytes:
     elif kind == 4:  # noise in the place of the streams
         start = rng.integers(16, max(17, min(len(data), 400)))
         data[start:] = rng.bytes(len(data) - start)
-    elif kind == 5:  # a size of a stream, moved to its neighbour
+    else:  # a size of a stream, moved to its neighbour
         i, step = rng.integers(STREAMS - 1), int(rng.integers(-60, 60))
         for j, change in ((i, step), (i + 1, -step)):
             at = 16 + 8 * j
             size = int.from_bytes(data[at : at + 7], "little") + change
             data[at : at + 7] = (size % (1 << 56)).to_bytes(7, "little")
-    else:
-        data[0:0] = data[: rng.integers(1, 16)]
     return bytes(data)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect")
 def test_damaged_blobs_never_crash_and_never_write_outside():
     rng = np.random.default_rng(0)
-    originals = [
-        exponents(20000),
-        exponents(331),
-        skewed(9000, 3, 5),
-        skewed(7777, 200, 6),
-        skewed(40, 4, 7),
-        np.zeros(500, np.uint8),
-        rng.integers(0, 256, 300).astype(np.uint8),
-        np.zeros(0, np.uint8),
-    ]
+    originals = [exponents(20000), exponents(331), skewed(9000, 3, 5), skewed(7777, 200, 6)]
+    originals += [skewed(40, 4, 7), np.zeros(500, np.uint8), np.zeros(0, np.uint8)]
     fence_in, fence_out = Fenced(40000), Fenced(30000)
     blobs, refused = [compress(data) for data in originals], 0
-    for turn in range(20000):
-        data = originals[turn % len(originals)]
-        blob = mutate(blobs[turn % len(originals)], rng)
+    for turn in range(8000):
+        data, blob = originals[turn % 7], mutate(blobs[turn % 7], rng)
         n = len(data) if rng.random() < 0.9 else int(rng.integers(0, 20000))
         end = bool(rng.integers(2))
         out = fence_out.put(bytes(n), end)
@@ -289,10 +211,10 @@ def test_damaged_blobs_never_crash_and_never_write_outside():
             huffman.decompress_into(fence_in.put(blob, end), out)
         except ValueError:
             refused += 1
-    assert refused > 10000  # some damage only changes symbols
+    assert refused > 4000  # some damage only changes symbols
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=400), st.integers(0, 500))
 def test_noise_is_refused_or_decoded_to_the_exact_size(noise, n):
     header = compress(exponents(400))[:7]
@@ -312,7 +234,5 @@ def test_no_kernel_reads_memory_that_it_has_freed():
         "for _ in range(20):\n    huffman.decompress_into(blob, out)\n    assert np.array_equal(out, data)\n"
     )
     env = {**os.environ, "MALLOC_PERTURB_": "90"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

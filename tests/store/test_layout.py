@@ -100,7 +100,7 @@ def test_seals_hold(fields):
         ),
         (
             lambda f: f["layers"][0]["experts"][1]["up"][1][0][1][0].__setitem__(1, -1),
-            "a length is .-1., which is impossible",
+            "'-1' is no number",
         ),
         (
             lambda f: f["layers"][0]["tensors"]["up"].__setitem__(1, [10**6, 10**6]),

@@ -15,7 +15,7 @@ from moelab import open_model
 from moelab.cache.pools import Pools
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.simulation.costs import Delays
+from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
 from moelab.viz import views
 from moelab.viz.views import budgets as budget
@@ -25,9 +25,9 @@ from moelab.viz.views.recorded import Recorded, _as_opened, recorded
 from tests.models import tiny
 
 
-def a_run(steps, delays, E, tokens=1, H=16):
+def a_run(steps, E, tokens=1, H=16):
     spec = MoESpec("tiny", "tiny", 2, (0, 1), E, 1, H=H, I=8)
-    settings = EngineSettings(spec, Pools(), "lru", "model", None, 1, 1, 0, delays, 1000)
+    settings = EngineSettings(spec, Pools(), "lru", "model", None, 1, 1, 0, (), 1000)
     run = EngineRun(settings, _as_opened(settings))
     run.steps = steps
     run.forwards = [
@@ -57,7 +57,7 @@ def explorers(draw):
         e_bytes=300,
         sm_bytes=draw(st.sampled_from([0, 500])),
     )
-    return budget.Explorer(a_run(steps, delays, E))
+    return budget.Explorer(a_run(steps, E), machine=Machine(delays))
 
 
 @settings(max_examples=12)
@@ -95,7 +95,9 @@ def test_the_ceiling_is_the_best_of_all_caches(explorer, capacity):
 
 def test_what_is_seen_adds_up():
     steps = [[(layer, {(i * (layer + 2)) % 5: 1}) for layer in range(2)] for i in range(12)]
-    explorer = budget.Explorer(a_run(steps, Delays(1e-3, 0, 0, 0, 1e-4, 0, e_bytes=768), 5))
+    explorer = budget.Explorer(
+        a_run(steps, 5), machine=Machine(Delays(1e-3, 0, 0, 0, 1e-4, 0, e_bytes=768))
+    )
     found = budget.budgets(explorer, 60.0, ("lru", "zipmoe"), 500.0)
     experts = 10 * explorer.sizes.full
     assert found.parts["experts kept"] + found.parts["experts on disk"] == experts
@@ -162,7 +164,7 @@ def test_a_stop_frees_the_engine_at_once_and_the_next_run_works(explorer):
     slow.stop()
     slow.thread.join(60)
     assert found == [None] and engine.closed and len(ticks) <= at_stop + 1 < 10
-    assert not any(thread.is_alive() for thread in engine.pipeline.threads)
+    assert not any(thread.is_alive() for thread in engine.loader.threads)
     real.RealRun(
         explorer, "lru", explorer.grid()[1], ticks.append, found.append
     ).start().thread.join(60)

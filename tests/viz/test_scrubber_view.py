@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
-from tests.simulation.test_simulated_prefetch import Always
 
 from moelab import open_model
 from moelab.__main__ import main
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.simulation.costs import Delays
-from moelab.simulation.simulator import simulate
+from moelab.simulation.costs import Delays, Machine
+from moelab.simulation.simulator import Prefetching, simulate
 from moelab.specs import MoESpec
 from moelab.viz import views
 from moelab.viz.views import scrub as scrubber
@@ -42,17 +41,15 @@ def test_states_are_what_the_simulator_did(L, E, n, kept, chance):
         steps,
         [(1, "decode")] * n,
         Residency(L, E, Pools(F=kept), "lru"),
-        delays,
-        other=(3e-3, 0.0),
-        head=(1e-3, 0.0),
-        predictions=predictions,
-        ahead=4,
-        gate=Always(),
+        Machine(delays, other=(3e-3, 0.0), head=(1e-3, 0.0)),
+        prefetching=Prefetching(predictions, 4),
         staging=4,
     )
     spec = MoESpec("tiny", "tiny", L, tuple(range(L)), E, 2, H=16, I=8)
     run = EngineRun(
-        EngineSettings(spec, Pools(F=kept), "lru", "model", None, 1, 4, 4, delays, 0),
+        EngineSettings(
+            spec, Pools(F=kept), "lru", "model", None, 1, 4, 4, (((1000, 0),) * E,) * L, 0
+        ),
         Residency(L, E, Pools(F=kept), "lru"),
     )
     run.steps, run.forwards = steps, done.forwards

@@ -10,7 +10,7 @@ from moelab.cache.pools import Pools
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import make
-from moelab.simulation.costs import Delays
+from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
 from moelab.speculate.predictors import route
 from moelab.viz import views
@@ -35,7 +35,7 @@ def stage(predictions):
         1,
         2,
         0,
-        Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000),
+        (),
         0,
     )
     run = EngineRun(settings, _as_opened(settings))
@@ -51,8 +51,8 @@ def stage(predictions):
         {("mine", 1): predictions},
         {("mine", 1): 0.0},
         {None: 2.0, ("mine", 1): 2.1},
+        Machine(Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), other=(3e-3, 0.0)),
     )
-    made.other = (3e-3, 0.0)
     return made
 
 

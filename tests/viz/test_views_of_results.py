@@ -13,8 +13,7 @@ from moelab import claims as ledger
 from moelab.bench.arena import Contest, Standing, Wrong
 from moelab.cards import MODELS, load_model
 from moelab.files import CHECKOUT, small_model
-from moelab.store import survey
-from moelab.viz import views
+from moelab.viz import survey, views
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views import ledger as claims_view
 from moelab.viz.views import pair, standings, treemap

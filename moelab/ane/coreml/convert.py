@@ -55,15 +55,11 @@ from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
 from moelab.ane.systems import why_no_graph
-from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.checkpoint.convert import content_of
-from moelab.checkpoint.direct import CheckpointExperts
-from moelab.configs import spec_from_config
+from moelab.checkpoint.experts import CheckpointExperts
 from moelab.files import vacant, write_text
 from moelab.journal import Journal
 from moelab.models import compat, plug
-from moelab.models.identity import of_checkpoint
 from moelab.progress import progress
 from moelab.records import Record
 from moelab.registry import require
@@ -123,9 +119,8 @@ def convert_model(
     graph that does not compute what torch does."""
     coremltools()
     destination = vacant(destination)
-    checkpoint = Checkpoint.at(opening.find(model))
-    config = checkpoint.config()
-    spec = spec_from_config(config, name=opening.model_name(model, checkpoint.folder))
+    checkpoint = Checkpoint.at(model)
+    config, spec = checkpoint.config, checkpoint.spec
     if plan is None:
         plan = make_plan(
             spec,
@@ -133,7 +128,7 @@ def convert_model(
             bytes_per_weight=WEIGHTS[settings.weights] / 8,
             popularity="assumed",
         )
-    mine = of_checkpoint(checkpoint, config)
+    mine = checkpoint.identity
     plan.require(mine, spec)
     plan = possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
@@ -143,7 +138,7 @@ def convert_model(
         entry, of_layer = source.layer(layer)
         layers.append(entry)
         tasks += of_layer
-    began = about | {"content": content_of(checkpoint)}
+    began = about | {"content": checkpoint.content}
     with closing(Work(destination.with_name(destination.name + ".part"), began)) as work:
         with progress(
             total=len(tasks), desc="converting", unit="graph", initial=len(work.done)
@@ -218,7 +213,7 @@ class _Source:
         self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings
     ) -> None:
         self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
-        self.tensors = CheckpointExperts(checkpoint, config)
+        self.tensors = CheckpointExperts(checkpoint)
         self.modules = [layer.seam for layer in plug(compat.meta_twin(config))]
         self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
         self.activation = activation_of(self.modules[0]) if plan.graphs else None
@@ -269,7 +264,7 @@ class _Source:
     def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         tensors = {
-            key.removeprefix(prefix): self.checkpoint.read(key)
+            key.removeprefix(prefix): self.checkpoint.read(self.checkpoint.tensors[key])
             for key in self.checkpoint.tensors
             if key.startswith(prefix)
         }

@@ -22,9 +22,9 @@ from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
-from moelab.checkpoint.checkpoint import Checkpoint, load_config
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.files import absolute
-from moelab.models.identity import of_checkpoint, opened_from
+from moelab.models.identity import opened_from
 from moelab.records import Record
 from moelab.schema import naming, parse_json, typed
 
@@ -111,7 +111,7 @@ class ConvertedModel:
         """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
         it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
-        if of_checkpoint(place, load_config(place.folder)) != self.manifest["fingerprint"]:
+        if place.identity != self.manifest["fingerprint"]:
             raise ValueError(
                 f"{place.folder} is not the checkpoint that {self.folder} was converted from"
             )

@@ -517,8 +517,8 @@ def formats(run: Run, lm: Any, tokens: int, windows: int, seed: int) -> None:
         errors=", ".join(
             f"{name} **{error[name]:.2f} %** at {size[name]:.2f} of the bytes" for name in FORMATS
         ),
-        outliers=" INT8 with a scale for each channel is more exact than FP8: these weights have "
-        "no outliers, and FP8 spends bits on a range that they don't use."
+        outliers=" INT8 is more exact than FP8 with its larger blocks: these weights have few outliers, and FP8 "
+        "spends bits on a range that they don't use."
         if error["int8"] < error["fp8"]
         else "",
         losses=", ".join(

@@ -23,6 +23,7 @@ from moelab.offloading.budget import kv_bytes
 from moelab.offloading.slots import Sizes, divide
 from moelab.records import Rows
 from moelab.registry import names, require
+from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import flat, machine_of, ordered, simulate
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
@@ -64,6 +65,7 @@ class Explorer:
     points: dict[tuple[str, Pools, int], Point] = field(default_factory=dict)
     ceilings: dict[int, float] = field(default_factory=dict)
     measured: list[tuple[str, Point]] = field(default_factory=list)
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         run = self.found.run
@@ -72,7 +74,7 @@ class Explorer:
             run.settings,
             max(1, len(run.forwards) // 3),
         )
-        self.machine = machine_of(run, self.device)
+        self.machine = self.machine or machine_of(run, self.device)
         self.delays = self.machine.delays
         own = [pair for layer in self.delays.experts_bytes for pair in layer] or [
             (self.delays.e_bytes, self.delays.sm_bytes)

@@ -20,6 +20,7 @@ from typing import Any
 from moelab.offloading.metrics import Forward
 from moelab.progress import progress
 from moelab.records import Rows
+from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import (
     Prefetching,
     Simulation,
@@ -62,10 +63,11 @@ class Stage:
     predictions: dict[tuple[str, int], list[dict[int, list[int]]]]
     seconds: dict[tuple[str, int], float]
     losses: dict[tuple[str, int] | None, float] = field(default_factory=dict)
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         self.settings = self.found.run.settings
-        self.machine = machine_of(self.found.run, self.device)
+        self.machine = self.machine or machine_of(self.found.run, self.device)
         self.delays = self.machine.delays
         self.forwards = [tuple(forward[2:]) for forward in self.found.run.forwards]
         self.warm = next(n for n, forward in enumerate(self.forwards) if forward[1] == "decode")

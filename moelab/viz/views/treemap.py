@@ -6,7 +6,7 @@ would do, or by use.
     views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
-checkpoint is read as it is, a sample of a tensor at a time (`moelab.store.survey`)."""
+checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import numpy as np
 
 from moelab.advice.model import Model, find_model
 from moelab.calibration import Calibration
-from moelab.checkpoint.opening import find
+from moelab.checkpoint.checkpoint import locate
 from moelab.files import absolute, atomic, cache_folder
 from moelab.progress import progress
 from moelab.records import Rows
 from moelab.registry import like, names, require
 from moelab.schema import naming
-from moelab.store import survey
 from moelab.store.headers import Stored
 from moelab.table import format_value
+from moelab.viz import survey
 from moelab.viz.figures import finish
 from moelab.viz.plotly_json import Figure
 from moelab.viz.store_figures import microscope
@@ -250,7 +250,7 @@ class _Map:
     def __init__(self, model: str | Path | None, counts: Any) -> None:
         self.model, self.counts = model, counts
         card = find_model(model) if like("model", model) and not Path(model).exists() else None
-        self.card, self.path = card, Path(card.spec.name) if card else find(model)
+        self.card, self.path = card, Path(card.spec.name) if card else locate(model)[1]
         self.parts = parts_of(card) if card else survey.parts(self.path)
         self.most = survey.sample_size(self.parts)
         self.seen = counted(counts)

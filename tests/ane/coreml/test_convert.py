@@ -73,7 +73,7 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
 
 
 def test_group_graphs_compute_the_models_experts(converted, model):
-    experts = plug(model)[0].experts
+    experts = plug(model)[0].seam
     for index in (0, 1):
         graph = converted.group(1, index)
         slots = torch.randn(

@@ -275,7 +275,7 @@ EXAMPLES = {
 
 def test_each_mistake_is_found_by_its_own_rule(tmp_path):
     model = open_checkpoint(experts="external")  # of the shipped model's sizes no rule complains
-    good, bad = lint_examples(plug(model)[0].experts, model.spec, tmp_path)
+    good, bad = lint_examples(plug(model)[0].seam, model.spec, tmp_path)
     assert good.clean and not good.findings
     assert {
         name: {finding.rule for finding in report.findings} for name, report in bad.items()

@@ -100,11 +100,8 @@ def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
         return torch.from_numpy(stored.read(0, stored.nbytes)).view(dtype).view(rows, n)
     run = min(max(1, most // row // PLACES), max(1, rows // PLACES))
     first = np.linspace(0, rows - run, min(PLACES, rows)).astype(int).tolist()
-    return (
-        torch.from_numpy(np.concatenate([stored.read(at * row, run * row) for at in first]))
-        .view(dtype)
-        .view(-1, n)
-    )
+    read = np.concatenate([stored.read(at * row, run * row) for at in first])
+    return torch.from_numpy(read).view(dtype).view(-1, n)
 
 
 def bound(part: Part, most: int = SAMPLE) -> float | None:

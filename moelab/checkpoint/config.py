@@ -1,0 +1,99 @@
+"""config.json of a checkpoint: read, checked before transformers builds anything of it, and what
+it says of quantisation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moelab.checkpoint import deepseek
+from moelab.configs import quantisation
+from moelab.store.headers import read_json
+
+#: names of what a config counts, and constructing a model takes time for
+COUNTS = re.compile(r"^(?!.*(?:size|feature))(.*_)?(layers?|experts?|heads|blocks)(_|$)")
+
+
+def load_config(folder: Path) -> Any:
+    """The transformers config of a checkpoint folder.
+
+    Raises ValueError: a model_type that transformers does not know, code or files from outside the
+    folder, counts that no model has, values that make no config."""
+    import transformers
+
+    file = folder / "config.json"
+    fields = read_json(file)
+    model_type = fields.get("model_type")
+    if model_type == "deepseek":
+        deepseek.register()
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        own = ". It comes with code of its own (auto_map), which is never run here"
+        raise ValueError(
+            f"transformers {transformers.__version__} does not know model_type {str(model_type)[:80]!r} "
+            f"({file}): upgrade transformers, or check the config{own * ('auto_map' in fields)}"
+        )
+    _check_fields(file, fields)
+    with blamed(file, f"it is no config of a {model_type} model"):
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        for inner in (getattr(config, name, None) for name in type(config).sub_configs):
+            if quantisation(inner) and not quantisation(config):
+                config.quantization_config = (
+                    vars(inner).pop("quantization_config", None) or inner.quantization
+                )
+    beside = folder / "hf_quant_config.json"
+    if beside.is_file() and not quantisation(config):
+        said = _object(beside, read_json(beside), "quantization")
+        config.quantization_config = {"quant_method": "modelopt"} | said
+    return config
+
+
+def _check_fields(file: Path, fields: dict[str, Any]) -> None:
+    """ValueError for what transformers would fetch from elsewhere, or build for hours."""
+    for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
+        if "/" in str(fields.get(name, "")):
+            raise ValueError(
+                f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
+                f"of the kind is fetched. Remove that line"
+            )
+    for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
+        for name, value in part.items():
+            most = 2_000 if "layer" in name else 100_000
+            if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < most:
+                raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
+
+
+def _object(file: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object in a JSON file, {} if it is not there; ValueError for anything else of that
+    name."""
+    value = fields.get(name)
+    if not isinstance(value, dict | None):
+        raise ValueError(
+            f"{file} says {name} = {str(value)[:80]!r}, which is no object; correct it, or remove it"
+        )
+    return value or {}
+
+
+@contextmanager
+def blamed(
+    file: Path, what: str, passing: type[Exception] | tuple = (), raising: type = ValueError
+) -> Iterator[None]:
+    """Turn whatever a library raises about a damaged or foreign file into one error that names the
+    file, `raising`.
+
+    passing : errors that are left as they are, as are those of the system (OSError with errno)."""
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:  # a panic of a Rust extension is no Exception
+        foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not foreign or isinstance(error, OSError) and error.errno:
+            raise
+        cause = error.__cause__ or error
+        text = " ".join(str(cause)[:1000].split())
+        raise raising(f"{file}: {what} ({type(cause).__name__}: {text})") from error

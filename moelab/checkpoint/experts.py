@@ -1,0 +1,320 @@
+"""Experts read from a checkpoint's own safetensors files, without conversion to a store.
+
+An expert's tensors may be apart (Mixtral's w1, w3, w2), fused (GPT-OSS, Llama 4) or quantised
+(MXFP4) in a checkpoint; transformers' own renaming and conversion tables say what becomes of them.
+`CheckpointExperts` gives one expert after another as a source for the seam, and keeps nothing.
+`CheckpointStore` takes the place of an `ExpertStore` in the offloading engine (ZipMoE §4: experts
+are read into preallocated memory). Where a parameter is its tensors in the checkpoint one after
+another, in the dtype that the model computes in, their bytes are read to where they are computed
+from, a request for each tensor. Otherwise they are read into new memory and converted in the thread
+that reads. What is in few bits and unpacks bit for bit to what transformers makes of it, as one
+expert shows, stays in few bits, in the blob that a store would hold (`moelab.store.fewbit`).
+
+A checkpoint has no checksums, so what is read is not verified; its headers and that it is complete
+were checked before. A file that changes while it is open is noticed. A store adds compression and
+reads past the page cache."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.plan import LoadingPlan
+from moelab.models import compat
+from moelab.models.experts import Weights
+from moelab.models.seam import MoELayer, banks
+from moelab.store import fewbit, packings
+from moelab.store.codec import RAW, Codec
+from moelab.store.codecs import Plane
+from moelab.store.headers import NAMES, Stored
+from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
+from moelab.store.reader import Chunks, StoreExperts
+
+#: (key, first weight of it that was read, what was read) of a tensor in the checkpoint
+Piece = tuple[str, int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """One parameter of one expert: how it is made, and by pattern the tensor, or the part of one
+    (None: all of it), that it is made of: (key, part, where it is)."""
+
+    name: str
+    plan: compat.ParameterPlan
+    stored: dict[str, tuple[str, int | None, Stored]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for *_, stored in self.stored.values())
+
+    def is_bytes_of(self, dtype: str, quantizer: Any) -> bool:
+        """Whether the parameter in this type is just the bytes of its tensors, one after another."""
+        return all(
+            stored.dtype == dtype for *_, stored in self.stored.values()
+        ) and compat.is_concatenation(self.plan, quantizer)
+
+    def pieces(self, read: dict[str, torch.Tensor]) -> list[Piece]:
+        return [
+            (key, (part or 0) * read[pattern].numel(), read[pattern])
+            for pattern, (key, part, _) in self.stored.items()
+        ]
+
+    def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The parameter from its tensors by pattern, by transformers' own conversion."""
+        made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
+        numbered = compat.numbered_expert(self.plan.target.rpartition(".experts.")[2])
+        return made if numbered else made[0]
+
+
+def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[ParameterSource]:
+    """What each parameter of one expert is made of."""
+    for name, plan in checkpoint.plan.experts[layer].items():
+        numbered = compat.numbered_expert(name)
+        if numbered and numbered[0] != expert:
+            continue
+        part = None if numbered or plan.apart else expert
+        stored = {}
+        for pattern, keys in plan.sources.items():
+            key = keys[0 if numbered or part is not None else expert]
+            found = checkpoint.tensors[key]
+            stored[pattern] = key, part, found if part is None else found.slice(part)
+        yield ParameterSource(numbered[1] if numbered else name, plan, stored)
+
+
+class CheckpointExperts:
+    """Source of one expert after another, straight from a checkpoint: `source(layer, expert) →
+    tensors`.
+
+    Nothing is cached: a slow and simple source, with which others are compared.
+
+    dtype : what the tensors are cast to, as loading the whole model would cast them; None keeps the
+        stored one."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        store = checkpoint.store
+        self.stored = None if store is None else StoreExperts(store, mode="buffered")
+
+    def __call__(self, layer: int, expert: int) -> Weights:
+        """The tensors of one expert, each at a multiple of 64 bytes."""
+        if self.stored is not None:
+            tensors = self.stored(layer, expert)
+        else:
+            tensors = {name: made for name, made, _ in self.made(layer, expert)}
+        return {name: self._ready(tensor) for name, tensor in tensors.items()}
+
+    def made(self, layer: int, expert: int) -> Iterator[tuple[str, torch.Tensor, list[Piece]]]:
+        """(name, tensor, what it was made of) of an expert's parameters."""
+        plan = self.checkpoint.plan
+        for source in expert_sources(self.checkpoint, layer, expert):
+            read = _read(self.checkpoint, source)
+            made = source.make(plan, read).to(plan.stored[layer][source.name])
+            yield source.name, made, source.pieces(read)
+
+    def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+        return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
+
+
+def _read(checkpoint: Checkpoint, source: ParameterSource) -> dict[str, torch.Tensor]:
+    return {pattern: checkpoint.read(stored) for pattern, (*_, stored) in source.stored.items()}
+
+
+def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
+    """For each MoE layer its experts module's name, its number of experts, and whether the model
+    stacks them."""
+    return [
+        (f"{layer.name}.experts", layer.E, not isinstance(layer.experts, torch.nn.ModuleDict))
+        for layer in layers
+    ]
+
+
+def expert_parameters(layer: MoELayer) -> dict[str, torch.Tensor]:
+    """Name → one expert's parameter of a stock model, without the axis E."""
+    if isinstance(layer.experts, torch.nn.ModuleDict):
+        return dict(layer.experts["expert_0"].named_parameters())
+    return {name: parameter[0] for name, parameter in banks(layer.experts).items()}
+
+
+def few_bits(
+    plan: LoadingPlan, sources: list[Piece], made: torch.Tensor
+) -> tuple[Codec, np.ndarray, list[Piece]] | None:
+    """(codec, blob, sources as they are in it) of what a parameter is made of; None unless it is
+    in few bits and the blob unpacks to what was made of it, bit for bit."""
+    if found := fewbit.published([tensor for *_, tensor in sources], made):
+        form, blob, wide = found
+        return form, blob, [(key, start, tensor) for (key, start, _), tensor in zip(sources, wide)]
+    scheme = getattr(plan.quantizer, "scheme", None)
+    found = packings.keep(*scheme, sources, made) if scheme else None
+    return found and (*found, sources)
+
+
+def blob_of(plan: LoadingPlan, codec: Codec, sources: list[Piece]) -> np.ndarray:
+    """The blob of a parameter of which `few_bits` has found the codec."""
+    return (
+        packings.gathered(*plan.quantizer.scheme, sources)[1]
+        if isinstance(codec, packings.Packing)
+        else fewbit.gathered([tensor for *_, tensor in sources])[1]
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointLayer:
+    """One MoE layer, attributes as of `moelab.store.layout.Layer`; offsets are those in memory."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    experts: list[dict[str, TensorEntry]]
+
+
+class CheckpointStore(ExpertFiles):
+    """A checkpoint as the store of codec "raw" that it was never converted to; not one for `verify`
+    and `restore`.
+
+    dtype : that experts are given in, that of the model.
+    `scratch` is the memory in bytes that converting one expert takes for a moment.
+
+    Reading raises StoreError if a file was changed since the checkpoint was found."""
+
+    aligned, codec, shards, checksum = False, "raw", 1, None
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        self.checkpoint, self.dtype = checkpoint, dtype
+        self.spec, self.folder, plan = checkpoint.spec, checkpoint.folder, checkpoint.plan
+        self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
+        self.layers: list[CheckpointLayer] = []
+        for index, layer in enumerate(plan.layers):
+            forms = {} if plan.quantizer is None else self._few_bits(index)
+            self.layers.append(self._layer(layer, forms))
+        self.scratch = max(
+            (
+                source.nbytes + 2 * layer.experts[0][source.name].stored()
+                for i, layer in enumerate(self.layers)
+                for source in self.sources(i, 0)
+                if not self._plain(source, layer.experts[0])
+            ),
+            default=0,
+        )
+
+    def _type(self, parameter: torch.Tensor) -> torch.dtype:
+        return self.dtype if parameter.is_floating_point() else parameter.dtype
+
+    def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
+        """A layer whose experts' parameters are in few bits, by name, or as the model computes with
+        them."""
+        entries, at = {}, 0
+        for name, parameter in expert_parameters(layer).items():
+            dtype, shape = NAMES[self._type(parameter)], tuple(parameter.shape)
+            codec = forms.get(name, RAW)
+            length = codec.nbytes(shape, dtype)
+            entries[name] = TensorEntry(dtype, shape, "", ((codec, (Chunk(at, length, ""),)),))
+            at += aligned(length)
+        tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+        return CheckpointLayer(tensors, [entries] * layer.E)
+
+    def _few_bits(self, index: int) -> dict[str, Codec]:
+        """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
+        from which others do not differ in what they are made of."""
+        layer = self.checkpoint.plan.layers[index]
+        kinds: dict[str, set[tuple]] = defaultdict(set)
+        for expert in range(layer.E):
+            for source in self.sources(index, expert):
+                made_of = ((p, s.dtype, s.shape) for p, (*_, s) in source.stored.items())
+                kinds[source.name].add((source.name, *made_of))
+        found = {}
+        for source in self.sources(index, 0):
+            (kind, *others) = kinds[source.name]
+            if others:
+                continue
+            if kind not in self._forms:
+                self._forms[kind] = self._form(source)
+            if self._forms[kind] is not RAW:
+                found[source.name] = self._forms[kind]
+        return found
+
+    def _form(self, source: ParameterSource) -> Codec:
+        """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
+        look alike."""
+        read = _read(self.checkpoint, source)
+        made = source.make(self.checkpoint.plan, read).to(self.dtype)
+        few = few_bits(self.checkpoint.plan, source.pieces(read), made)
+        symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
+        return few[0] if few and not symmetric else RAW
+
+    def sources(self, layer: int, expert: int) -> Iterator[ParameterSource]:
+        """What each parameter of an expert is made of."""
+        return expert_sources(self.checkpoint, layer, expert)
+
+    def _plain(self, source: ParameterSource, entries: dict[str, TensorEntry]) -> bool:
+        return source.is_bytes_of(entries[source.name].dtype, self.checkpoint.plan.quantizer)
+
+    def stored_bytes(self, layer: int, expert: int, part: str) -> int:
+        return 0 if part == "SM" else sum(source.nbytes for source in self.sources(layer, expert))
+
+    def paths(self, layer: int) -> list[Path]:
+        return sorted(
+            {
+                stored.file
+                for expert in range(len(self.layers[layer].experts))
+                for source in self.sources(layer, expert)
+                for *_, stored in source.stored.values()
+            }
+        )
+
+    def extents(self, parts: list[Chunks]) -> list[Iterable[Extent]]:
+        """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
+        has been read."""
+        chunks, found = parts[0], []
+        for source in self.sources(chunks.layer, chunks.expert):
+            plane = chunks.plane(source.name, 0)
+            plain = self._plain(source, chunks.entries)
+            found.append(
+                list(self._in_place(source, plane)) if plain else self._made(source, plane)
+            )
+        return found
+
+    def _in_place(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
+        at = 0
+        for *_, stored in source.stored.values():
+            self.checkpoint.require_unchanged(stored.file)
+            memory = plane.shards[0][at : at + stored.nbytes]
+            yield stored.file, stored.begin, [memoryview(memory)]
+            at += stored.nbytes
+
+    def _made(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
+        read, plan = {}, self.checkpoint.plan
+        for pattern, (*_, stored) in source.stored.items():
+            self.checkpoint.require_unchanged(stored.file)
+            read[pattern] = stored.empty()
+            memory = read[pattern].reshape(-1).view(torch.uint8).numpy()
+            yield stored.file, stored.begin, [memoryview(memory)]
+        target = plane.shards[0]
+        if plane.codec.few_bits:
+            target[:] = blob_of(plan, plane.codec, source.pieces(read))
+        else:
+            made = source.make(plan, read)
+            torch.from_numpy(target).view(self._type(made)).view(made.shape).copy_(made)
+
+    @property
+    def identity(self) -> str:
+        return self.checkpoint.identity
+
+    @property
+    def weights_bytes(self) -> int:
+        plan = self.checkpoint.plan
+        return sum(
+            stored.nbytes
+            for key, stored in self.checkpoint.tensors.items()
+            if key not in plan.expert_keys and key not in plan.ignored
+        )

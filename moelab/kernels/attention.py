@@ -1,0 +1,158 @@
+"""Attention of a single token in one call.
+
+Threads share the rows of q, k and v, then the key heads, then the rows of the output. Sums are in
+fp32 and rounded once, so results are transformers' within the dtype's tolerance.
+
+    x [H] → q [heads, D], k and v [kv heads, D] → the cache: [kv heads, S, D] → [H]
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import carray
+
+from moelab.kernels.compile import c_function, kernel
+from moelab.kernels.emit import address, exponential, kept, pointer, take, together
+from moelab.kernels.norm import rms_norm
+from moelab.kernels.products import F32, multiply_one
+from moelab.kernels.tiles import add_rows, dots, place, span, spread, weight, write
+from moelab.kernels.vectors import STEP, Kind
+
+#: what threads share that mix values by the scores of keys: key heads that they have taken, of so many,
+#: each with a group of query heads; S tokens, the new one included; bytes from one head of the cache to
+#: the next; addresses of q fp32 [heads, D], as `spread` has written it, of keys, values and fp32 [heads, D]
+FIELDS = "taken", "kv_heads", "group", "S", "D", "stride", "q", "keys", "values", "mixed"
+HEADS = np.dtype([(field, np.int64) for field in FIELDS])
+
+
+@kernel
+def attend(plan, weights, token, room, x, H, out):
+    """Write attention's output [H] for x [H], which may be the same memory.
+
+    plan : (kind of x and the cache, D, kv heads, norms, address of `_heads`, plans of q, k, v and of the
+        output); norms : widths of q's and of k's, and what they add to mean squares.
+    weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms, 0 for none; a matrix
+        for each head; the output's.
+    token : (addresses of cos and sin [D], scaling, team). room : int64 [4], where the cache is: keys,
+        values, S with the new token, numbers from one head to the next.
+    """
+    kind, D, kv_heads, norms, work, before, after = plan
+    team, rows = token[3], weights[1:-1]
+    heads = len(rows) - 2 * kv_heads
+    y, q, mixed = (
+        np.empty((len(rows), D), np.float32),
+        np.empty(heads * D, np.float32),
+        np.empty(heads * D, np.float32),
+    )
+    multiply_one(before, rows, kind, x, H, D, address(y), team)
+    if weights[0, 0] != 0:
+        q_width, k_width, eps = norms
+        at = address(y) + 4 * heads * D
+        rms_norm(
+            F32, address(y), kind, weights[0, 0], heads * D // q_width, q_width, eps, address(y)
+        )
+        rms_norm(F32, at, kind, weights[0, 1], kv_heads * D // k_width, k_width, eps, at)
+    _turn(kind, token, room, y, heads, kv_heads, D, q)
+    jobs = np.empty(1, HEADS)
+    job = jobs[0]
+    job.taken, job.kv_heads, job.group, job.S, job.D = 0, kv_heads, heads // kv_heads, room[2], D
+    job.stride, job.q, job.mixed = span(kind, room[3]), address(q), address(mixed)
+    job.keys, job.values = room[0], room[1]
+    together(team[0], work, team[1], address(jobs))
+    kept(jobs)
+    kept(q)
+    total = np.empty(H, np.float32)
+    multiply_one(after, weights[-1:], F32, address(mixed), heads * D, H, address(total), team)
+    kept(mixed)
+    for i in range(H):
+        write(kind, out, i, total[i])
+
+
+@kernel
+def _turn(kind, token, room, y, heads, kv_heads, D, q):
+    """Rotate the heads of y; q's are scaled and put in the order of `place`, k and v in the cache."""
+    cos, sin, scaling, _ = token
+    keys, values, S, stride = room[0], room[1], room[2], room[3]
+    half, whole, turned = D // 2, D - D % STEP, np.empty(D, np.float32)
+    for m in range(heads + kv_heads):
+        for i in range(half):
+            a, b = y[m, i], y[m, i + half]
+            turned[i] = a * weight(kind, cos, i) - b * weight(kind, sin, i)
+            turned[i + half] = b * weight(kind, cos, i + half) + a * weight(kind, sin, i + half)
+        if m < heads:
+            for i in range(D):
+                turned[i] *= np.float32(scaling)
+            spread(F32, kind, address(turned), whole, address(q) + 4 * m * D)
+            for i in range(whole, D):
+                q[m * D + i] = turned[i]
+        else:
+            newest = (m - heads) * stride + (S - 1) * D
+            for i in range(D):
+                write(kind, keys, newest + i, turned[i])
+                write(kind, values, newest + i, y[m + kv_heads, i])
+
+
+@kernel
+def _heads(kind, at):
+    """One key head after the other, with the query heads that share it, until none is left."""
+    job = carray(pointer(at), 1, HEADS)[0]
+    D, whole = job.D, job.D - job.D % STEP
+    scores, sums = np.empty(job.S, np.float32), np.empty(D, np.float32)
+    while True:
+        h = take(at)
+        if h >= job.kv_heads:
+            return
+        for head in range(h * job.group, (h + 1) * job.group):
+            _score(kind, job.q + 4 * head * D, job.keys + h * job.stride, D, scores)
+            largest, total = scores.max(), np.float32(0)
+            for s in range(len(scores)):
+                scores[s] = exponential(scores[s] - largest)
+            for s in range(len(scores)):
+                total += scores[s]
+            _mix(kind, scores, job.values + h * job.stride, sums)
+            for i in range(D):
+                value = sums[place(kind, i) if i < whole else i] / total
+                write(F32, job.mixed, head * D + i, value)
+
+
+@kernel
+def _score(kind, q, keys, D, scores):
+    """Scores [S] of the keys [S, D] for a query head."""
+    S, whole, row, inputs = len(scores), D - D % STEP, span(kind, D), np.full(1, q)
+    x, to = address(inputs), address(scores)
+    for s in range(0, S - 3, 4):
+        dots(1, 4, F32, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+    for s in range(S - S % 4, S):
+        dots(1, 1, F32, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+    kept(inputs)
+    for s in range(S if whole < D else 0):
+        for i in range(whole, D):
+            scores[s] += weight(F32, q, i) * weight(kind, keys, s * D + i)
+
+
+@kernel
+def _mix(kind, scores, values, sums):
+    """sums [D], in the order of `place`: the values [S, D] times their scores."""
+    S, D = len(scores), len(sums)
+    whole, row, to = D - D % STEP, span(kind, D), address(sums)
+    sums[:] = 0
+    for s in range(0, S - 3, 4):
+        add_rows(4, kind, address(scores) + 4 * s, values + s * row, 0, 0, D, whole, to)
+    for s in range(S - S % 4, S):
+        add_rows(1, kind, address(scores) + 4 * s, values + s * row, 0, 0, D, whole, to)
+    for i in range(whole, D):
+        for s in range(S):
+            sums[i] += scores[s] * weight(kind, values, s * D + i)
+
+
+@cache
+def heads_work(kind: Kind) -> int:
+    """The address of what a thread does for a job of key heads."""
+    tag = kind.tag
+
+    def heads(at):
+        _heads(tag, at)
+
+    return c_function(heads)
