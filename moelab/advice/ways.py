@@ -117,7 +117,7 @@ class Way:
         )
 
     def row(self, batch: int) -> dict[str, Any]:
-        """All that is known of it, in bytes and seconds; `moelab.table.in_units` makes it
+        """All that is known of it, in bytes and seconds; `moelab.advice.answer.in_units` makes it
         readable."""
         return {
             "experts as": self.form,

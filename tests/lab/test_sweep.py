@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.__main__ import main
-from moelab.files import finished_runs
+from moelab.comparison import finished_runs
 from moelab.journal import Journal
 from moelab.lab import sweep as sweeps
 from moelab.lab.results import KINDS
