@@ -87,8 +87,10 @@ class Mean:
         self.value, self.count = value, count
 
     def add(self, value: float) -> None:
+        """Count one more value."""
         self.count = min(self.count + 1, MEMORY)
         self.value += (value - self.value) / self.count
 
     def took(self, seconds: float) -> None:
+        """Count a duration; one that was disturbed counts as `LONG` means."""
         self.add(min(seconds, LONG * self.value) if self.value else seconds)

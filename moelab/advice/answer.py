@@ -82,6 +82,7 @@ class Advice:
 
     @property
     def commands(self) -> list[str]:
+        """`steps` as a person types them; not the last if its pools cannot be said there."""
         return [
             " ".join(
                 ["moelab", command, source, *(f"--{name} {value}" for name, value in given.items())]
@@ -96,7 +97,8 @@ class Advice:
         line cannot say."""
         _, source, given = self.steps[-1]
         plan = [f"plan=moelab.{self.best.pools}"] if self.best.pools else []
-        return f"moelab.open_model({', '.join([repr(source), *(f'{k}={v!r}' for k, v in given.items()), *plan])})"
+        options = [f"{name}={value!r}" for name, value in given.items()]
+        return f"moelab.open_model({', '.join([repr(source), *options, *plan])})"
 
     def table(self) -> list[dict[str, Any]]:
         """A row a way, exact, in bytes and seconds: of each form the fastest, what was measured,

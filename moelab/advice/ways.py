@@ -68,10 +68,12 @@ class Way:
 
     @property
     def resident(self) -> bool:
+        """Whether all experts stay in memory."""
         return self.budget >= self.experts
 
     @property
     def lossless(self) -> bool:
+        """Whether no bit of the output changes."""
         return self.loss == 0
 
     def within(self, loss: float) -> bool:
