@@ -68,6 +68,7 @@ class Taken(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Of the token's forward pass."""
         return self.forward.end - self.forward.start
 
 
@@ -342,6 +343,7 @@ def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
 
 
 def row(found: Sequence[Taken]) -> Numbers:
+    """Times and bytes of tokens, as a table has them."""
     ahead = [t.metrics.prefetched for t in found]
     return {
         "TPOT s": median(t.seconds for t in found),

@@ -215,6 +215,7 @@ class Rates:
     def of(
         cls, weights: torch.Tensor, made: Mapping[str, Coder], repeats: int, threads: list[int]
     ) -> Rates:
+        """Time each coder on the weights, alone and in several threads at once."""
         samples = per_thread(weights, made, repeats)
         load, real = load_average(), {name: coder for name, coder in made.items() if name != "raw"}
         return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
@@ -226,6 +227,7 @@ class Rates:
 
     @property
     def memcpy(self) -> float:
+        """Bytes a second of copying the weights."""
         return rate(self.single, "memcpy", self.nbytes)
 
     @property
@@ -244,6 +246,8 @@ class Rates:
         return self.over(f"{PEER} decode") if f"{PEER} decode" in self.single else None
 
     def by_task(self) -> dict[str, Numbers]:
+        """Task → coder → GB/s of weights in one thread; of decoding also the joining of planes
+        alone."""
         found = {
             what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
             for what in ("compress", "decode")
@@ -252,6 +256,7 @@ class Rates:
         return found
 
     def by_threads(self) -> dict[str, Numbers]:
+        """Number of threads → coder → GB/s of weights in all of them together."""
         found = scaling(self.several, self.nbytes)
         return {
             f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
@@ -316,10 +321,12 @@ class Sample(NamedTuple):
 
     @property
     def weights(self) -> int:
+        """How many weights were looked at."""
         return sum(tensor.numel() for tensor in self.tensors)
 
     @property
     def sigma(self) -> float:
+        """Standard deviation of a part of the weights."""
         return (
             torch.cat([tensor.flatten()[:65536].float() for tensor in self.tensors[:64]])
             .std()
