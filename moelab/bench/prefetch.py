@@ -36,9 +36,9 @@ from moelab.api import using
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.end_to_end import SPEC
+from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.synthesize import synthesize
 from moelab.intervals import Interval, named
 from moelab.intervals import ratio as ratio_of
 from moelab.offloading.metrics import Forward, Metrics
@@ -68,6 +68,7 @@ class Taken(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Of the token's forward pass."""
         return self.forward.end - self.forward.start
 
 
@@ -342,6 +343,7 @@ def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
 
 
 def row(found: Sequence[Taken]) -> Numbers:
+    """Times and bytes of tokens, as a table has them."""
     ahead = [t.metrics.prefetched for t in found]
     return {
         "TPOT s": median(t.seconds for t in found),

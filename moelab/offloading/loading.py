@@ -178,7 +178,6 @@ class Loader:
     def forked(self) -> None:
         """In a child process there are no threads, and their lock may be taken."""
         self._lock, self.threads = threading.Lock(), []
-        self.timeline.forked()
         self.halt(
             RuntimeError(
                 "the process was forked while this model was loading experts: run it again"

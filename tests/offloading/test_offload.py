@@ -85,7 +85,7 @@ def eager(qwen):
 )
 def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", dtype))
-    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", "huffman").folder)
     least = Sizes.of(store).in_flight
     for budget in (least, 0.5, 1.0):
         offloaded = offload(store, budget)
@@ -109,7 +109,7 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
 )
 def test_another_executor_computes_the_same_but_for_rounding(name, executor, budget, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.float32))
-    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store").folder)
+    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", "huffman").folder)
     computing = make("executor", executor)
     model = open_model(store, memory=budget, executor=computing)
     with model.moelab:
@@ -199,7 +199,7 @@ def test_no_timing_changes_a_bit(qwen, chance, workers, staging, pools, policy):
 
 
 def jitter(model, chance):
-    reader, read = model.moelab.engine.loader.reader, model.moelab.engine.loader.reader.fill
+    reader, read = model.moelab.engine.loader.reader, model.moelab.engine.loader.reader.read_parts
 
     def slow(*args, **kwargs):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
@@ -207,7 +207,7 @@ def jitter(model, chance):
         time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3]))
         return nbytes
 
-    reader.fill = slow
+    reader.read_parts = slow
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_after_an_error_within_a_layer_the_model_goes_on(qwen, eager, broken, mo
         engine = offloaded.moelab.engine
         generate(offloaded, seed=1)
         owner, name = {
-            "disk": (engine.loader.reader, "fill"),
+            "disk": (engine.loader.reader, "read_parts"),
             "executor": (engine, "weights"),
             "thread": (engine.loader.queue, "read_done"),
         }[broken]
@@ -258,7 +258,7 @@ def test_after_an_error_within_a_layer_the_model_goes_on(qwen, eager, broken, mo
 def damaged(folder, experts):
     """The store of a small model in which a byte of each of these experts of layer 0 is another."""
     tiny.save("qwen3_moe", folder / "model", torch.bfloat16)
-    store = convert(folder / "model", folder / "store")
+    store = convert(folder / "model", folder / "store", "huffman")
     for expert in experts:
         chunk = store.entries(0, expert)["down_proj"].planes[-1][1][0]
         with open(store.folder / store.layers[0].file, "r+b") as f:

@@ -122,7 +122,7 @@ def held_up(rng: random.Random) -> Iterator[None]:
     faulthandler.dump_traceback_later(WATCHDOG, exit=True)
     with ExitStack() as stack:
         stack.callback(faulthandler.cancel_dump_traceback_later)
-        for owner, name in ((Reader, "plan"), (Reader, "fill"), (CpuDecoder, "__call__")):
+        for owner, name in ((Reader, "read_parts"), (CpuDecoder, "__call__")):
             stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
         yield
 
