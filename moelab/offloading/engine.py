@@ -140,9 +140,7 @@ class Engine:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one:
-            self._check()
-            if self._broken or self.loader.closed:  # as one of its threads has ended early
-                self._restart()
+            self._require_sound()
             self.computes_in = x.dtype  # which is another if the model was cast
             try:
                 return self._step(x, ids, weights, experts)
@@ -150,8 +148,8 @@ class Engine:
                 self._broken = True
                 raise
 
-    def _check(self) -> None:
-        """Raise what ends a generation between two layers."""
+    def _require_sound(self) -> None:
+        """Raise what ends a generation between two layers; after an error, start anew."""
         if self.closed:
             raise RuntimeError(
                 "this model's engine is closed; moelab.open_model(store, memory=…) opens it again"
@@ -159,6 +157,8 @@ class Engine:
         if self.cancelled is not None and self.cancelled():
             raise Cancelled
         raise_waiting()
+        if self._broken or self.loader.closed:  # as one of its threads has ended early
+            self._restart()
 
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         layer, E, controller = experts.layer, experts.num_experts, self.controller
@@ -272,7 +272,7 @@ class Engine:
         """Layers of a token in one call (`moelab.experts.executor.Executor.token`), as far as their
         experts are resident for good."""
         with self._one:
-            self._check()
+            self._require_sound()
             yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
 
     def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
@@ -288,8 +288,7 @@ class Engine:
         leave."""
         residency, executor = self.residency, modules[0].executor
         find = getattr(executor, "banks", None)
-        loading = self._broken or self.loader.closed or not residency.holds_all
-        if find is None or loading or residency.sees:
+        if find is None or not residency.holds_all or residency.sees:
             return None
         if any(of.executor is not executor for of in modules):
             return None
@@ -305,8 +304,10 @@ class Engine:
     def begin_forward(self, info: ForwardInfo, exact: bool = True) -> float:
         """A forward pass begins, `exact` if its experts are computed by transformers' own
         operations; returns the time."""
-        with self.loader.changing():
-            self.controller.begin_forward(info.phase)
+        with self._one:
+            self._require_sound()
+            with self.loader.changing():
+                self.controller.begin_forward(info.phase)
         self.decoding = info.phase == "decode"
         if self.decoding and not exact and not self._far:
             self._narrow()
@@ -321,6 +322,8 @@ class Engine:
         self._report_other(now, -1)
         self._idle_since = None
         self.widen()
+        if self._broken:
+            return now
         if self.decoding:
             self._share.add(max(0.0, self.loader.used - self._used) / (now - self._began))
         with self.loader.changing():
