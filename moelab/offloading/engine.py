@@ -346,9 +346,9 @@ class Engine:
             self._threads = None
 
     @property
-    def opens(self) -> bool:
+    def wants_predictions(self) -> bool:
         """Whether predictors shall listen in this forward pass: not where nobody would ask them."""
-        return bool(self.loader.queue.ahead) and self.controller.gate.opens
+        return bool(self.loader.queue.ahead) and self.controller.gate.enabled
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.

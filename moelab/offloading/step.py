@@ -15,7 +15,7 @@ from moelab.specs import ExpertKey, State
 
 
 class Log(Protocol):
-    """Who is told what happens: a `moelab.offloading.run.EngineRun`."""
+    """What records steps: a `moelab.offloading.run.EngineRun`."""
 
     def layer(self, layer: int, tokens: Mapping[int, int]) -> None: ...
 
@@ -29,7 +29,7 @@ class StepController:
     queue : what of them is loaded, and into which slots.
     gate : whether predictions are followed.
     order : in which order the experts of a step are read and decoded.
-    log : is told of every step and of every prediction.
+    log : records every step and every prediction.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class StepController:
     def begin_forward(self, phase: str) -> None:
         """A forward pass begins, "prefill" or "decode"."""
         self.drop_prefetched()
-        self.gate.begin(phase)
+        self.gate.begin_forward(phase)
 
     def end_forward(self, seconds: float) -> None:
         """It took so long."""
         self.drop_prefetched()
-        self.gate.ended(seconds)
+        self.gate.end_forward(seconds)
 
     def drop_prefetched(self) -> None:
         """What was prefetched and not used is given up: the forward pass that wanted it is over."""
@@ -93,7 +93,7 @@ class StepController:
     def _prefetch(self, layer: int, experts: list[int]) -> None:
         if self.log is not None:
             self.log.predicted(layer, experts)
-        if not self.gate.opens:
+        if not self.gate.enabled:
             return
         keys = [ExpertKey(layer, expert) for expert in experts]
         requests = [
