@@ -38,6 +38,7 @@ from moelab.offloading.slots import Slots
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow, threads
 from moelab.specs import Event, ExpertKey, State
+from moelab.store.headers import NAMES
 from moelab.store.reader import Reader, cast
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
@@ -189,7 +190,7 @@ class Engine:
             for request in self._as_ready(step):
                 expert, start = request.key.expert, clock()
                 choice, tokens = parts[expert]
-                tensors = self.weights(*request.key, x.dtype, reuse=True)
+                tensors = self.weights(*request.key, reuse=True)
                 out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
                 contributions.append((expert, tokens, out))
                 self._executed([request], start)
@@ -362,12 +363,10 @@ class Engine:
 
     # memory
 
-    def weights(
-        self, layer: int, expert: int, dtype: torch.dtype | None = None, reuse: bool = False
-    ) -> dict[str, Tensor]:
-        """The tensors of an expert that is loaded, in `dtype`, which a store usually has them in
-        already. With `reuse` they are valid until the next call."""
-        tensors = self.loader.tensors((layer, expert), reuse)
+    def weights(self, layer: int, expert: int, reuse: bool = False) -> dict[str, Tensor]:
+        """The tensors of an expert that is loaded, in the dtype of the hidden states, which a store
+        usually has them in already. With `reuse` they are valid until the next call."""
+        tensors, dtype = self.loader.tensors((layer, expert), reuse), self.computes_in
         if dtype is None or all(
             t.dtype == dtype or not t.is_floating_point() for t in tensors.values()
         ):
@@ -386,11 +385,13 @@ class Engine:
 
 
 class EngineSource:
-    """An engine's experts as a source of the seam: tensors of `dtype`; `cast` if they are stored in
-    another."""
+    """An engine's loaded experts as a source of the seam."""
 
-    def __init__(self, engine: Engine, dtype: torch.dtype, cast: bool) -> None:
-        self.engine, self.dtype, self.cast = engine, dtype, cast
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        layers = engine.loader.reader.store.layers
+        experts = [entries for layer in layers for entries in layer.experts]
+        self._stored = {entry.dtype for entries in experts for entry in entries.values()}
 
     @property
     def device(self) -> torch.device:
@@ -398,9 +399,7 @@ class EngineSource:
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
         try:
-            return self.engine.weights(
-                layer, expert, self.engine.computes_in or (self.dtype if self.cast else None)
-            )
+            return self.engine.weights(layer, expert)
         except KeyError:
             raise ValueError(
                 f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
@@ -410,11 +409,11 @@ class EngineSource:
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]] | None:
-        """As `Slots.matrices`, of loaded experts, addresses of `device`; None if they are not of
-        this dtype."""
-        loader = self.engine.loader
-        if self.cast or dtype != self.dtype:
+        """As `Slots.matrices`, of loaded experts, addresses of `device`; None if they are not
+        stored in this dtype."""
+        if self._stored != {NAMES.get(dtype)}:
             return None
+        loader = self.engine.loader
         slots = [loader.queue.held[layer, expert]["full"] for expert in experts]
         return loader.slots.matrices(slots, layer, experts)
 

@@ -43,7 +43,6 @@ from moelab.offloading.slots import (
 from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
 from moelab.specs import ExpertKey
-from moelab.store.headers import NAMES
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -188,9 +187,7 @@ def offload(
             slots.touch()
         engine = memory.engine(model, residency, slots, reader, delays, held)
         unless_open.callback(engine.close)
-        every = (entries for layer in store.layers for entries in layer.experts)
-        stored = {entry.dtype for entries in every for entry in entries.values()}
-        experts = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
+        experts = EngineSource(engine)
         plug(model, source=experts, engine=engine)
         Session(model, engine, experts, store, memory.budget)
         unless_open.pop_all()

@@ -6,20 +6,13 @@ so both decide the same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.offloading.load_queue import LoadQueue, Order
 from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.run import EngineRun
 from moelab.specs import ExpertKey, State
-
-
-class Log(Protocol):
-    """What records steps: a `moelab.offloading.run.EngineRun`."""
-
-    def layer(self, layer: int, tokens: Mapping[int, int]) -> None: ...
-
-    def predicted(self, layer: int, experts: Iterable[int]) -> None: ...
 
 
 class StepController:
@@ -38,7 +31,7 @@ class StepController:
         queue: LoadQueue,
         gate: PrefetchGate,
         order: Callable[[Sequence[Request]], Order],
-        log: Log | None = None,
+        log: EngineRun | None = None,
     ) -> None:
         self.residency, self.queue, self.gate, self.order = residency, queue, gate, order
         self.log = log
