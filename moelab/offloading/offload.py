@@ -106,7 +106,7 @@ class Offloading:
         metavar="NAME",
     )
     bandwidth: float | None = option(None, "bytes a second to which the disk is slowed", "memory")
-    verify: bool = option(True, "compare checksums of what is read", "memory")
+    verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
     device: str | torch.device | None = option(
         None,
         "where to compute: cpu (by default), or cuda, a GPU, whose memory --memory then is for",
