@@ -187,9 +187,9 @@ def offload(
             slots.touch()
         engine = memory.engine(model, residency, slots, reader, delays, held)
         unless_open.callback(engine.close)
-        experts = EngineSource(engine)
-        plug(model, source=experts, engine=engine)
-        Session(model, engine, experts, store, memory.budget)
+
+        plug(model, source=EngineSource(engine), engine=engine)
+        Session(model, engine, store, memory.budget)
         unless_open.pop_all()
     return model
 
