@@ -43,10 +43,10 @@ class Router:
     def __init__(self, layer: MoELayer, dtype: torch.dtype) -> None:
         self.layer, router = layer, layer.router
         holders = (router, layer.block, getattr(router, "moe_statics", None))
-        biases = [getattr(of, name, None) for of in holders for name in CORRECTIONS]
+        biases = [getattr(holder, name, None) for holder in holders for name in CORRECTIONS]
         biases = [bias.detach().flatten() for bias in biases if bias is not None]
         self.correction = biases[0] if biases else 0.0
-        weight = next(of for of in router.parameters() if of.dim() > 1)
+        weight = next(matrix for matrix in router.parameters() if matrix.dim() > 1)
         x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0))
         x = x.to(weight.device, dtype)
         (ids, weights), logits, off = layer.routing(layer.ask(x)), self.logits(x), {}
@@ -69,7 +69,7 @@ class Router:
         `favour` [E] added to the logits that are compared: ids and weights [T, K]."""
         logits = self.logits(x)
         chosen = self.best(logits + favour, ids.shape[1])
-        own, other = (self.weights(logits, of) for of in (ids, chosen))
+        own, other = self.weights(logits, ids), self.weights(logits, chosen)
         return chosen, other * (weights.float().sum(-1, keepdim=True) / own.sum(-1, keepdim=True))
 
     def logits(self, x: Tensor) -> Tensor:

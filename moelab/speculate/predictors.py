@@ -284,8 +284,8 @@ class Frequency(Predictor):
             seen = self.prefill.get(target)
             if seen is None or len(seen[0]) % B:
                 return None
-            seen = (of.reshape(B, -1) for of in seen)
-            self.popular[target] = known = popular(*seen, self.spec.E, self.spec.K)
+            ids, weights = (column.reshape(B, -1) for column in seen)
+            self.popular[target] = known = popular(ids, weights, self.spec.E, self.spec.K)
         return known
 
 
@@ -299,8 +299,9 @@ class Static(Predictor):
         trace, K = self.trace, self.spec.K
         if isinstance(trace, RoutingTrace):
             of_model(trace, model)
-            seen = (of.movedim(1, 0).flatten(1) for of in (trace.ids.long(), trace.weights))
-            ids, weights = popular(*seen, self.spec.E, K)
+            columns = trace.ids.long(), trace.weights
+            ids, weights = (column.movedim(1, 0).flatten(1) for column in columns)  # [L, T·K]
+            ids, weights = popular(ids, weights, self.spec.E, K)
         else:
             ids = trace.require(identity(model), self.spec).counts().topk(K).indices
             weights = torch.full(ids.shape, 1 / K)
@@ -308,7 +309,7 @@ class Static(Predictor):
 
     def predict(self, layer, s, r, ids, weights):
         target = self.targets[layer].index
-        return tuple(of[target].expand(len(ids), -1) for of in self.popular)
+        return tuple(column[target].expand(len(ids), -1) for column in self.popular)
 
 
 class Previous(Predictor):
@@ -324,7 +325,7 @@ class Previous(Predictor):
         last = self.last.get(self.targets[layer].index)
         if last is None or len(last[0]) % len(ids):
             return None
-        return tuple(of.view(len(ids), -1, of.shape[-1])[:, -1] for of in last)
+        return tuple(column.view(len(ids), -1, column.shape[-1])[:, -1] for column in last)
 
 
 class Oracle(Predictor):
