@@ -45,11 +45,11 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
                 with timed(part):
                     read[part] = reader.read(0, expert, part, buffer)
             with timed("decompress"):
-                for name in apart(read["E"]):
+                for name in apart:
                     decompress(read["E"], name, out[name])
             with timed("recover"):
                 for name, tensor in out.items():
-                    if name in apart(read["E"]):
+                    if name in apart:
                         recover(read["SM"], name, tensor)
                     else:
                         decode_tensor(read["E"], read["SM"], name, tensor)
