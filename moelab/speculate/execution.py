@@ -27,7 +27,8 @@ from moelab.models.forward import forward_info
 from moelab.models.patches import Patches
 from moelab.models.stream import stacks, streams
 from moelab.models.unchanged import Listener
-from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
+from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor
+from moelab.speculate.routers import ask
 from moelab.trace import DECODE, PREFILL
 
 MODES = ("hint", "speculative", "router-free")

@@ -1,5 +1,5 @@
-"""Training the expert estimator from activations on disk, in memory that does not grow with their
-number.
+"""Training the expert estimator from the hidden states of a trace, which are mapped where they lie
+on disk.
 
 Source: Speculating Experts §6.1, §6.2 (Fig. 9), appendix A: distillation, the loss is KL(true
 router ‖ estimator). A softmax router is matched in that distribution; a sigmoid router expert by
@@ -27,7 +27,8 @@ from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
 from moelab.speculate.execution import found
-from moelab.speculate.predictors import estimated, route
+from moelab.speculate.predictors import estimated
+from moelab.speculate.routers import route
 from moelab.speculate.rows import Examples, Rows, generator_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
@@ -84,8 +85,7 @@ def train(
 ) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
 
-    trace : recorded with `hidden=True`; a path, or a trace whose hidden states lie on disk, is
-        streamed.
+    trace : recorded with `hidden=True`, or its path; hidden states on disk are read as needed.
     vectors : the default vectors that make q, the same that predictors will use.
     validation : of text that is not in `trace`. It decides when to stop, so measure the result on a
         third one.

@@ -11,7 +11,7 @@ from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
 from moelab.models import discover
 from moelab.models.patches import Patches
-from moelab.speculate.predictors import route, teacher
+from moelab.speculate.routers import route, router_logits
 from tests.models import tiny
 from tests.offloading.test_offload import generate
 
@@ -67,7 +67,7 @@ def test_a_router_that_is_asked_is_the_kernel_in_its_place(tmp_path, monkeypatch
                 torch.testing.assert_close(found[1], weights, rtol=1e-4, atol=1e-5)
             assert len(calls) == len(layers)
             for each, (ids, _) in zip(layers, wanted):  # made into weights by the code
-                assert torch.equal(route(each, other, teacher(each, x))[0], ids)
+                assert torch.equal(route(each, other, router_logits(each, x))[0], ids)
             assert len(calls) == 2 * len(layers)  # the teachers
 
 

@@ -14,7 +14,7 @@ from moelab.models import discover, plugged
 from moelab.models.identity import identity
 from moelab.recording import record
 from moelab.speculate import DefaultVectors, Speculation, default_vectors
-from moelab.speculate.predictors import route, teacher
+from moelab.speculate.routers import route, router_logits
 from moelab.trace import DECODE, PREFILL
 from tests.checkpoint import wild
 from tests.depth import in_turn
@@ -297,7 +297,7 @@ def test_routers_that_are_called_with_a_bias_are_asked_with_it_and_left_out_with
     targets = {layer.index - 1: layer for layer in discover(model)}
     bag = {
         "vectors": default_vectors(model, PROMPTS[:1]),
-        "estimator": lambda q, layer: teacher(targets[layer], q),
+        "estimator": lambda q, layer: router_logits(targets[layer], q),
     }
     logits = {}
     for kind, mode in (
