@@ -35,7 +35,7 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.files import writable
 from moelab.models.greedy import greedy, not_followed
-from moelab.offloading.metrics import told
+from moelab.offloading.metrics import summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
@@ -289,7 +289,7 @@ def _generate(
 
 
 def _told(result: Generation) -> str:
-    lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {told(result)}"]
+    lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {summary_line(result)}"]
     if result.parallel:
         held = ", ".join(f"{n / 1e6:,.1f}" for n in result.expert_bytes)
         sent = sum(map(sum, result.sent.values()))

@@ -118,6 +118,7 @@ class Popularity(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """Tokens of all sources, calibrated and unseen."""
         return sum(
             len(self.traces[name, split]) for name in self.names for split in ("train", "test")
         )
@@ -215,6 +216,7 @@ class Capacities(NamedTuple):
 
     @classmethod
     def tried(cls, found: Popularity, chunk: int) -> Capacities:
+        """What capacities from the calibration drop and pad on unseen chunks of so many tokens."""
         calibration, seen, loads = (
             found.calibration,
             found.loads("train", chunk),

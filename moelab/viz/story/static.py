@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from moelab.parallel import volumes
 from moelab.static import blocks
 from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS
-from moelab.table import ms, percent, slug
+from moelab.table import ms, percent
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.viz.notebook import interact, show
 from moelab.viz.story import static_figures as figures
@@ -645,3 +646,8 @@ def turning(E: int, K: int, seed: int) -> None:
             options=[1, 16, 128, 512, 2048, 4096], value=512, description="tokens of a step"
         ),
     )
+
+
+def slug(name: str) -> str:
+    """A name as part of a metric's: "groups of 8, prune" → "groups_of_8_prune"."""
+    return "_".join(re.findall(r"[\w-]+", name))
