@@ -100,26 +100,6 @@ def test_executing_the_truth_is_eager(name, tiny_model):
         assert torch.equal(speculation.hits, speculation.requests)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text", "mixtral"])
-def test_what_was_predicted_is_what_runs(name, tiny_model):
-    """The run recorded, and its predictions written down as they are made."""
-    model, said = tiny_model(name), []
-    plain = run(model, PROMPTS[:1])[1]
-    with Speculation(model, listened(make("random", model), said), "speculative"):
-        trace = record(model, PROMPTS[:1], max_new_tokens=6, min_new_tokens=6)
-        assert not torch.equal(run(model, PROMPTS[:1])[1], plain)
-    decode, at = trace.select(trace.phase == DECODE), [0] * model.spec.L
-    for layer, (ids, weights) in said:
-        row = at[layer + 1]
-        if len(ids) == 1 and row < len(decode):
-            assert torch.equal(decode.ids[row, layer + 1].long(), ids[0])
-            assert torch.equal(decode.weights[row, layer + 1], weights[0].to(decode.weights))
-            at[layer + 1] += 1
-    assert set(at) == {0, len(decode)}  # the first layer has no prediction
-    # prefill ran on the true experts
-    assert torch.equal(trace.ids[trace.phase == PREFILL], record(model, PROMPTS[:1]).ids)
-
-
 class CountLinear(TorchFunctionMode):
     """Counts the linear layers whose weight is one of some tensors."""
 
