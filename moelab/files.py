@@ -263,17 +263,15 @@ def load_json(path: str | Path, form: str, what: str, remedy: str, shape: Any) -
         return typed(found, shape)
 
 
-def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str]) -> Path:
-    """Write tensors and `about`, whose "format" says what the file is, atomically as safetensors;
-    returns the path."""
+def save_tensors(path: str | Path, form: str, tensors: dict[str, Any], **about: Any) -> Path:
+    """Write tensors, the format `form` and what else is `about` them atomically as safetensors, a
+    text as it is and all else as JSON; returns the path."""
     from safetensors.torch import save_file
 
+    said = {name: one if isinstance(one, str) else json.dumps(one) for name, one in about.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic(path) as part:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            part,
-            about,
-        )
+        save_file(tensors, part, {"format": form, **said})
     return absolute(path)
 
 
