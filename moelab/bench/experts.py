@@ -32,6 +32,7 @@ from moelab.experts import EXECUTORS
 from moelab.experts.gemv import GEMV
 from moelab.fast.packing import as_bf12
 from moelab.kernels.compile import kernel
+from moelab.models import compat
 from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
@@ -69,7 +70,7 @@ class Layers:
         self.config = Qwen3MoeConfig(
             hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
         )
-        self.config._experts_implementation = "eager"
+        compat.dispatch(self.config, "eager")
         self.stored: Numbers = {}  # arm → its weights' bytes over those as they are here
         self.stock = []
         for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
@@ -136,7 +137,7 @@ class Layers:
         return arms, int(read)
 
     def _stock(self, name: str, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        self.config._experts_implementation = name
+        compat.dispatch(self.config, name)
         return self.stock[layer](x, ids, weights)
 
 
@@ -150,7 +151,7 @@ class PackedExperts:
             for name, w in experts.own(e).items():
                 if form == "bf12":
                     packed = as_bf12(w)
-                    (memory,), (row,) = packed.memory, packed.rows
+                    (memory,), (row,) = packed.owner, packed.rows
                 else:
                     codec = fewbit.find_format(form)
                     memory = codec.compress(w)

@@ -69,8 +69,8 @@ class EngineBenchmark:
     def prepare(self, external: bool, forms: Iterable[str] = FORMS) -> None:
         """Write the model in every form that is missing, where an interrupted conversion is
         resumed."""
+        from moelab.bench.synthesize import synthesize
         from moelab.checkpoint.convert import convert
-        from moelab.checkpoint.synthesize import synthesize
 
         model, hub = self.folder / "model", self.folder / "hub"
         if not model.exists():

@@ -252,7 +252,7 @@ class Moelab(Transformers):
         if options.get("ungated"):
             from moelab.offloading.prefetch_gate import PrefetchGate
 
-            self.offloading.engine.gate = PrefetchGate(trials=False)
+            self.offloading.engine.controller.gate = PrefetchGate(trials=False)
 
     def decoding(self) -> None:
         """Remember the hits and misses of the prompt, which do not count."""

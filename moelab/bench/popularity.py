@@ -186,7 +186,9 @@ class Popularity(NamedTuple):
     def chunk_sizes(self, *sizes: int) -> list[int]:
         """Those that every trace has a chunk of."""
         least = min(
-            len(trace.prefill) for (name, _), trace in self.traces.items() if name in self.names
+            int((trace.phase == PREFILL).sum())
+            for (name, _), trace in self.traces.items()
+            if name in self.names
         )
         return sorted({size for size in sizes if size <= least})
 

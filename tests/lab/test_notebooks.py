@@ -8,7 +8,7 @@ from shutil import copyfile
 
 import pytest
 
-from moelab.checkpoint.synthesize import TOKENIZER, synthesize
+from moelab.bench.synthesize import TOKENIZER, synthesize
 from moelab.files import CHECKOUT, small_model
 from moelab.lab.results import KINDS
 from moelab.lab.runner import is_side_by_side, notebooks

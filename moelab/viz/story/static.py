@@ -79,7 +79,7 @@ def padding(run: Run, test: RoutingTrace, step: int, seed: int) -> None:
         f"{percent(uniform[8], 0)} and {percent(uniform[512], 0)}. All N blocks of the "
         "model's routing lie above its filled ones.",
     )
-    counted = static.count_blocks(test.prefill.ids[:step], spec.E)
+    counted = static.count_blocks(test.ids[test.phase == PREFILL][:step], spec.E)
     run.table("Blocks of one step, counted while they ran", tables.blocks(counted))
     if not all(one.as_formula for one in counted):
         raise AssertionError("the executor computed other slots than the formula's")
@@ -582,11 +582,14 @@ def balance(
     """Load of 8 ranks by way of placing experts: placed by the calibration, counted on test
     prompts."""
     placed = parallel.placed(calibration.counts(PREFILL), test.counts())  # 8 ranks, 8 spare places
-    ratios = {name: [one.ratio for one in of] for name, of in placed.items()}
+    ratios = {
+        name: [max(loads) / (sum(loads) / len(loads)) for loads in of]
+        for name, of in placed.items()
+    }
     hardest = ratios["in order"].index(max(ratios["in order"]))
     run.figure(
         "balance",
-        figures.balance({name: of[hardest].device_load for name, of in placed.items()}),
+        figures.balance({name: of[hardest] for name, of in placed.items()}),
         caption=f"Load of 8 ranks in layer {hardest}, the least even, of {test.spec.name} "
         f"({test.spec.E} experts): placed by the calibration, counted on test prompts (exact).",
         alt="Groups of three bars for each of eight ranks, one for each way of placing experts. "
