@@ -38,6 +38,7 @@ from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
 from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
 from moelab.schema import checked, parse_json, typed
+from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.next_token import NextToken
@@ -143,13 +144,9 @@ def as_estimator(path, model):
 
 def as_profile(path, model):
     found = Profile.load(path)
-    delays = found.delays()
-    finite(delays.decode, delays.expert_base, *found.other, *found.head)
-    assert (
-        all(0 <= seconds < 3600 for of in found.seconds.values() for seconds in of)
-        and found.table()
-        and repr(found)
-    )
+    machine = found.machine
+    finite(machine.delays.decode, machine.delays.expert_base, *machine.other, *machine.head)
+    assert machine.delays.miss_read > 0 and found.table() and repr(found)
 
 
 def as_plan(path, model):
@@ -232,38 +229,11 @@ def estimator_file(path, model):
 
 
 def profile_file(path, model):
-    names = (
-        "read E",
-        "read SM",
-        "read both",
-        "decompress",
-        "recover",
-        "decode",
-        "expert 1",
-        "expert 4",
-        "other 1",
-        "head 1",
-        "copy",
-        "matmul float32",
+    machine = Machine(
+        Delays(0.1, 0.1, 0.1, 0.1, 0.1, 0.1, e_bytes=4, sm_bytes=4), decide=((1, 0.1),)
     )
-    return Profile(
-        {name: [0.1, 0.2] for name in names},
-        {"full": 8, "e": 4, "sm": 4},
-        [[[4, 4]] * 2],
-        1,
-        3,
-        "m",
-        "raw",
-        "float32",
-        "direct",
-        1,
-        1,
-        "now",
-        "here",
-        0.5,
-        0.1,
-        2000.0,
-    ).save(path)
+    names = ("m", "raw", "float32", "direct", 1, "now", "here")
+    return Profile(machine, 0.2, 8, 1e9, {"float32": 1e9}, *names, 0.5, 0.1, 2000.0).save(path)
 
 
 def plan_file(path, model):
@@ -709,7 +679,6 @@ def test_kept_measurements_that_make_no_sense_count_as_not_made(tmp_path):
         "memory": 1,
         "context": 1,
         "batch": 1,
-        "observed": [[0.1, 0.1], [0.1, 0.1], 0.0, 0.0, [], 0.0, None, [[2, 0.1]]],
         "late": 0.0,
     }
     profile, file, asked = (
@@ -719,7 +688,7 @@ def test_kept_measurements_that_make_no_sense_count_as_not_made(tmp_path):
     )
     write_json(file, look)
     found, itself = kept_look(file, profile, asked)
-    assert found["observed"].together == ((2, 0.1),) and itself == Profile.load(profile)
+    assert found["late"] == 0 and itself == Profile.load(profile)
     for at, value in (
         (("tpot", 0), -0.2),
         (("tpot", 0), math.nan),
@@ -730,7 +699,6 @@ def test_kept_measurements_that_make_no_sense_count_as_not_made(tmp_path):
         (("format",), "x"),
         (("tpot",), []),
         (("forwards", 0, 1), "else"),
-        (("observed", 2), math.inf),
         (("forwards",), []),
     ):
         file.write_bytes(as_text(changed(look, at, value)))

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from moelab.schema import Count, Must, Size
 from moelab.specs import DeviceSpec, ExpertKey, MoESpec
 
+#: nothing that is measured takes longer
+HOUR = 3600.0
+Seconds = Annotated[float, Must(lambda s: 0 <= s < HOUR, "seconds, of less than an hour")]
 #: seconds as base + per token
-Linear = tuple[float, float]
+Linear = tuple[Seconds, Seconds]
 #: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
 RHO = 2.65 / 8
 
@@ -37,18 +41,18 @@ class Delays:
         is computed by itself.
     """
 
-    e_read: float
-    sm_read: float
-    decompress: float
-    recover: float
-    expert_base: float
-    expert_token: float
-    K: int = 1
-    N: int = 3
-    e_bytes: int = 0
-    sm_bytes: int = 0
-    experts_bytes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    together: tuple[tuple[int, float], ...] = ()
+    e_read: Seconds
+    sm_read: Seconds
+    decompress: Seconds
+    recover: Seconds
+    expert_base: Seconds
+    expert_token: Seconds
+    K: Size = 1
+    N: Size = 3
+    e_bytes: Count = 0
+    sm_bytes: Count = 0
+    experts_bytes: tuple[tuple[tuple[Count, Count], ...], ...] = ()
+    together: tuple[tuple[Size, Seconds], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -114,12 +118,12 @@ class Machine:
     """
 
     delays: Delays
-    workers: int = 1
+    workers: Size = 1
     other: Linear = (0.0, 0.0)
     head: Linear = (0.0, 0.0)
-    decide: tuple[tuple[int, float], ...] = ()
-    handover: float = 0.0
-    predict: float = 0.0
+    decide: tuple[tuple[Count, Seconds], ...] = ()
+    handover: Seconds = 0.0
+    predict: Seconds = 0.0
 
     def deciding(self, loads: int) -> float:
         """Seconds of deciding about a step that must load so many experts."""
