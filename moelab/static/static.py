@@ -168,7 +168,12 @@ class StaticExecutor(Executor):
     lossless = False
 
     def __init__(
-        self, overflow: str, order: str, saliency: Saliency | None, chunk: int | None, seed: int
+        self,
+        overflow: str = "prune",
+        order: str = "saliency",
+        saliency: Saliency | None = None,
+        chunk: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if overflow not in ("prune", "pad"):
@@ -279,7 +284,7 @@ class CapacityFactor(StaticExecutor):
     "random" by `seed`."""
 
     def __init__(self, factor: float = 1.25, order: str = "token", seed: int = 0) -> None:
-        super().__init__("prune", order, saliency=None, chunk=None, seed=seed)
+        super().__init__(order=order, seed=seed)
         if not factor > 0:
             raise ValueError(
                 f"the capacity factor is {factor}; it must be above 0, or use a lossless executor"
@@ -303,15 +308,9 @@ class Tiered(StaticExecutor):
     """
 
     def __init__(
-        self,
-        capacities: Sequence[Sequence[int]],
-        overflow: str = "prune",
-        order: str = "saliency",
-        saliency: Saliency | None = None,
-        chunk: int | None = None,
-        seed: int = 0,
+        self, capacities: Sequence[Sequence[int]], overflow: str = "prune", **options: Any
     ) -> None:
-        super().__init__(overflow, order, saliency, chunk, seed)
+        super().__init__(overflow, **options)
         self._capacities = [[int(c) for c in of] for of in capacities]
         if not self._capacities or any(c < 0 for of in self._capacities for c in of):
             raise ValueError(
@@ -336,13 +335,7 @@ class Grouped(Tiered):
     once."""
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[Group]],
-        overflow: str = "prune",
-        order: str = "saliency",
-        saliency: Saliency | None = None,
-        chunk: int | None = None,
-        seed: int = 0,
+        self, groups: Sequence[Sequence[Group]], overflow: str = "prune", **options: Any
     ) -> None:
         capacities = []
         for layer, of in enumerate(groups):
@@ -355,7 +348,7 @@ class Grouped(Tiered):
                     f"{members}"
                 )
             capacities.append([capacity[e] for e in range(len(capacity))])
-        super().__init__(capacities, overflow, order, saliency, chunk, seed)
+        super().__init__(capacities, overflow, **options)
         self.groups = [list(of) for of in groups]
         self.launched = 0  # launches of groups
 
