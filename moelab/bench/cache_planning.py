@@ -320,6 +320,7 @@ class Bench:
         return np.min(took, 0).reshape(len(self.singly), -1)
 
     def tpot(self, pools: Pools, policy: str = "zipmoe") -> float:
+        """Mean seconds of a decoded token, simulated."""
         return float(self.pace(pools, policy)[:, 1:].mean())
 
     def check(self, how: How, simulation: Simulation) -> None:
@@ -502,6 +503,7 @@ class Curves:
 
     @property
     def marks(self) -> Numbers:
+        """What it is → bytes at which something changes."""
         L, K = self.bench.L, self.bench.K
         return {
             "LRU cliff": self.memory[limits.lru_cliff(self.bench.spec)],
@@ -509,6 +511,7 @@ class Curves:
         }
 
     def told(self, nbytes: float) -> str:
+        """Each policy's TPOT with so many bytes, in words."""
         return ", ".join(
             f"{name} {1e3 * self.tpot_at(name, nbytes):.1f} ms" for name in self.points
         )

@@ -2,10 +2,10 @@
 it.
 
 `moelab.simulation.fit` finds it in a run's timeline, `delays_of` in the figures of a device card.
-The letters K and N are ZipMoE's (§3.2): a tensor's exponents lie on disk as K compressed shards
-(E-chunks), its signs and mantissas as one SM-chunk; an expert has N tensors. Experts that are read
-as they are computed have one chunk, E. Left out: how much disk, workers and computation slow each
-other down, except as far as they did where the seconds were measured."""
+A tensor's exponents lie on disk compressed (E-chunks), its signs and mantissas as one SM-chunk
+(ZipMoE §3.2). Experts that are read as they are computed have one chunk, E. Left out: how much disk,
+workers and computation slow each other down, except as far as they did where the seconds were
+measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Delays:
     e_read, sm_read : reading all its E-chunks, all its SM-chunks.
     decompress, recover : all its exponents; joining them with signs and mantissas; in one thread.
     expert_base, expert_token : computing it takes `expert_base + expert_token · tokens`.
-    K, N : shards a tensor, tensors an expert.
+    N : tensors of an expert, which are decoded one by one.
     e_bytes, sm_bytes : what the two reads transfer.
     experts_bytes : [L][E] of these two numbers for each expert; the seconds are the mean expert's.
     together : (n, seconds) of one token's n experts in one call, ascending, n above 1; none if each
@@ -47,7 +47,6 @@ class Delays:
     recover: Seconds
     expert_base: Seconds
     expert_token: Seconds
-    K: Size = 1
     N: Size = 3
     e_bytes: Count = 0
     sm_bytes: Count = 0
@@ -60,10 +59,8 @@ class Delays:
                 raise ValueError(
                     f"{name} is {getattr(self, name)} s; a delay is a number of seconds, at least 0"
                 )
-        if self.K < 1 or self.N < 1:
-            raise ValueError(
-                f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1"
-            )
+        if self.N < 1:
+            raise ValueError(f"N={self.N} tensors an expert; there must be at least 1")
 
     def read(self, key: ExpertKey, e: bool, sm: bool) -> tuple[float, int]:
         """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both, in proportion to its
@@ -195,8 +192,6 @@ def delays_of(
                 "decompress_gbs, GB/s of exponents that come out, and state it as an assumption"
             )
         decompress_gbs = device["decompress_gbs"]
-    from moelab.store.codecs import SHARDS, shard_count  # which needs torch
-
     half = spec.expert_bytes / 2
     delays = Delays(
         e_read=rho * half / rates.read,
@@ -205,7 +200,6 @@ def delays_of(
         recover=4 * half / rates.memory,
         expert_base=2 * half / rates.memory,
         expert_token=2 * spec.expert_params / rates.flops,
-        K=shard_count(spec.H * spec.I, SHARDS),
         N=3 if spec.gated else 2,
         e_bytes=round(rho * half),
         sm_bytes=round(half),
