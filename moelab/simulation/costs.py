@@ -1,10 +1,10 @@
-"""What a machine takes for an expert and for everything else, in seconds: all that a simulation knows of
-it.
+"""What a machine takes for an expert and for everything else, in seconds: all that a simulation
+knows of it.
 
 `moelab.simulation.fit` finds it in a run's timeline, `delays_of` in the figures of a device card.
 A tensor's exponents lie on disk compressed (E-chunks), its signs and mantissas as one SM-chunk
-(ZipMoE §3.2). Experts that are read as they are computed have one chunk, E. Left out: how much disk,
-workers and computation slow each other down, except as far as they did where the seconds were
+(ZipMoE §3.2). Experts that are read as they are computed have one chunk, E. Left out: how much
+disk, workers and computation slow each other down, except as far as they did where the seconds were
 measured."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOUR = 3600.0
 Seconds = Annotated[float, Must(lambda s: 0 <= s < HOUR, "seconds, of less than an hour")]
 #: seconds as base + per token
 Linear = tuple[Seconds, Seconds]
-#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
+#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy in ZipMoE (Fig. 2)
 RHO = 2.65 / 8
 
 
@@ -146,7 +146,8 @@ class MachineRates:
                 if name in device.figures:
                     return device[name]
             raise ValueError(
-                f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure with its source"
+                f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure with "
+                "its source"
             )
 
         read = first(("link_bandwidth_gbs", "storage_read_gbs"), "host link and no disk")

@@ -179,8 +179,8 @@ class SimulatedMachine:
         then: Callable[[], None],
         nbytes: int = 0,
     ) -> None:
-        """`who` begins something, and `then` has done it; the disk first, compute last of those that
-        end together."""
+        """`who` begins something, and `then` has done it; of those that end together the disk is
+        first, compute last."""
         end = start + seconds
         heappush(self._running, (end, who, then))
         self._events.append(Event(resource, kind, layer, expert, start, end, nbytes))

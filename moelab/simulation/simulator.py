@@ -1,5 +1,5 @@
-"""The simulator: a recorded run, played with the engine's own cache, step controller, load queue and
-slots in simulated time.
+"""The simulator: a recorded run, played in simulated time with the engine's own cache, step
+controller, load queue and slots.
 
 `StepController` decides from the sequence of steps alone, so whatever the engine hits, evicts and
 reads on these steps, the simulator does too; only the clock differs. What takes how long is a
@@ -115,8 +115,8 @@ def simulate(
     _require_as_many(len(steps), len(kinds), len(prefetching.predictions))
     if prefetching.distance < 1:
         raise ValueError(
-            f"the distance is {prefetching.distance} layers; experts are announced at least 1 layer "
-            "before their own"
+            f"the distance is {prefetching.distance} layers; experts are announced at least 1 "
+            "layer before their own"
         )
     if staging is not None and staging < 1:
         raise ValueError(
@@ -216,8 +216,8 @@ def replay(
     policy = cache or settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
-            f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, a name "
-            "or a new instance"
+            f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, "
+            "a name or a new instance"
         )
     if policy == "belady":
         policy = Belady(flat(run.steps))
@@ -262,13 +262,13 @@ def machine_of(
         return _on_device(device, run, decompress_gbs)
     if not run.settings.experts_bytes:
         raise ValueError(
-            "this run's model was in memory, so nothing was read and no delay is known: give device=, or "
-            "record a run of open_model(…, memory=…)"
+            "this run's model was in memory, so nothing was read and no delay is known: give "
+            "device=, or record a run of open_model(…, memory=…)"
         )
     if run.settings.device != "cpu":
         raise ValueError(
-            f"this run's experts were computed on {run.settings.device}, and only a CPU's delays are "
-            f'measured: give device=, one of moelab.names("device") or a card of your own'
+            f"this run's experts were computed on {run.settings.device}, and only a CPU's delays "
+            f'are measured: give device=, one of moelab.names("device") or a card of your own'
         )
     return fitted(run)
 
