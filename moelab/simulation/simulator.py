@@ -99,13 +99,15 @@ def simulate(
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
-    steps : a run's.
-    forwards : (…, tokens, phase) of each forward.
+    steps : of each forward, the (layer, {expert: tokens}) of its layers.
+    forwards : (…, tokens, phase) of each.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
         read.
     staging : loads in flight beyond what is kept (None: any number).
     order : of a step's reads and decoding; by default the engine's.
+    prefetching : None reads nothing ahead.
+    start : when it begins, in seconds.
     quiet : without a progress bar.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert
