@@ -114,7 +114,11 @@ def simulate(
     that the residency doesn't have, and a distance or staging below 1."""
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
     prefetching = prefetching or Prefetching([()] * len(steps), 0)
-    _require_as_many(len(steps), len(kinds), len(prefetching.predictions))
+    if not len(steps) == len(kinds) == len(prefetching.predictions):
+        raise ValueError(
+            f"{len(steps)} forwards are to be played, but tokens and phase are given of {len(kinds)}, "
+            f"and predictions of {len(prefetching.predictions)}"
+        )
     if prefetching.distance < 1:
         raise ValueError(
             f"the distance is {prefetching.distance} layers; experts are announced at least 1 "
@@ -146,17 +150,6 @@ def simulate(
         done.append(Forward(begun, simulated.now, tokens, phase))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
-
-
-def _require_as_many(steps: int, forwards: int, predictions: int) -> None:
-    if forwards != steps:
-        raise ValueError(
-            f"{steps} forwards are to be played, but tokens and phase are given of {forwards}"
-        )
-    if predictions != steps:
-        raise ValueError(
-            f"{steps} forwards are to be played, but there are predictions for {predictions}"
-        )
 
 
 def _forward(
