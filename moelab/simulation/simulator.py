@@ -164,7 +164,7 @@ def _forward(
     machine = simulated.machine
     for layer, experts in step:
         target = layer + distance
-        if target in predicted and simulated.queue.ahead and controller.gate.opens:
+        if target in predicted and simulated.queue.ahead and controller.gate.enabled:
             simulated.spend(layer, machine.predict)
             controller.announce(target, predicted[target])
         simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)

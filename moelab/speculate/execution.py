@@ -45,7 +45,7 @@ class Speculation(AbstractContextManager):
     mode : "hint", "speculative" or "router-free".
     prefill : whether predictions are executed in prefill too; they are announced in both phases.
 
-    In hint mode an executor with `opens` says with it before each pass whether predictions are
+    In hint mode an executor with `wants_predictions` says with it before each pass whether predictions are
     worth their time. If not, no hook lies on the layers, so that fused kernels run; but where the
     predictor learns from what routers choose, it is told of that.
 
@@ -151,7 +151,9 @@ class Speculation(AbstractContextManager):
             S = info.tokens // len(mask)
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
-        self._listen(self.mode != "hint" or getattr(_executor(self.layers[0]), "opens", True))
+        self._listen(
+            self.mode != "hint" or getattr(_executor(self.layers[0]), "wants_predictions", True)
+        )
 
     def _end(self) -> None:
         self._running, self._phase = False, PREFILL

@@ -195,7 +195,6 @@ def execute(
         start=start,
     )
     simulated.begin(step)
-    simulated.queue.begin(layer, step.loads, [], simulated.ready)
-    simulated.queue.demand(step.loads, order)
+    simulated.queue.begin(layer, step.loads, [], simulated.ready, lambda _: order)
     simulated.run()
     return simulated.timeline(), simulated.now

@@ -49,8 +49,7 @@ def limited(asked, plan, machine, workers, in_flight, start=0.0):
         Step(2, asked, []),
     )
     played.begin(step)
-    played.queue.begin(2, step.loads, [], played.ready)
-    played.queue.demand(step.loads, plan)
+    played.queue.begin(2, step.loads, [], played.ready, lambda _: plan)
     played.run()
     return played.timeline(), played.now
 
@@ -73,7 +72,7 @@ def check_expert(was, of):
     return of["recover"].end <= run.start
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     requests(),
     machines,
@@ -111,7 +110,7 @@ def test_a_step_keeps_the_graph_and_one_thing_at_a_time(
     assert now == pytest.approx(end)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(requests(), machines, st.integers(1, 4), st.integers(1, 4))
 def test_slots_limit_what_is_in_flight(asked, machine, workers, in_flight):
     """Where nothing is kept and nothing is there, an expert has its slots from its first operation
@@ -200,8 +199,7 @@ def test_an_expert_that_is_waited_for_is_handed_over_and_hits_are_one_call():
     played = SimulatedMachine(machine, dict.fromkeys(KINDS, 5), ((r.key, r.state) for r in asked))
     step = Step(0, asked, [])
     played.begin(step)
-    played.queue.begin(0, step.loads, [], played.ready)
-    played.queue.demand(step.loads, given_order(step.loads))
+    played.queue.begin(0, step.loads, [], played.ready, given_order)
     played.run()
     compute = [tuple(e[1:6]) for e in played.timeline() if e.resource == "compute"]
     assert compute == [

@@ -175,11 +175,11 @@ def test_a_batch_is_its_prompts(tiny_model):
 
 def test_predictions_are_announced(tiny_model):
     """To an executor that has a `prefetch`, before it runs the layer, with what will be executed
-    there; not where it `opens` nothing."""
+    there; not where it `wants_predictions` nothing."""
     model, events = tiny_model("mixtral"), []
 
     class Fetching:
-        opens = True
+        wants_predictions = True
 
         def __call__(self, x, ids, weights, experts):
             events.append(("run", experts.layer, ids.clone()))
@@ -198,7 +198,7 @@ def test_predictions_are_announced(tiny_model):
                 assert torch.equal(
                     ids, next(of for *what, of in events[i:] if what == ["run", layer])
                 )
-        executor.opens, said = False, []
+        executor.wants_predictions, said = False, []
         with Speculation(model, listened(make("previous", model), said)) as speculation:
             run(model, PROMPTS[:1], 3)
             assert not said and not speculation.requests.any()
