@@ -114,20 +114,7 @@ def simulate(
     that the residency doesn't have, and a distance or staging below 1."""
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
     prefetching = prefetching or Prefetching([()] * len(steps), 0)
-    if not len(steps) == len(kinds) == len(prefetching.predictions):
-        raise ValueError(
-            f"{len(steps)} forwards are to be played, but tokens and phase are given of {len(kinds)}, "
-            f"and predictions of {len(prefetching.predictions)}"
-        )
-    if prefetching.distance < 1:
-        raise ValueError(
-            f"the distance is {prefetching.distance} layers; experts are announced at least 1 "
-            "layer before their own"
-        )
-    if staging is not None and staging < 1:
-        raise ValueError(
-            f"staging is {staging}; at least one expert must have slots to be loaded into"
-        )
+    _require_playable(len(steps), len(kinds), prefetching, staging)
     residency.reset_counters()
     copies = residency.L if residency.scope == "layer" else 1
     most = residency.E + prefetching.ahead + 1  # a layer's demand at most
@@ -150,6 +137,26 @@ def simulate(
         done.append(Forward(begun, simulated.now, tokens, phase))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
+
+
+def _require_playable(
+    steps: int, forwards: int, prefetching: Prefetching, staging: int | None
+) -> None:
+    """ValueError as of `simulate`."""
+    if not steps == forwards == len(prefetching.predictions):
+        raise ValueError(
+            f"{steps} forwards are to be played, but tokens and phase are given of {forwards}, "
+            f"and predictions of {len(prefetching.predictions)}"
+        )
+    if prefetching.distance < 1:
+        raise ValueError(
+            f"the distance is {prefetching.distance} layers; experts are announced at least 1 "
+            "layer before their own"
+        )
+    if staging is not None and staging < 1:
+        raise ValueError(
+            f"staging is {staging}; at least one expert must have slots to be loaded into"
+        )
 
 
 def _forward(
