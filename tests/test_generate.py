@@ -139,7 +139,6 @@ def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, execut
         (["--memory", "1kB"], "the least that works"),
         (["--memory", "0"], "give '1MB' or more"),
         (["--parallel", "ep"], "torchrun"),
-        (["--spare", "1"], "torchrun"),
         (["--tp", "2"], "torchrun"),
         (["nowhere/at/all"], "no checkpoint folder"),
     ],

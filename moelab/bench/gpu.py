@@ -157,6 +157,7 @@ def row(reports: Iterable[Record], **more: Any) -> Record:
 
 @contextmanager
 def opened(folder: Path, device: torch.device, **options: Any) -> Iterator[Transformers]:
+    """A model on the GPU within the block; its memory is given back after it."""
     with open_model(folder, device=device, **options) as model:
         yield Transformers(model)
     del model

@@ -17,7 +17,7 @@ reads past the page cache."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,17 +262,14 @@ class CheckpointStore(ExpertFiles):
             }
         )
 
-    def extents(self, parts: list[Chunks]) -> list[Iterable[Extent]]:
+    def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
         has been read."""
-        chunks, found = parts[0], []
+        chunks = parts[0]
         for source in self.sources(chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
             plain = self._plain(source, chunks.entries)
-            found.append(
-                list(self._in_place(source, plane)) if plain else self._made(source, plane)
-            )
-        return found
+            yield from self._in_place(source, plane) if plain else self._made(source, plane)
 
     def _in_place(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
         at = 0

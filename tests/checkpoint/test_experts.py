@@ -123,7 +123,7 @@ def test_what_equals_its_transpose_is_not_kept_in_few_bits(tmp_path):
             codes.view(torch.uint8).zero_()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     entries = store_of(folder).entries(0, 1)
-    assert {key: entry.planes[0][0].name for key, entry in entries.items()} == {
+    assert {key: entry.codec.name for key, entry in entries.items()} == {
         "gate_up_proj": "raw",
         "down_proj": "fp8",
     }

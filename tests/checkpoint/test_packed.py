@@ -142,15 +142,6 @@ def test_it_is_the_model_that_transformers_dequantises(kind, group, tmp_path):
     )
 
 
-def test_rounded_again(tmp_path):
-    """What transformers makes of it is rounded."""
-    source, plain = packed.save(tmp_path / "m", "awq", 32, symmetric=False)
-    found, expected = (
-        convert(place, tmp_path / place.name / "s", quantize="int8") for place in (source, plain)
-    )
-    assert torch.equal(logits(open_model(found.folder)), logits(open_model(expected.folder)))
-
-
 KEY = "model.layers.2.mlp.experts.5.up_proj."
 
 

@@ -29,7 +29,6 @@ from moelab import open_model
 from moelab.checkpoint import deepseek
 from moelab.configs import REFUSED, spec_from_config
 from moelab.models import compat, discover, plug
-from moelab.store import codecs
 from tests.models import tiny
 
 TABLE = Path(__file__).with_name("architectures.json")
@@ -39,7 +38,7 @@ MARKS = (
     "<!-- end of architectures -->",
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CODECS, BUDGETS = ("raw", "bf12", codecs.DEFAULT), (0.3, 0.8)
+CODECS, BUDGETS = ("raw", "bf12", "huffman"), (0.3, 0.8)
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71]]
 
 
