@@ -337,13 +337,11 @@ def _close(files: dict[Any, int]) -> None:
         os.close(files.popitem()[1])
 
 
-def decode(
-    e: Chunks, sm: Chunks, out: Tensors | None = None, scratch: np.ndarray | None = None
-) -> Tensors:
+def decode(e: Chunks, sm: Chunks, out: Tensors | None = None) -> Tensors:
     """The tensors of one expert from its E-chunks and its SM-chunks, which may be the same `Chunks`
     (part "both").
 
-    out : tensors to write into, see `empty_tensors`; scratch : see `decompress_tensor`.
+    out : tensors to write into, see `empty_tensors`.
 
     Raises StoreError if a chunk cannot be decoded, ValueError if the two are not parts of one
     expert."""
@@ -351,7 +349,7 @@ def decode(
         raise ValueError(f"these are not the two parts of one expert: {_which(e)}, {_which(sm)}")
     out = empty_tensors(e.entries) if out is None else out
     for name in e.entries:
-        decode_tensor(e, sm, name, out[name], scratch)
+        decode_tensor(e, sm, name, out[name])
     return out
 
 
@@ -360,7 +358,6 @@ def decode_tensor(
     sm: Chunks,
     name: str,
     out: torch.Tensor,
-    scratch: np.ndarray | None = None,
     shard: int | None = None,
 ) -> None:
     """One tensor of an expert, or one shard of it, into `out`, as `decode` does with all of
@@ -368,7 +365,7 @@ def decode_tensor(
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
     try:
-        decompress_tensor(PackedTensor(planes), out, scratch, shard)
+        decompress_tensor(PackedTensor(planes), out, shard)
     except ValueError as error:
         raise damaged(e, name, error) from error
 
