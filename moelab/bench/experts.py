@@ -32,6 +32,7 @@ from moelab.experts import EXECUTORS
 from moelab.experts.gemv import GEMV
 from moelab.fast.packing import as_bf12
 from moelab.kernels.compile import kernel
+from moelab.models import compat
 from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
@@ -69,7 +70,7 @@ class Layers:
         self.config = Qwen3MoeConfig(
             hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
         )
-        self.config._experts_implementation = "eager"
+        compat.dispatch(self.config, "eager")
         self.stored: Numbers = {}  # arm → its weights' bytes over those as they are here
         self.stock = []
         for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
@@ -136,7 +137,7 @@ class Layers:
         return arms, int(read)
 
     def _stock(self, name: str, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        self.config._experts_implementation = name
+        compat.dispatch(self.config, name)
         return self.stock[layer](x, ids, weights)
 
 
@@ -150,7 +151,7 @@ class PackedExperts:
             for name, w in experts.own(e).items():
                 if form == "bf12":
                     packed = as_bf12(w)
-                    (memory,), (row,) = packed.memory, packed.rows
+                    (memory,), (row,) = packed.owner, packed.rows
                 else:
                     codec = fewbit.find_format(form)
                     memory = codec.compress(w)
@@ -161,6 +162,7 @@ class PackedExperts:
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]]:
+        """Matrix → (form, its packed rows of some experts, stacked)."""
         return {
             name: (self.form, np.array([rows[e] for e in experts]))
             for name, rows in self.rows.items()
@@ -276,6 +278,7 @@ class Limits:
 
     @property
     def arms(self) -> Arms:
+        """All that is timed for the limits: reading the weights, and multiplying."""
         return self.readers | self.products
 
     def best(self, samples: Samples) -> tuple[float, float]:
@@ -336,6 +339,7 @@ class ExpertTimes:
 
     @property
     def medians(self) -> Numbers:
+        """Way → median seconds of the layer's experts."""
         return {name: median(of) for name, of in self.samples.items()}
 
     @property
@@ -354,6 +358,7 @@ class ExpertTimes:
 
     @property
     def speedup(self) -> float:
+        """How many times as fast the best way here is as the best of transformers."""
         return self.stock[0] / self.ours[0]
 
     @property
@@ -364,9 +369,11 @@ class ExpertTimes:
 
     @property
     def bound(self) -> str:
+        """The name of the higher limit: what the time cannot fall below."""
         return max(self.limits, key=self.limits.get)
 
     def rows(self) -> Records:
+        """Way → its times, rate and shares of the limits, as a table has them."""
         rows, best = {}, self.stock[1]
         for name, taken in self.medians.items():
             low, high = measure.tenths(self.samples[name])
@@ -407,6 +414,7 @@ class ExpertBenchmark:
             self._limits = Limits(self.layers, self._pool)
 
     def close(self) -> None:
+        """End the threads."""
         self._pool.shutdown()
 
     def machine(self, rounds: int) -> DeviceSpec:

@@ -25,9 +25,9 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
+from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.checkpoint.synthesize import COLUMNS, draw
 from moelab.intervals import Interval
 from moelab.records import Numbers, Record, Records
 from moelab.store import bits
@@ -214,6 +214,7 @@ class Rates:
     def of(
         cls, weights: torch.Tensor, made: Mapping[str, Coder], repeats: int, threads: list[int]
     ) -> Rates:
+        """Time each coder on the weights, alone and in several threads at once."""
         samples = per_thread(weights, made, repeats)
         load, real = load_average(), {name: coder for name, coder in made.items() if name != "raw"}
         return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
@@ -225,6 +226,7 @@ class Rates:
 
     @property
     def memcpy(self) -> float:
+        """Bytes a second of copying the weights."""
         return rate(self.single, "memcpy", self.nbytes)
 
     @property
@@ -243,6 +245,8 @@ class Rates:
         return self.over(f"{PEER} decode") if f"{PEER} decode" in self.single else None
 
     def by_task(self) -> dict[str, Numbers]:
+        """Task → coder → GB/s of weights in one thread; of decoding also the joining of planes
+        alone."""
         found = {
             what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
             for what in ("compress", "decode")
@@ -251,6 +255,7 @@ class Rates:
         return found
 
     def by_threads(self) -> dict[str, Numbers]:
+        """Number of threads → coder → GB/s of weights in all of them together."""
         found = scaling(self.several, self.nbytes)
         return {
             f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
@@ -315,10 +320,12 @@ class Sample(NamedTuple):
 
     @property
     def weights(self) -> int:
+        """How many weights were looked at."""
         return sum(tensor.numel() for tensor in self.tensors)
 
     @property
     def sigma(self) -> float:
+        """Standard deviation of a part of the weights."""
         return (
             torch.cat([tensor.flatten()[:65536].float() for tensor in self.tensors[:64]])
             .std()

@@ -109,7 +109,7 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, external: bool) -> Any:
     finally:
         if bars:
             logging.enable_progress_bar()
-    model.name_or_path = model.config._name_or_path = str(folder)
+    compat.named_after(model, str(folder))
     if plan.quantizer is not None:
         compat.cast_as_computed(model, plan.twin, dtype)
     return model
@@ -146,14 +146,8 @@ def _align(model: torch.nn.Module) -> None:
 
 
 def _generation_config(folder: Path) -> Any:
-    from transformers import GenerationConfig
-
-    own = folder / "generation_config.json"
-    of_model = {"config_file_name": "config.json", "_from_model_config": True}
-    with blamed(own, "no generation config can be read of it"):
-        return GenerationConfig.from_pretrained(
-            folder, local_files_only=True, **({} if own.is_file() else of_model)
-        )
+    with blamed(folder / "generation_config.json", "no generation config can be read of it"):
+        return compat.generation_config(folder)
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:

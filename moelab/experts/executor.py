@@ -16,7 +16,8 @@ the expert's input). Executors that go past `weighted` need an expert that is `p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab.models import compat
 from moelab.models.experts import eager
 from moelab.models.unchanged import Unchanged
 
@@ -76,12 +78,12 @@ class Executor(ABC):
 
     # layers of a single token in one call, see `moelab.fast.layers`
 
-    def token(
-        self, experts: list[Any], dtype: torch.dtype, compute: Callable[..., Any]
-    ) -> Any | None:
-        """What `compute(up, down)` returns, a `moelab.fast.layers.Computed`, of the `banks` of these
-        layers, which hold their weights; None where the layers are to be run one by one."""
-        return None
+    @contextmanager
+    def token(self, experts: list[Any], dtype: torch.dtype) -> Iterator[tuple]:
+        """While layers are computed whose modules hold their weights: (their `banks`, what is to be
+        called with the `moelab.fast.layers.Computed`); the banks are None where the layers are to be
+        run one by one."""
+        yield self.banks(experts, dtype), self.count_layers
 
     def banks(
         self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
@@ -92,7 +94,7 @@ class Executor(ABC):
         return None
 
     def count_layers(self, found: Any) -> None:
-        """Count what `compute` has computed."""
+        """Count what was `Computed` of layers in one call."""
         n = found.layers * found.ids.shape[1]
         self.count(n, n, n)
 
@@ -210,7 +212,7 @@ def silu_gated(experts: Any) -> bool:
     clamp at 7 or 10."""
     now = (
         [value for name, value in vars(experts.module).items() if name not in _APART],
-        dict(experts.module._modules),
+        dict(compat.children_of(experts.module)),
     )
     if (found := _SILU.get(experts)) is None or found[0] != now:
         far = torch.logspace(-2, 6, 25)

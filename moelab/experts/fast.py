@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor, Sorted
+from moelab.experts.executor import Sorted
 from moelab.experts.gemv import GEMV
 from moelab.kernels.products import crossover
 
 PAIR = 2  # tokens that GEMV multiplies as fast as one
 
 
-class Fast(Executor):
+class Fast(GEMV):
     """`GEMV` up to so many tokens an expert, then `Sorted`.
 
     few : tokens an expert that is hit, on average, up to which GEMV is used; None measures it.
@@ -28,20 +28,13 @@ class Fast(Executor):
 
     def __init__(self, few: float | None = None) -> None:
         super().__init__()
-        self.few, self.measured = (
-            few,
-            {},
-        )  # measured: (weights' shapes, dtype, layout, threads) → few
-        self.gemv, self.many = GEMV(), Sorted()
-        self.gemv.tally = self.many.tally = self.tally
-        self.token, self.banks = self.gemv.token, self.gemv.banks
+        #: (weights' shapes, dtype, layout, threads) → few
+        self.few, self.measured = few, {}
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
-        executor = (
-            self.gemv if tokens <= PAIR or tokens <= self._few(x, ids, experts) else self.many
-        )
-        return executor.run(x, ids, weights, experts)
+        way = GEMV if tokens <= PAIR or tokens <= self._few(x, ids, experts) else Sorted
+        return way.run(self, x, ids, weights, experts)
 
     @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
@@ -50,21 +43,16 @@ class Fast(Executor):
         expert = next((e for e in ids.flatten().tolist() if e < experts.num_experts), None)
         if expert is None or x.device.type != "cpu":
             return 0
-        key = (
-            tuple(map(tuple, experts.shapes.values())),
-            x.dtype,
-            experts.is_transposed,
-            torch.get_num_threads(),
-        )
+        shapes = tuple(map(tuple, experts.shapes.values()))
+        key = shapes, x.dtype, experts.is_transposed, torch.get_num_threads()
         if key not in self.measured:
             before = vars(self.tally).copy()
 
-            def run(executor: Executor, size: int) -> Any:
+            def run(way: type[Sorted], size: int) -> Tensor:
                 rows = x[torch.arange(size) % len(x)]
-                return executor.run(
-                    rows, torch.full((size, 1), expert), x.new_ones(size, 1), experts
-                )
+                alone, ones = torch.full((size, 1), expert), x.new_ones(size, 1)
+                return way.run(self, rows, alone, ones, experts)
 
-            self.measured[key] = crossover(partial(run, self.gemv), partial(run, self.many))
+            self.measured[key] = crossover(partial(run, GEMV), partial(run, Sorted))
             vars(self.tally).update(before)  # what was computed for measuring is not counted
         return self.measured[key]

@@ -9,7 +9,8 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from moelab.experts.executor import Sorted, plain, silu_gated
 from moelab.experts.located import locate
-from moelab.kernels import feed_forward as around
+from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.products import KINDS, Matrices, multiply
+from moelab.models import compat
 
 GPUS = ("cuda",)
 
@@ -45,15 +47,15 @@ class GEMV(Sorted):
         return super().run(x, ids, weights, experts) if y is None else y
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
-        hit, bounds, tokens, rows = around.arrange(ids.numpy(), experts.num_experts)
+        hit, bounds, tokens, rows = arrange(ids.numpy(), experts.num_experts)
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
         self.count(len(tokens), len(tokens), len(tokens))
         if silu_gated(experts):
-            return around.feed_forward(found.up, found.down, bounds, x, tokens, rows, weights)
-        h = multiply(found.up, bounds, x, tokens)
-        y = multiply(found.down, bounds, experts.activate(h))
-        return around.combine(y, rows, weights, x.dtype)
+            return feed_forward(*found, bounds, x, tokens, rows, weights)
+        up, down = found
+        y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
+        return combine(y, rows, weights, x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A token's experts in a few launches; None where the kernels are not for them."""
@@ -63,26 +65,22 @@ class GEMV(Sorted):
         chosen = ids[0].tolist()
         hit = [k for k, expert in enumerate(chosen) if expert < experts.num_experts]
         found = hit and locate(experts, np.array([chosen[k] for k in hit]), x.dtype, "cuda")
-        if not found or not all(map(kernels.multiplies, found[:2])):
+        if not found or not all(map(kernels.multiplies, found)):
             return None
-        tables = torch.from_numpy(np.stack([found.up.rows, found.down.rows]))
-        up, down = map(kernels.bank, found[:2], tables.to(x.device, non_blocking=True))
+        tables = torch.from_numpy(np.stack([of.rows for of in found]))
+        up, down = map(kernels.bank, found, tables.to(x.device, non_blocking=True))
         self.count(len(hit), len(hit), len(hit))
         w = weights[0] if len(hit) == len(chosen) else weights[0, hit]
         return kernels.feed_forward(up, down, x, _first(len(hit), x.device), w)
 
-    def token(
-        self, experts: list[Any], dtype: torch.dtype, compute: Callable[..., Any]
-    ) -> Any | None:
-        parameters = [(of, w) for of in experts for w in of.module._parameters.values()]
+    @contextmanager
+    def token(self, experts: list[Any], dtype: torch.dtype) -> Iterator[tuple]:
+        parameters = [(of, w) for of in experts for w in compat.parameters_of(of.module).values()]
         of = [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         state = dtype, of
         if (known := self._banks.get(experts[0], (None, None)))[0] != state:
             self._banks[experts[0]] = known = state, self.banks(experts, dtype)
-        if known[1] is None:
-            return None
-        self.count_layers(found := compute(*known[1]))
-        return found
+        yield known[1], self.count_layers
 
     def banks(
         self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
@@ -124,9 +122,10 @@ def _in_one(
             continue
         if (one := locate(of, chosen, dtype, device)) is None:
             return None
-        tables[0][i, chosen], tables[1][i, chosen] = one.up.rows, one.down.rows
-        found.append((one.up._replace(rows=None), one.down._replace(rows=None)))
-    if len(set(found)) != 1:
+        for table, of_layer in zip(tables, one):
+            table[i, chosen] = of_layer.rows
+        found.append([of_layer._replace(rows=None, owner=None) for of_layer in one])
+    if not found or any(one != found[0] for one in found):
         return None
     return tuple(of._replace(rows=table) for of, table in zip(found[0], tables))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -11,21 +11,14 @@ from torch import Tensor
 
 from moelab.experts.executor import names
 from moelab.kernels.products import KINDS, PACKED, Matrices
-
-
-class Located(NamedTuple):
-    """Matrices of some experts: up (or gates and up) and down, and what must live meanwhile."""
-
-    up: Matrices
-    down: Matrices
-    owners: Any = None
+from moelab.models import compat
 
 
 def locate(
     experts: Any, chosen: np.ndarray, dtype: torch.dtype, device: str = "cpu"
-) -> Located | None:
-    """The matrices of experts in this order; None if these weights are of another type, on another
-    type of device, or not contiguous.
+) -> tuple[Matrices, Matrices] | None:
+    """The matrices of up (or gates and up) and of down of experts in this order; None if these
+    weights are of another type, on another type of device, or not contiguous.
 
     A source may have `matrices(layer, experts, dtype)`: where its tensors lie, see
     `moelab.offloading.slots`; and a `device`, if that is not the CPU."""
@@ -43,16 +36,16 @@ def locate(
     found, down = known[1], held["down_proj"]
     if found is None or down.dtype != dtype or down.device.type != device:
         return None
-    return Located(*(of._replace(rows=of.rows.take(chosen, 0)) for of in found[:2]))
+    return tuple(of._replace(rows=of.rows.take(chosen, 0)) for of in found)
 
 
 def banks(experts: Any, name: str) -> Tensor | None:
     """All experts' weights of one name, [E, …], where the module holds them and there is no source;
     else None."""
-    return experts.module._parameters.get(name) if experts.source is None else None
+    return compat.parameters_of(experts.module).get(name) if experts.source is None else None
 
 
-#: experts modules that hold their weights → (where these lie, `Located` of all experts)
+#: experts modules that hold their weights → (where these lie, the matrices of all)
 _HELD: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
@@ -62,7 +55,9 @@ def _parts(experts: Any) -> list[str]:
     return [*both, *(f"{name}_bias" for name in both if experts.has_bias)]
 
 
-def _of_source(experts: Any, found: dict[str, tuple], dtype: torch.dtype) -> Located | None:
+def _of_source(
+    experts: Any, found: dict[str, tuple], dtype: torch.dtype
+) -> tuple[Matrices, Matrices] | None:
     both, turned = [], set()
     for name in names(experts):
         codec, rows = found[name]
@@ -72,21 +67,21 @@ def _of_source(experts: Any, found: dict[str, tuple], dtype: torch.dtype) -> Loc
         turned.add(codec.endswith(".T"))
         transposed = experts.is_transposed and not codec.endswith(".T")  # few bits lie in rows
         R = experts.shapes[name][-1 if experts.is_transposed else -2]
-        both.append(Matrices(kind, rows, R, transposed))
-    return Located(*both, found) if len(turned) == 1 else None
+        both.append(Matrices(kind, rows, R, transposed, found))
+    return tuple(both) if len(turned) == 1 else None
 
 
-def _of_banks(experts: Any, held: dict[str, Tensor]) -> Located | None:
+def _of_banks(experts: Any, held: dict[str, Tensor]) -> tuple[Matrices, Matrices] | None:
     """All experts of a module, which keeps its weights."""
     each = [dict(zip(held, tensors)) for tensors in zip(*[w.unbind() for w in held.values()])]
     down = held["down_proj"]
     found = _of_tensors(experts, each, down.dtype, down.device.type)
-    return found and found._replace(owners=None)
+    return found and tuple(of._replace(owner=None) for of in found)
 
 
 def _of_tensors(
     experts: Any, given: list[dict[str, Tensor]], dtype: torch.dtype, device: str
-) -> Located | None:
+) -> tuple[Matrices, Matrices] | None:
     tensors = [tensors[name] for tensors in given for name in _parts(experts)]
     if any(w.dtype != dtype or w.device.type != device or not w.is_contiguous() for w in tensors):
         return None
@@ -96,5 +91,5 @@ def _of_tensors(
         for column, part in ((0, name), (2, f"{name}_bias"))[: 1 + bool(experts.has_bias)]:
             rows[:, column] = [tensors[part].data_ptr() for tensors in given]
         R = given[0][name].shape[-1 if experts.is_transposed else -2]
-        both.append(Matrices(KINDS[dtype], rows, R, experts.is_transposed))
-    return Located(*both, given)
+        both.append(Matrices(KINDS[dtype], rows, R, experts.is_transposed, given))
+    return tuple(both)

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.fast.dense import Dense, Pack, fits
+from moelab.fast.dense import Pack, fits, matrices_of
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
-from moelab.kernels.products import KINDS, PIECE, work_of
+from moelab.kernels.products import KINDS, Matrices, plan_of
 from moelab.kernels.threads import TEAM
+from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
 #: classes of transformers whose attention is that of the kernel; a probe must agree as well
@@ -72,7 +73,7 @@ class SingleToken(FusedModule):
             or not x.dtype == cos.dtype == sin.dtype == self.dtype
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
             or watched()
-            or self.config._attn_implementation != "sdpa"
+            or not compat.is_sdpa(self.config)
             or vars(self.config).get("clip_qkv")
         ):
             return None
@@ -117,34 +118,29 @@ class DecodeAttention(SingleToken):
         before = self._heads(pack)
         if len({one.kind for one in before}) > 1:
             before = self._heads(None)
-        after, kind = Dense.of(module.o_proj.weight, module.o_proj.bias, 1, pack), KINDS[self.dtype]
+        kind = KINDS[self.dtype]
+        after = matrices_of(module.o_proj.weight, module.o_proj.bias, 1, pack)
         self._alive = before, after
         norms, width = norms_of(module), (self.D, self.D, 0.0)
         if norms:
             width = *(len(norm.weight) for norm in norms), epsilon(norms[0])
-        qkv = before[0].kind.tag, work_of(before[0].kind, x=kind), PIECE
-        output = after.kind.tag, work_of(after.kind), PIECE
-        self.plan = kind.tag, self.D, self.kv_heads, width, heads_work(kind), qkv, output
+        plans = plan_of(before[0].kind, x=kind), plan_of(after.kind)
+        self.plan = kind.tag, self.D, self.kv_heads, width, heads_work(kind), *plans
         first = np.zeros((1, 4), np.int64)
         first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
         self.weights = np.concatenate([first, *(one.rows for one in before), after.rows])
 
-    def _heads(self, pack: Pack | None) -> list[Dense]:
+    def _heads(self, pack: Pack | None) -> list[Matrices]:
         """q, k and v, a matrix for each head."""
         linears = linears_of(self.module)[:3]
-        return [Dense.of(of.weight, of.bias, of.out_features // self.D, pack) for of in linears]
+        return [matrices_of(of.weight, of.bias, of.out_features // self.D, pack) for of in linears]
 
     @classmethod
     @torch.inference_mode()
     def of(cls, module: nn.Module, pack: Pack | None = None) -> DecodeAttention | None:
         """For this module; None if a probe on a random token and angle shows another attention."""
         linears = linears_of(module)
-        if not linears or any(
-            type(linear) is not nn.Linear
-            or linear.weight.dtype != linears[0].weight.dtype
-            or not fits(linear.weight, linear.bias)
-            for linear in linears
-        ):
+        if not linears or not all(fits(linear.weight, linear.bias) for linear in linears):
             return None
         ours = cls(module)
         if not agree(module, ours, ours, linears[0].in_features):
@@ -208,9 +204,14 @@ class CacheMemory:
 
 
 def linears_of(module: Any) -> list[nn.Linear]:
-    """q, k, v and o of an attention that may be that of the kernel; none of another module."""
-    known = type(module).__name__ in ATTENTIONS
-    return [getattr(module, name) for name in LINEARS] if known else []
+    """q, k, v and o of an attention that may be that of the kernels, their weights contiguous and of
+    one type and device; none of another module."""
+    if type(module).__name__ not in ATTENTIONS:
+        return []
+    linears = [getattr(module, name) for name in LINEARS]
+    alike = {(type(of), of.weight.dtype, of.weight.device) for of in linears}
+    plain = len(alike) == 1 and type(linears[0]) is nn.Linear
+    return linears if plain and all(of.weight.is_contiguous() for of in linears) else []
 
 
 def norms_of(module: nn.Module) -> list[nn.Module]:

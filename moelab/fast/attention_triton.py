@@ -21,13 +21,16 @@ PROGRAMS = 128  # about as many as a GPU has processors
 
 
 @triton.jit
+def _wide(at, mask):
+    """fp32 of what lies there, 0 beyond the mask."""
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _turned(x, at, mask, d, cos, sin, D: tl.constexpr):
     """fp32 x at rotary angles; the other half of a head is added or taken away."""
-    other = tl.load(x + at + tl.where(d < D // 2, D // 2, -(D // 2)), mask=mask, other=0.0).to(
-        tl.float32
-    )
-    own = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    return own * cos + tl.where(d < D // 2, -other, other) * sin
+    other = _wide(x + at + tl.where(d < D // 2, D // 2, -(D // 2)), mask)
+    return _wide(x + at, mask) * cos + tl.where(d < D // 2, -other, other) * sin
 
 
 @triton.jit
@@ -57,15 +60,11 @@ def _attend_kernel(
     old, from_head = tl.load(where + 2) - 1, h * tl.load(where + 3)
     keys = tl.multiple_of(tl.load(where).to(tl.pointer_type(kind)) + from_head, 16)
     values = tl.multiple_of(tl.load(where + 1).to(tl.pointer_type(kind)) + from_head, 16)
-    c = tl.load(cos + d, mask=d < D, other=0.0).to(tl.float32)
-    s = tl.load(sin + d, mask=d < D, other=0.0).to(tl.float32)
+    c, s = _wide(cos + d, d < D), _wide(sin + d, d < D)
     head = h * GROUP + g
     mine = (g[:, None] < GROUP) & (d[None, :] < D)
-    x = (
-        _turned(q, head[:, None] * D + d[None, :], mine, d[None, :], c[None, :], s[None, :], D)
-        .to(kind)
-        .to(tl.float32)
-    )
+    place = head[:, None] * D + d[None, :]
+    x = _turned(q, place, mine, d[None, :], c[None, :], s[None, :], D).to(kind).to(tl.float32)
     new = _turned(k, h * D + d, d < D, d, c, s, D).to(kind)
     value = tl.load(v + h * D + d, mask=d < D, other=0.0)
     first = split == 0  # has the new token, too
@@ -74,23 +73,21 @@ def _attend_kernel(
     score = tl.sum(x * new.to(tl.float32)[None, :], 1) * scaling
     largest = tl.where(first, score, float("-inf"))
     total = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
-    mixed = tl.where(
-        first, tl.zeros([ROWS, WIDTH], tl.float32) + value.to(tl.float32)[None, :], 0.0
-    )
+    whole = tl.zeros([ROWS, WIDTH], tl.float32) + value.to(tl.float32)[None, :]
+    mixed = tl.where(first, whole, 0.0)
     each = tl.cdiv(tl.cdiv(old, SPLITS), KEYS) * KEYS
     begin, end = split * each, tl.minimum(split * each + each, old)
     while begin < end:
         i = begin + tl.arange(0, KEYS)
         there = (i[:, None] < old) & (d[None, :] < D)
         at = i[:, None].to(tl.int64) * D + d[None, :]
-        key = tl.load(keys + at, mask=there, other=0.0).to(tl.float32)
-        scores = tl.dot(x, tl.trans(key), input_precision=PRECISION) * scaling
+        scores = tl.dot(x, tl.trans(_wide(keys + at, there)), input_precision=PRECISION) * scaling
         scores = tl.where(i[None, :] < old, scores, float("-inf"))
         before, largest = largest, tl.maximum(largest, tl.max(scores, 1))
         less, weights = tl.exp(before - largest), tl.exp(scores - largest[:, None])
         total = total * less + tl.sum(weights, 1)
-        seen = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
-        mixed = mixed * less[:, None] + tl.dot(weights, seen, input_precision=PRECISION)
+        seen = tl.dot(weights, _wide(values + at, there), input_precision=PRECISION)
+        mixed = mixed * less[:, None] + seen
         begin += KEYS
     to = head * SPLITS + split
     tl.store(sums + to[:, None] * D + d[None, :], mixed, mask=mine)
@@ -114,32 +111,12 @@ def attend(
 ) -> Tensor:
     """Attention of a token whose q, k and v are given before their rotation. All are contiguous, D
     a multiple of 8, and a head of the cache begins on a multiple of 16 bytes."""
-    (heads, D), kv_heads = q.shape, len(k)
-    splits, width = (
-        triton.next_power_of_2(max(PROGRAMS // kv_heads, 1)),
-        max(16, triton.next_power_of_2(D)),
-    )
-    sums, ends = (
-        q.new_empty(heads, splits, D, dtype=torch.float32),
-        q.new_empty(heads, splits, 2, dtype=torch.float32),
-    )
-    _attend_kernel[(kv_heads, splits)](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        where,
-        sums,
-        ends,
-        scaling,
-        D,
-        heads // kv_heads,
-        splits,
-        max(16, triton.next_power_of_2(heads // kv_heads)),
-        width,
-        KEYS,
-        "ieee" if q.dtype == torch.float32 else "tf32",
-    )  # has q, k, v whole
-    _together_kernel[(heads,)](sums, ends, out := torch.empty_like(q), D, splits, width)
+    (heads, D), kv_heads, pow2 = q.shape, len(k), triton.next_power_of_2
+    splits, width, group = pow2(max(PROGRAMS // kv_heads, 1)), max(16, pow2(D)), heads // kv_heads
+    sums = q.new_empty(heads, splits, D, dtype=torch.float32)
+    ends, out = q.new_empty(heads, splits, 2, dtype=torch.float32), torch.empty_like(q)
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"  # which has q, k, v whole
+    sizes = D, group, splits, max(16, pow2(group)), width, KEYS, precision
+    _attend_kernel[(kv_heads, splits)](q, k, v, cos, sin, where, sums, ends, scaling, *sizes)
+    _together_kernel[(heads,)](sums, ends, out, D, splits, width)
     return out

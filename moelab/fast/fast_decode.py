@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from moelab.fast.attention import DecodeAttention
-from moelab.fast.dense import Dense
 from moelab.fast.graphs import GraphLayer, GraphStretch
 from moelab.fast.layers import DecodeLayer, DecodeStretch, stretches
 from moelab.fast.modules import Linear, Norm, Router, Rows
 from moelab.fast.packing import on_huge_pages, packer
+from moelab.kernels.products import Matrices
 from moelab.models.patches import Patches, bare
 from moelab.models.unchanged import FusedModule
 from moelab.store.layout import CHECKSUMS
@@ -92,7 +92,7 @@ class FastDecode(Patches):
                 one.parts.seal()
         return found
 
-    def _packed(self, pack: Callable, weight: Tensor, parts: int) -> Dense | None:
+    def _packed(self, pack: Callable, weight: Tensor, parts: int) -> Matrices | None:
         if found := pack(weight, parts):
             self.copied[weight] = weight.data_ptr(), _checksum(weight)
         return found

@@ -26,6 +26,7 @@ from moelab.fast.attention import CacheMemory, SingleToken, agree, linears_of, n
 from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch, with_parts
 from moelab.fast.modules import Router, epsilon
 from moelab.kernels.products import KINDS
+from moelab.models import compat
 
 GPUS = ("cuda",)
 
@@ -131,7 +132,7 @@ class GraphLayer(OneTokenLayer):
             return None
         twin = with_parts(module, mlp=nn.Identity())
         try:
-            # In inference mode nobody could write to a graph's inputs elsewhere.
+            # Tensors of inference mode cannot be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 ours = cls(module)
                 ours.module = twin
@@ -177,7 +178,7 @@ class GraphLayer(OneTokenLayer):
 
     def fill(self, x: Tensor, token: tuple) -> None:
         """Copy the graph's inputs."""
-        torch._foreach_copy_(self.inputs, [x, *token])
+        compat.copy_each(self.inputs, [x, *token])
 
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         with LOCK:
@@ -203,19 +204,22 @@ def _fits(module: nn.Module) -> bool:
     if not linears or linears[0].weight.device.type not in GPUS:
         return False
     norms = [getattr(module, PARTS[0], None), getattr(module, PARTS[2], None), *norms_of(attn)]
-    if not isinstance(getattr(module, "mlp", None), nn.Module) or attn.head_dim % 8:
-        return False
-    known = all(type(of) is nn.Linear for of in linears) and all(
-        type(norm).__name__.endswith("RMSNorm") and epsilon(norm) is not None for norm in norms
+    return (
+        isinstance(getattr(module, "mlp", None), nn.Module)
+        and attn.head_dim % 8 == 0
+        and linears[0].weight.dtype.itemsize < 8
+        and all(_is_rms_norm(norm, linears[0].weight) for norm in norms)
     )
-    weights = [getattr(part, "weight", None) for part in norms + linears]
-    first = linears[0].weight
-    return known and all(
-        isinstance(w, Tensor)
-        and (w.dtype, w.device) == (first.dtype, first.device)
-        and w.is_contiguous()
-        and w.dtype.itemsize < 8
-        for w in weights
+
+
+def _is_rms_norm(norm: Any, like: Tensor) -> bool:
+    weight = getattr(norm, "weight", None)
+    return (
+        type(norm).__name__.endswith("RMSNorm")
+        and epsilon(norm) is not None
+        and isinstance(weight, Tensor)
+        and weight.is_contiguous()
+        and (weight.dtype, weight.device) == (like.dtype, like.device)
     )
 
 

@@ -14,7 +14,6 @@ batch, a mask or a cache of another kind it takes its own forward.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from itertools import groupby
@@ -29,6 +28,7 @@ from moelab.fast.modules import Norm, Router
 from moelab.kernels.feed_forward import plans
 from moelab.kernels.layers import CLOCK, decode_layers, to_experts
 from moelab.kernels.products import KINDS, Matrices
+from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
@@ -38,21 +38,20 @@ MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
 
 class Computed(NamedTuple):
     """What a call has done: so many layers, their choices [L, K], and seconds of
-    `time.perf_counter` at which each one's experts began and ended, [L, 2], which a GPU does not
-    tell."""
+    `time.perf_counter` at which each one's experts began and ended, [L, 2]; None on a GPU."""
 
     layers: int
     ids: np.ndarray | Tensor
     times: np.ndarray | None
 
 
-NOTHING = Computed(0, np.empty((0, 1), np.int64), np.empty((0, 2)))
-
-
 class OneTokenLayer(FusedModule):
     """The forward of one decoder layer for a single token: up to its experts, or all of its stretch.
 
-    shape : what layers of a stretch have alike. stretch : that this layer is in, if it is in one.
+    `to_experts(x, token, memory)` of a subclass gives x + attention(norm(x)), and the norm of that.
+
+    shape : what layers of a stretch have alike. stretch, position : that this layer is in, if it is in
+        one, and where.
     """
 
     shape: tuple
@@ -62,16 +61,16 @@ class OneTokenLayer(FusedModule):
         self.modules = [first, *attention.module.modules(), second]
         copied = attention.parts.copied
         super().__init__(module, Unchanged(self.modules[:-1], [module], [second], copied))
-        self.attention, self.stretch = attention, None
+        self.attention, self.stretch, self.position = attention, None, 0
 
     def fused(self, *args: Any, **kwargs: Any) -> Tensor | None:
         stretch = self.stretch
-        if stretch and args and stretch.has_computed(self, args[0]):
+        if stretch and args and stretch.has_computed(self.position, args[0]):
             return args[0]
         if (call := self.attention.call(*args, **kwargs)) is None:
             return None
         x, token, cache = call
-        if stretch and stretch.layers[0] is self and (y := stretch(x, token, cache)) is not None:
+        if stretch and not self.position and (y := stretch(x, token, cache)) is not None:
             return y
         heard = self.parts.listeners()
         if heard is None or (memory := self.attention.memory(cache)) is None:
@@ -80,11 +79,7 @@ class OneTokenLayer(FusedModule):
         memory.grow()
         for _, hear in heard:
             hear(y)
-        return y + self.module._modules["mlp"](normed)
-
-    def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
-        """x + attention(norm(x)), and the norm of that."""
-        raise NotImplementedError
+        return y + compat.children_of(self.module)["mlp"](normed)
 
 
 class DecodeLayer(OneTokenLayer):
@@ -123,72 +118,61 @@ class DecodeLayer(OneTokenLayer):
 
 def with_parts(module: nn.Module, **parts: Any) -> nn.Module:
     """A module that shares all but some of its children with this one."""
-    twin = copy.copy(module)
-    twin._modules = module._modules | parts
-    return twin
+    return compat.with_children(module, parts)
 
 
 class Stretch:
     """Layers alike, one after the other, each with a router and experts; the first one calls it.
 
-    An executor of experts may compute them: `token` of `moelab.experts.executor.Executor`."""
+    An executor of experts says where these lie: `token` of `moelab.experts.executor.Executor`.
+    `compute(x, token, memories, up, down)` of a subclass gives x after as many layers as can be
+    computed, their weights [L, K], and what was `Computed`."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
-        self.model, self.layers, self.all = model, layers, model._modules["layers"]
+        self.model, self.layers, self.all = model, layers, compat.children_of(model)["layers"]
         #: of each thread: x after the last call, and how many layers it computed
         self.last = threading.local()
-        blocks = [layer.module._modules["mlp"] for layer in layers]
-        self.experts = [block._modules["experts"] for block in blocks]
-        gates = [block._modules["gate"] for block in blocks]
+        blocks = [compat.children_of(layer.module)["mlp"] for layer in layers]
+        self.experts = [compat.children_of(block)["experts"] for block in blocks]
+        gates = [compat.children_of(block)["gate"] for block in blocks]
         self.routers = [forward(gate) for gate in gates]
         silent = [self.all, *blocks]
-        for layer, experts in zip(layers, self.experts):
-            layer.stretch = self
+        for i, (layer, experts) in enumerate(zip(layers, self.experts)):
+            layer.stretch, layer.position = self, i
             silent += [layer.module, *layer.modules, *experts.children()]
         heard = [module for both in zip(gates, self.experts) for module in both]
         self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
 
-    def has_computed(self, layer: OneTokenLayer, x: Tensor) -> bool:
-        """Whether x is this thread's, after this layer."""
+    def has_computed(self, position: int, x: Tensor) -> bool:
+        """Whether x is this thread's, after the layer at this position."""
         last = vars(self.last)
-        return last.get("x") is x and layer in self.layers[: last["layers"]]
+        return last.get("x") is x and position < last["layers"]
 
     def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
         """x after as many layers as can be computed; None for none."""
         seams = [vars(experts).get("seam") for experts in self.experts]
         if None in seams or len(runs := {of.engine or of.executor for of in seams}) > 1:
             return None
-        if (run := getattr(runs.pop(), "token", None)) is None:
+        if (executing := getattr(runs.pop(), "token", None)) is None:
             return None
-        memories, heard, made = [], [], []
-
-        def compute(*experts: Any) -> Computed:
-            memories[:] = [layer.attention.memory(cache) for layer in self.layers]
-            whole = self.model.config.num_hidden_layers == len(self.all)
-            listeners = self.parts.listeners() if whole else None
-            if None in memories or listeners is None:
-                return NOTHING
-            heard[:] = listeners
-            *made[:], done = self.compute(x, token, memories, *experts)
-            return done
-
-        found = run(seams, x.dtype, compute)
-        if found is None or not found.layers:
+        with executing(seams, x.dtype) as (experts, done):
+            if experts is None or self.model.config.num_hidden_layers != len(self.all):
+                return None
+            memories = [layer.attention.memory(cache) for layer in self.layers]
+            if None in memories or (heard := self.parts.listeners()) is None:
+                return None
+            y, w, found = self.compute(x, token, memories, *experts)
+            done(found)
+        if not found.layers:
             return None
         for memory in memories[: found.layers]:
             memory.grow()
-        (y, w), ids = made, torch.as_tensor(found.ids)
+        ids = torch.as_tensor(found.ids)
         for i, hear in heard:  # two modules of each layer
             if i // 2 < found.layers:
                 hear(ids[i // 2 :][:1], w[i // 2 :][:1])
         self.last.x, self.last.layers = y, found.layers
         return y
-
-    def compute(
-        self, x: Tensor, token: tuple, memories: list[CacheMemory], *experts: Any
-    ) -> tuple[Tensor, Tensor, Computed]:
-        """x after as many layers as can be computed, their weights [L, K], and what was done."""
-        raise NotImplementedError
 
 
 class DecodeStretch(Stretch):
@@ -231,7 +215,7 @@ def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
     kinds : class of layers → of their stretches."""
     if type(model).__name__ not in MODELS or not CLOCK[0]:
         return []
-    runs = groupby([forward(module) for module in model._modules["layers"]], _alike)
+    runs = groupby([forward(module) for module in compat.children_of(model)["layers"]], _alike)
     return [kinds[alike[0]](model, [*run]) for alike, run in runs if alike]
 
 
@@ -249,7 +233,7 @@ def _only_experts(layer: OneTokenLayer) -> bool:
     what they give."""
     block, attention = layer.module.mlp, layer.attention
     if (
-        block._modules.keys() != {"gate", "experts"}
+        compat.children_of(block).keys() != {"gate", "experts"}
         or not isinstance(router := forward(block.gate), Router)
         or forward(block)
         or forward(block.experts)

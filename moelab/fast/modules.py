@@ -23,11 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.fast.dense import Dense, Pack, fits, linear
+from moelab.fast.dense import Pack, fits, linear, matrices_of
+from moelab.fast.packing import Rounded
 from moelab.kernels.layers import route
 from moelab.kernels.norm import rms_norm
-from moelab.kernels.products import KINDS, PIECE, crossover, work_of
+from moelab.kernels.products import KINDS, Matrices, crossover, plan_of
 from moelab.kernels.threads import TEAM
+from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
 #: entries of a norm's x up to which one thread is faster than torch's many operations
@@ -43,7 +45,7 @@ def epsilon(norm: nn.Module) -> float | None:
 def _weight_of(module: nn.Module, kind: str, dims: int) -> Tensor | None:
     """The weight of a module of a class named so, whose forward takes one tensor and nothing else;
     None if there is none that kernels read."""
-    weight = module._parameters.get("weight")
+    weight = compat.parameters_of(module).get("weight")
     if (
         not type(module).__name__.endswith(kind)
         or len(inspect.signature(type(module).forward).parameters) != 2
@@ -118,8 +120,7 @@ class Router(FusedModule):
     def plan(self) -> tuple:
         """Of `moelab.kernels.layers.route`."""
         kind = KINDS[self.module.weight.dtype]
-        product = kind.tag, work_of(kind, x=kind), PIECE
-        return kind.tag, KINDS[self.dtype].tag, product, self.normalised
+        return kind.tag, KINDS[self.dtype].tag, plan_of(kind, x=kind), self.normalised
 
     def fused(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         x, w = hidden_states, self.parts.weights[0]
@@ -149,16 +150,16 @@ class Rows:
     found: dict[Any, float] = field(default_factory=dict)  # dtype, or that and a kind → how many
 
     @torch.inference_mode()
-    def of(self, module: nn.Linear, packed: Dense | None) -> float:
+    def of(self, module: nn.Linear, packed: Matrices | None) -> float:
         """torch, for its products, has to make a weight that was rounded."""
-        rounded = packed.rounded if packed else None
+        rounded = _rounded(packed)
         w, b, packed = module.weight, module.bias, packed if rounded else None
         key = (w.dtype, packed.kind) if packed else w.dtype
         if key not in self.found and self.given is None:
             x = torch.ones(128, w.shape[1], dtype=w.dtype)
             measured = crossover(
                 lambda n: linear(x[:n], w, b, packed),
-                lambda n: F.linear(x[:n], rounded() if rounded else w, b),
+                lambda n: F.linear(x[:n], rounded.tensor() if rounded else w, b),
             )
             self.found[key] = max(measured, 1)
         return self.found.setdefault(key, self.given)
@@ -171,7 +172,7 @@ class Linear(FusedModule):
         for any number of rows.
     """
 
-    def __init__(self, module: nn.Linear, rows: float, packed: Dense | None = None) -> None:
+    def __init__(self, module: nn.Linear, rows: float, packed: Matrices | None = None) -> None:
         super().__init__(module, Unchanged(called=[module], copied=True) if packed else Unchanged())
         self.rows, self.packed = rows, packed
 
@@ -184,7 +185,7 @@ class Linear(FusedModule):
             or (module.weight.numel() < LARGE and pack is None)
         ):
             return None
-        packed = Dense.of(module.weight, module.bias, pack=pack) if pack else None
+        packed = matrices_of(module.weight, module.bias, pack=pack) if pack else None
         return cls(module, rows.of(module, packed), packed)
 
     def fused(self, x: Tensor) -> Tensor | None:
@@ -195,4 +196,10 @@ class Linear(FusedModule):
         few = x.shape[-1] == w.shape[1] and 0 < x.numel() <= self.rows * w.shape[1]
         if few and x.is_cpu and x.dtype == w.dtype and fits(w, b) and not watched():
             return linear(x, w, b, packed)
-        return F.linear(x, packed.rounded(), b) if packed and packed.rounded else None
+        rounded = _rounded(packed)
+        return F.linear(x, rounded.tensor(), b) if rounded else None
+
+
+def _rounded(packed: Matrices | None) -> Rounded | None:
+    """What was rounded of a weight; None for one that is the very same."""
+    return packed.owner if packed and isinstance(packed.owner, Rounded) else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.fast.dense import Dense, Pack
-from moelab.kernels.products import PACKED
+from moelab.fast.dense import Pack
+from moelab.kernels.products import PACKED, Matrices
 from moelab.store import bf12, fewbit
 from moelab.store.reader import aligned_buffer
 
@@ -25,7 +26,7 @@ def packer(name: str) -> Pack:
     return as_bf12 if name == "bf12" else Rounding(name)
 
 
-def as_bf12(weight: Tensor, parts: int = 1) -> Dense | None:
+def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:
     """A weight as bf12 in memory (`Pack`)."""
     memory, rows = [], []
     for part in weight.chunk(parts):
@@ -34,7 +35,7 @@ def as_bf12(weight: Tensor, parts: int = 1) -> Dense | None:
             return None
         memory.append(_aligned(blob))
         rows.append(bf12.CODEC.row(memory[-1].ctypes.data, len(blob), part.shape))
-    return Dense(PACKED["bf12"], np.array(rows), memory)
+    return Matrices(PACKED["bf12"], np.array(rows), len(weight) // parts, owner=memory)
 
 
 class Rounding:
@@ -43,7 +44,7 @@ class Rounding:
     def __init__(self, name: str) -> None:
         self.form, self.blobs = fewbit.find_format(name), {}  # address → blob
 
-    def __call__(self, weight: Tensor, parts: int = 1) -> Dense | None:
+    def __call__(self, weight: Tensor, parts: int = 1) -> Matrices | None:
         shape, address = tuple(weight.shape), weight.data_ptr()
         if shape[1] % 64 or shape[0] % parts:
             return None
@@ -58,12 +59,21 @@ class Rounding:
             [codes + i * ((scales - codes) // parts), scales + i * ((end - scales) // parts), *rest]
             for i in range(parts)
         ]
+        owner = Rounded(self.form, blob, shape)
+        return Matrices(PACKED[self.form.name], np.array(rows), shape[0] // parts, owner=owner)
 
-        def rounded() -> Tensor:
-            self.form.decompress(blob, out := torch.empty(shape, dtype=torch.bfloat16))
-            return out
 
-        return Dense(PACKED[self.form.name], np.array(rows), blob, rounded)
+class Rounded(NamedTuple):
+    """A weight that was rounded to a few-bit format."""
+
+    form: fewbit.Format
+    blob: np.ndarray
+    shape: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """The weight that this stands for."""
+        self.form.decompress(self.blob, out := torch.empty(self.shape, dtype=torch.bfloat16))
+        return out
 
 
 def _aligned(blob: np.ndarray) -> np.ndarray:

@@ -20,9 +20,10 @@ from moelab.kernels.products import F32, multiply_one
 from moelab.kernels.tiles import add_rows, dots, place, span, spread, weight, write
 from moelab.kernels.vectors import STEP, Kind
 
-#: what threads share that mix values by the scores of keys: key heads that they have taken, of so many,
-#: each with a group of query heads; S tokens, the new one included; bytes from one head of the cache to
-#: the next; addresses of q fp32 [heads, D], as `spread` has written it, of keys, values and fp32 [heads, D]
+#: what threads share of one call of `attend`: how many key heads are taken, of `kv_heads`, each with a
+#: `group` of query heads; S tokens, the new one included; `stride` bytes from one head of the cache to
+#: the next; and addresses: of q fp32 [heads, D], written by `spread`, of keys, of values, and of what
+#: is `mixed`, fp32 [heads, D]
 FIELDS = "taken", "kv_heads", "group", "S", "D", "stride", "q", "keys", "values", "mixed"
 HEADS = np.dtype([(field, np.int64) for field in FIELDS])
 

@@ -30,13 +30,11 @@ _OURS: set[str] = set()  # files that have kernels
 _ALIVE: list[Any] = []  # compiled functions, which would take their code with them
 
 
-class _Told(event.Listener):
-    """Says that kernels are being compiled while one is that numba has not in its cache."""
+class _Announcing(event.Listener):
+    """Says that kernels are being compiled, while one is that numba's cache lacks."""
 
-    depth, notice = (
-        0,
-        Notice("compiling kernels (the first time only) …"),
-    )  # one is compiled within another
+    depth = 0  # one is compiled within another
+    notice = Notice("compiling kernels (the first time only) …")
 
     def on_start(self, begun: event.Event) -> None:
         self.depth += 1
@@ -49,7 +47,7 @@ class _Told(event.Listener):
             self.notice.end()
 
 
-event.register("numba:compile", _Told())
+event.register("numba:compile", _Announcing())
 
 
 def kernel(function: Callable | None = None, **options: Any) -> Callable:

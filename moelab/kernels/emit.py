@@ -1,8 +1,8 @@
 """LLVM's instructions by Python's operators, for what numba cannot say: vectors, bits of numbers,
 memory by address.
 
-A `Value` is what an instruction gives; operators on values append further ones to the code that is
-being made. `emitted` makes a part of kernels, an intrinsic of numba, of a function of values; those
+A `Value` is the result of an instruction; operators on values append further instructions to the
+code of the function that is being compiled. `emitted` makes a part of kernels, an intrinsic of numba, of a function of values; those
 that know no weights follow it."""
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""How inputs times weights are summed: as fp32, as pairs of bf16 or as bytes, by what the processor has.
+"""How inputs times weights are summed: as fp32, as pairs of bf16 or as bytes, by what the processor
+has.
 
-Where one instruction multiplies pairs of bf16 (AVX512_BF16), bf16 weights and packed ones become such pairs: half the
-instructions, with inputs cut into their upper 8 bits and the rest, if there is one; subnormals are 0. Where none does, on
-AVX2, four-bit codes are multiplied as bytes with inputs in fixed point, 16 bits for 32 of them: a third. So are int8's
-where AVX512_VNNI is.
+With AVX512_BF16, one instruction multiplies pairs of bf16: bf16 weights and packed ones become such
+pairs, which takes half the instructions. Inputs are cut into their upper 8 bits and the rest, if
+there is one; subnormals are 0. On AVX2, four-bit codes are multiplied as bytes, with inputs in fixed
+point of 16 bits for 32 of them, which takes a third of the instructions; so are int8's codes with
+AVX512_VNNI.
 
-inputs : vectors of fp32, of a step in `order`; `prepared`, perhaps fewer, as the instruction takes them.
-weights : of a step, as (scales or None, vectors) that take their inputs one after the other."""
+An instruction takes `prepared` inputs, from vectors of fp32 in its `order`, and `weights`: vectors
+that take their inputs one after the other."""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Floats:
         return inputs
 
     def weights(self, x_kind: Kind, at: tuple) -> Iterable[tuple[Value | None, list[Value]]]:
-        """Of a step, from the addresses of weights and of what lies beside them, and the table."""
+        """(scales or None, vectors that they multiply) of a step.
+
+        at : the addresses of weights and of what lies beside them, and the table."""
         if self.kind.scaled:
             return self.kind.codes(*at[:2])
         return [(None, self.kind.vectors(*at))]
@@ -66,7 +70,7 @@ class Pairs(Floats):
     def __init__(self, kind: Kind) -> None:
         self.kind, self.order = kind, kind.pair_order
 
-    def prepared(self, inputs: list[Value]) -> list[Value]:
+    def prepared(self, inputs):
         """Pairs of the inputs' upper halves, then of what these lack, which is exact to 2⁻¹⁷; an
         infinity in fp32 makes NaN."""
         upper = [(part.to(I32) + 0x8000 & 0xFFFF0000).to(F32) for part in inputs]
@@ -77,7 +81,7 @@ class Pairs(Floats):
             for even, odd in zip(half[::2], half[1::2])
         ]
 
-    def weights(self, x_kind: Kind, at: tuple) -> Iterable[tuple[Value | None, list[Value]]]:
+    def weights(self, x_kind, at):
         """Once for the upper halves of inputs, and again for the lower ones, which bf16 does not
         have."""
         groups, pairs = [lane % 8 // 4 for lane in range(WIDTH)], self.kind.pairs(*at)
@@ -91,7 +95,7 @@ class Bytes(Floats):
     def __init__(self, kind: Kind) -> None:
         self.kind, self.order = kind, kind.byte_order
 
-    def prepared(self, inputs: list[Value]) -> list[Value]:
+    def prepared(self, inputs):
         """Whole numbers as `_whole_sums` has them, what the codes' offset adds to its sums, and the
         scales of both groups.
 
@@ -114,13 +118,11 @@ class Bytes(Floats):
         sums = _whole_sums(offset, inputs).to(FLOATS)
         return [*(one.to(FLOATS) for one in inputs), sums, scale * (1 / self.kind.factor)]
 
-    def weights(self, x_kind: Kind, at: tuple) -> Iterable[tuple[Value | None, list[Value]]]:
+    def weights(self, x_kind, at):
         groups = [2 * lane // WIDTH for lane in range(WIDTH)]
         return [(self.kind.scales(at[1], groups), self.kind.bytes(at[0]))]
 
-    def terms(
-        self, inputs: list[Value], vectors: list[Value], scales: Value | None
-    ) -> list[tuple[Value, Value]]:
+    def terms(self, inputs, vectors, scales):
         *inputs, offset, scale = inputs[: 2 * len(vectors) + 2]
         inputs = [one.to(vectors[0].type) for one in inputs]
         whole = _whole_sums(vectors, inputs) - offset.to(I32)
@@ -128,7 +130,8 @@ class Bytes(Floats):
 
 
 def _exponent(parts: list[Value]) -> tuple[Value, Value]:
-    """The largest size among vectors of fp32 and the exponent by which they are scaled, everywhere."""
+    """The largest size among vectors of fp32 and the exponent by which they are scaled, in each
+    lane."""
     largest = parts[0].of(2.0**-100).to(I32)  # of zeros and subnormals
     for size in [part.to(I32) & 0x7FFFFFFF for part in parts]:
         # as integers NaN is larger than all numbers
@@ -145,7 +148,8 @@ def _fixed_point(part: Value, exponent: Value) -> Value:
 def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
     """Σ code × input of four bytes of each register of codes, in whole numbers.
 
-    inputs : the upper bytes for each of these registers, then the lower ones; all with signs, codes without.
+    inputs : the upper bytes for each of these registers, then the lower ones; all with signs, codes
+        without.
     """
     total = codes[0].to(WORDS).of(0)
     for half in (inputs[: len(codes)], inputs[len(codes) :]):

@@ -79,10 +79,11 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
     It ends before experts that are elsewhere, or, with ids of −1, before a choice that is not its
     own: that is to be made of memory[1], and then this layer is the first.
 
-    plan : (shape of `to_experts`, routing of `route`, plans of `gated`). weights, rooms : of `to_experts`,
-        for each layer. routers : addresses [L]. experts : matrices [L, E, 4] of up and of down.
-    chosen : (address of the scores [L, K], ids [L, K], times [L, 2]), which are written. memory : fp32
-        [4, max(H, E)].
+    plan : (shape of `to_experts`, routing of `route`, plans of `gated`).
+    weights, rooms : of `to_experts`, for each layer. routers : addresses of their weights [L].
+    experts : matrices [L, E, 4] of up and of down.
+    chosen : (address of the scores [L, K], ids [L, K], times [L, 2]), which are written.
+    memory : fp32 [4, max(H, E)].
     """
     (shape, routing, plans), (ups, downs), (w, ids, times) = plan, experts, chosen
     kind, score_kind, H, team = routing[0], routing[1], shape[1], token[3]

@@ -46,9 +46,9 @@ KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT1
 PACKED = {"bf12": BF12, "int8": INT8, "int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
 F32, BF16 = FLOAT32.tag, BFLOAT16.tag  # as kernels have them
 
-#: what threads share of one call of `multiply_into`: pieces that they have taken, of `pieces` for each
-#: of M matrices [R, n], each of so many outputs; addresses of matrices int64 [M, 4], bounds int64 [M + 1],
-#: addresses of fp32 inputs int64 [N], as `spread` has written them, and y fp32 [N, R]
+#: what threads share of one call of `multiply_into`: how many pieces are taken, of `pieces` for each of
+#: M matrices [R, n], each of so many `outputs`; and addresses: of matrices int64 [M, 4], of bounds
+#: int64 [M + 1], of the addresses of fp32 inputs int64 [N], written by `spread`, and of y fp32 [N, R]
 FIELDS = "taken", "M", "n", "R", "pieces", "outputs", "matrices", "bounds", "inputs", "y"
 JOB = np.dtype([(field, np.int64) for field in FIELDS])
 _IN_ORDER = np.empty(0, np.int64)
@@ -69,18 +69,18 @@ class Matrices(NamedTuple):
     rows : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases, 0 for
         none: (w, 0, bias, 0); of bf12 (low bytes, codes, bias in bf16, number of escapes); of few-bit
         formats (codes, scales, bias in bf16, 0), always [R, n].
+    owner : has the memory, if nothing else keeps it.
     """
 
     kind: Kind
     rows: np.ndarray
     R: int
     transposed: bool = False
+    owner: Any = None
 
     def plan(self, x: Kind) -> tuple:
         """Of `multiply_into`, for inputs x."""
-        order = FLOAT32 if self.transposed else self.kind
-        outputs = OUTPUTS if self.transposed else PIECE
-        return order.tag, work_of(self.kind, self.transposed, x), outputs
+        return plan_of(self.kind, self.transposed, x)
 
 
 def multiply(
@@ -349,16 +349,11 @@ def _store_columns(kind, job, matrix, token, tokens, begin, columns, sums):
             write(F32, job.y, (token + t) * job.R + begin + c, total)
 
 
-def work_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> int:
-    """The address of what a thread does for a job of this kind of weights, and of inputs x where it
-    matters that they are bf16."""
-    in_pairs = isinstance(INSTRUCTIONS[kind], Pairs) and not transposed
-    return _work_of(kind, transposed, x if in_pairs and x is BFLOAT16 else FLOAT32)
-
-
 @cache
-def _work_of(kind: Kind, transposed: bool, x: Kind) -> int:
-    tag, x_tag = kind.tag, x.tag
+def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> tuple:
+    """Of `multiply_into`, for weights of a kind and inputs x."""
+    in_pairs = x is BFLOAT16 and isinstance(INSTRUCTIONS[kind], Pairs)
+    tag, x_tag = kind.tag, x.tag if in_pairs else F32
 
     def rows(at):
         _rows(x_tag, tag, at)
@@ -366,4 +361,6 @@ def _work_of(kind: Kind, transposed: bool, x: Kind) -> int:
     def columns(at):
         _columns(tag, at)
 
-    return c_function(columns if transposed else rows)
+    if transposed:
+        return F32, c_function(columns), OUTPUTS
+    return tag, c_function(rows), PIECE

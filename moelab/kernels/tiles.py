@@ -151,12 +151,12 @@ def spread(kind: Kind, order: Kind, x, n, out):
     of `order`, as these are multiplied."""
     size, wanted = order.step, INSTRUCTIONS[order].order
     begins = range(0, size, STEP)
-    come = [begin + number for begin in begins for number in kind.order]
+    given = [begin + number for begin in begins for number in kind.order]
     with n.steps(size) as i:
         parts = [part for at in begins for part in kind.vectors(x + kind.span(i + at), x, None)]
-        if wanted != come:
-            where, all_of_it = [come.index(number) for number in wanted], joined(parts)
-            parts = [all_of_it.shuffled(where[at : at + WIDTH]) for at in range(0, size, WIDTH)]
+        if wanted != given:
+            where, whole = [given.index(number) for number in wanted], joined(parts)
+            parts = [whole.shuffled(where[at : at + WIDTH]) for at in range(0, size, WIDTH)]
         for at, vector in enumerate(INSTRUCTIONS[order].prepared(parts)):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
 

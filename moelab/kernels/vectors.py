@@ -1,16 +1,17 @@
 """Kinds of weights, each with the LLVM code that makes vectors of fp32 of them.
 
-A *kind* says how weights are stored. Plain ones are arrays of fp32, bf16 or fp16. Packed ones have two addresses, and
-blocks of 64 weights: bf12 (`moelab.store.bf12`) has the low bytes of bf16 at one, and at the other 4 bits a weight that
-stand for the high byte, by a table of 16; the formats of `moelab.store.fewbit` have codes at one and scales at the
-other. In a kernel's signature a kind is a number of its `tag`'s type, of which only the type matters.
+A *kind* says how weights are stored. Plain ones are arrays of fp32, bf16 or fp16. Packed ones lie at
+two addresses, in blocks of 64 weights: bf12 (`moelab.store.bf12`) has the low bytes of bf16 at one,
+and at the other 4 bits a weight that stand for the high byte, by a table of 16; the formats of
+`moelab.store.fewbit` have codes at one and scales at the other. In a kernel's signature a number of
+the type of its `tag` stands for a kind: only the type matters.
 
-How vectors of weights are multiplied is in `moelab.kernels.instructions`."""
+Adding a format is a subclass of `Kind` and a line in `moelab.kernels.products.PACKED`. How vectors of
+weights are multiplied is in `moelab.kernels.instructions`."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from math import nan
 from struct import pack, unpack
 
@@ -62,11 +63,12 @@ class Kind:
 
     tag : 0 of the numpy type that stands for this kind in kernels' signatures.
     size, other : bytes of 64 weights at their first address and at the other one.
-    step : weights that a loop takes at a time. order : which of them is where in what `vectors` returns.
+    step : weights that a loop takes at a time. order : which of them is where in what
+        `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
     scaled : whether weights are codes times scales.
 
-    A kind that processors multiply as pairs of bf16 or as bytes (`moelab.kernels.instructions`) also has
-    `pairs(weights, other, table)`, words of two bf16 in `pair_order`, or `bytes(weights)`, codes as bytes without signs,
+    A kind that is multiplied as pairs of bf16 has `pairs(weights, other, table)`, words of two bf16 in
+    `pair_order`. One that is multiplied as bytes has `bytes(weights)`, codes as bytes without signs,
     each `offset` larger than `factor` times its value, in `byte_order`.
     """
 
@@ -88,10 +90,6 @@ class Kind:
     def table(self, address: Value) -> Value | None:
         """What all weights of a matrix are looked up in, from its address."""
         return None
-
-    def vectors(self, weights: Value, other: Value, table: Value | None) -> list[Value]:
-        """The weights of a step as vectors of fp32, exact."""
-        raise NotImplementedError
 
 
 def _portion(count: Value, size: int) -> Value:
@@ -164,7 +162,10 @@ class Bf12(Kind):
 
 
 class FewBits(Kind):
-    """Codes times scales, bf16 for each 32 weights unless a subclass says otherwise."""
+    """Codes times scales, bf16 for each 32 weights unless a subclass says otherwise.
+
+    `codes(weights, other)` yields the vectors of scales of a block, each with the vectors of fp32
+    codes that it multiplies."""
 
     size, other, scaled = 32, 4, True
     step, order = BLOCK, list(range(BLOCK))
@@ -172,10 +173,6 @@ class FewBits(Kind):
     def vectors(self, weights, other, table):
         parts = self.codes(weights, other)
         return [value * self.usable(scales) for scales, values in parts for value in values]
-
-    def codes(self, weights: Value, other: Value) -> Iterator[tuple[Value, list[Value]]]:
-        """A block as vectors of scales, and the vectors of fp32 codes that each multiplies."""
-        raise NotImplementedError
 
     def usable(self, scales: Value) -> Value:
         """Scales that may be multiplied by themselves."""

@@ -14,17 +14,24 @@ from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache, reduce, wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moelab.forks import in_children
 
 _lock = threading.RLock()
 in_children(_lock._at_fork_reinit)
+
+
+def transformers_version() -> str:
+    import transformers
+
+    return transformers.__version__
 
 
 def once(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -198,7 +205,7 @@ def share_conversion(model_type: str, like: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# transformers' dispatch of experts by name
+# transformers' experts
 
 #: the name of moelab's implementation of experts
 MOELAB = "moelab"
@@ -213,20 +220,91 @@ def dispatches_by_name(cls: type) -> bool:
 
 def dispatch(config: Any, name: str | None) -> str | None:
     """Have all experts of a config computed by the implementation of this name; returns the one
-    before."""
-    if name == MOELAB:
-        _register_experts()
+    before. The config is where the decorator's forward looks."""
     before, config._experts_implementation = config._experts_implementation, name
     return before
 
 
-@once
-def _register_experts() -> None:
+def register_experts(forward: Callable[..., Tensor]) -> None:
+    """Make a function `MOELAB`'s: called with an experts module, x, ids and weights."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from moelab.models.experts import forward
-
     ALL_EXPERTS_FUNCTIONS.register(MOELAB, forward)
+
+
+def apply_gate(experts: nn.Module, h: Tensor) -> Tensor:
+    """The gate of an experts class [n, 2I] → [n, I]: the decorator gives a class that has none the
+    usual one, and no public way to it."""
+    return experts._apply_gate(h)
+
+
+def initialised(*modules: nn.Module) -> None:
+    """Keep `from_pretrained` from initialising what is to have no parameters."""
+    for module in modules:
+        module._is_hf_initialized = True
+
+
+def is_sdpa(config: Any) -> bool:
+    """Whether attention is torch's `scaled_dot_product_attention`; the config has no public getter."""
+    return config._attn_implementation == "sdpa"
+
+
+def named_after(model: nn.Module, folder: str) -> None:
+    """Say where a model is from; its config has no public setter."""
+    model.name_or_path = model.config._name_or_path = folder
+
+
+def generation_config(folder: Path) -> Any:
+    """A checkpoint's GenerationConfig; without a file of its own, from what its config.json says."""
+    from transformers import GenerationConfig
+
+    own = (folder / "generation_config.json").is_file()
+    options = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+    return GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# torch: what its public ways copy or walk through, which takes too long for each token
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    return module._modules
+
+
+def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    """A shallow copy of a module with other children, which need be no modules."""
+    twin = copy(module)
+    twin._modules = module._modules | children
+    return twin
+
+
+def hooks_on(module: nn.Module) -> tuple[dict, dict]:
+    """The forward pre-hooks and hooks; there is no public way to see them."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def hooks_on_all() -> bool:
+    """Whether there are forward hooks on all modules; there is no public way to see them."""
+    everywhere = nn.modules.module
+    return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was edited in place, as autograd counts it."""
+    return tensor._version
+
+
+def copy_each(into: list[Tensor], given: list[Tensor]) -> None:
+    """Copy tensors in one launch."""
+    torch._foreach_copy_(into, given)
 
 
 # -------------------------------------------------------------------------- checkpoint keys → the
@@ -241,12 +319,14 @@ class ParameterPlan:
     sources : checkpoint keys by pattern, in the order in which they are joined; one each, or, where
         they lie `apart`, one for each number (expert) from 0 on.
     converter : transformers' WeightConverter from these sources, or None where a key is merely
-    renamed."""
+        renamed.
+    single : whether it is one expert's alone, where others are stacked."""
 
     target: str
     sources: dict[str, list[str]]
     converter: Any = None
     apart: bool = False
+    single: bool = False
 
     @property
     def keys(self) -> list[str]:

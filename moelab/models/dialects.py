@@ -99,7 +99,7 @@ def _experts_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             f"somebody has replaced {self.stock.__name__}.forward since this model was opened, and "
             f"its experts would not run it: open the model again"
         )
-    return experts.forward(self, *args, **kwargs)
+    return experts.run(self, *args, **kwargs)
 
 
 @cache

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab.models import compat
 from moelab.models.gradients import refuse
 from moelab.models.unchanged import Unchanged
 
@@ -40,6 +41,7 @@ class SeamExperts:
     source : supplies an expert's weights; None: the module's own parameters.
     resident : whether the module holds its experts' parameters.
     shapes : parameter name → shape of one expert's tensor.
+    checked : the dtype in which its arithmetic was compared with transformers' own.
     has_gate, has_bias, is_transposed, has_post_expert_norm, is_concatenated : as transformers'
         decorator `use_experts_implementation` declares them; the last is None without it."""
 
@@ -53,6 +55,7 @@ class SeamExperts:
         self.source: Source | None = None
         self.resident = True
         self.shapes = shapes(module)
+        self.checked: torch.dtype | None = None
         for setting in DECLARED & vars(module).keys():
             setattr(self, setting, getattr(module, setting))
 
@@ -83,7 +86,7 @@ class SeamExperts:
 
     def activate(self, h: Tensor) -> Tensor:
         """The architecture's gate [n, 2I] → [n, I], or activation [n, I] where there is no gate."""
-        return self.module._apply_gate(h) if self.has_gate else self.module.act_fn(h)
+        return compat.apply_gate(self.module, h) if self.has_gate else self.module.act_fn(h)
 
     def linear(self, x: Tensor, weights: Weights, name: str) -> Tensor:
         """The product with one of an expert's matrices, and its bias if it has one."""
@@ -256,29 +259,29 @@ KINDS: dict[str, type[SeamExperts]] = {
 # running a layer
 
 
-def forward(
+def run(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The forward of every experts module behind the seam."""
-    run = _untraced if torch.compiler.is_compiling() else _run
-    return run(module.seam, hidden_states, top_k_index, top_k_weights)
+    layer = _untraced if torch.compiler.is_compiling() else _layer
+    return layer(module.seam, hidden_states, top_k_index, top_k_weights)
 
 
-def _run(experts: SeamExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    if not experts.resident and experts.module._parameters:
+def _layer(experts: SeamExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    if not experts.resident and compat.parameters_of(experts.module):
         raise ValueError(
-            f"{', '.join(experts.module._parameters)} of these experts is not in memory, so it cannot "
+            f"{', '.join(compat.parameters_of(experts.module))} of these experts is not in memory, so it cannot "
             f"be another: open the model without memory= and experts="
         )
-    run = experts.engine or experts.executor
+    executor = experts.engine or experts.executor
     if not torch.is_grad_enabled():
-        return execute(run, x, ids, weights, experts)
+        return execute(executor, x, ids, weights, experts)
     with torch.no_grad():
-        y = execute(run, x, ids, weights, experts)
+        y = execute(executor, x, ids, weights, experts)
     return refuse(y, x, weights, *experts.module.parameters())
 
 
-_untraced = torch.compiler.disable(_run)
+_untraced = torch.compiler.disable(_layer)
 
 
 def execute(executor: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:

@@ -1,10 +1,8 @@
-"""The guard: when an architecture is first plugged its experts are compared with transformers' own,
-bit for bit.
+"""The guard: when a model is plugged its experts are compared with transformers' own, bit for bit.
 
 A miniature of the layer (its classes, settings and number of experts, small random weights) is run
-by the stock class and by the seam. What passed is remembered by class, settings and dtype. Blocks
-that the seam translates (`moelab.models.dialects`) are compared whole, within the dtype's
-tolerance: their products have other shapes."""
+by the stock class and by the seam. Blocks that the seam translates (`moelab.models.dialects`) are
+compared whole, within the dtype's tolerance: their products have other shapes."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.models.dialects import BLOCKS, ROUTING, block_class, experts_class, stock_class
-from moelab.models.experts import KINDS, eager, seam_of, shapes
+from moelab.models import compat
+from moelab.models.dialects import BLOCKS, block_class, experts_class, stock_class
+from moelab.models.experts import eager, seam_of, shapes
 from moelab.specs import MoESpec
 
 #: widths are divided by their greatest common divisor, as far as the widest stays this wide
@@ -24,45 +23,33 @@ WIDTH = 48
 TOKENS = 7
 #: attributes that are no settings of a module: torch's own, ours, transformers' notes
 _NOT_SETTINGS = {*vars(nn.Module()), "forward", "seam", "_is_hf_initialized"}
-_PASSED: set[Any] = set()
 
 
-def check(layer: Any, dtype: torch.dtype) -> None:
-    """Compare the experts of an MoE layer, or its whole block where that is translated, with the
-    stock forward.
+def check(layers: list[Any], dtype: torch.dtype) -> None:
+    """Compare the experts of MoE layers, or their whole blocks where these are translated, with the
+    stock forward; of layers alike one.
 
     Raises ValueError: they differ, or the stock class cannot be run."""
-    block, experts = stock_class(layer.block), stock_class(layer.experts)
-    translated = BLOCKS.get(block.__name__)
-    key = (
-        *(experts, experts.forward, KINDS.get(experts.__name__)),
-        *(translated, translated and block.forward, ROUTING.get(type(layer.router).__name__)),
-        *(dtype, _settings(layer.experts), tuple(shapes(layer.experts).items())),
-    )
-    if key in _PASSED:
-        return
-    with torch.no_grad():
+    alike = {
+        (type(layer.experts), type(layer.block), *shapes(layer.experts).items()): layer
+        for layer in reversed(layers)
+    }
+    for layer in alike.values():
+        translated = stock_class(layer.block).__name__ in BLOCKS
         try:
-            problem = (_block if translated else _experts)(layer, dtype)
+            with torch.no_grad():
+                problem = (_block if translated else _experts)(layer, dtype)
         except Exception as error:  # whatever a class does that nobody here has seen
             problem = f"cannot be compared with the seam ({type(error).__name__}: {error})"
-    if problem:
-        import transformers
-
-        remedy = (
-            "other lines in moelab/models/dialects.py"
-            if translated
-            else (
-                "lines in moelab/models/dialects.py if its block calls experts otherwise than "
-                "experts(hidden_states, ids, weights), or else a class in moelab/models/experts.py"
+        if problem:
+            name = stock_class(layer.experts).__name__
+            raise ValueError(
+                f"{layer.name}: {name} of transformers {compat.transformers_version()} {problem}. Here it "
+                f"would not give its own results, so it is not run: it needs lines in "
+                f"moelab/models/dialects.py if its block calls experts otherwise than "
+                f"experts(hidden_states, ids, weights), or else a class in moelab/models/experts.py. "
+                f"Until then use the model without moelab"
             )
-        )
-        raise ValueError(
-            f"{layer.name}: {experts.__name__} of transformers {transformers.__version__} {problem}. "
-            f"Here it would not give its own results, so it is not run: it needs {remedy}. Until then "
-            f"use the model without moelab"
-        )
-    _PASSED.add(key)
 
 
 def check_spec(spec: MoESpec, layers: list[Any]) -> None:
@@ -169,7 +156,7 @@ def _miniature(
 
     parts, parameters = dict(module.named_children()), {}
     if module is not layer.experts:
-        for name, p in module._parameters.items():
+        for name, p in compat.parameters_of(module).items():
             parameters[name] = None if p is None else drawn(p.shape, p.dtype)
     elif isinstance(module, nn.ModuleDict):
         parts = dict.fromkeys((f"expert_{e}" for e in range(layer.E)), seam_of(module).first)
@@ -185,17 +172,6 @@ def _miniature(
     for name, part in parts.items():
         small.add_module(name, _miniature(layer, part, dtype, random))
     return small.eval()
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What was set on a module and its parts, as far as it can be compared."""
-    plain = tuple(
-        (name, value)
-        for name, value in vars(module).items()
-        if name not in _NOT_SETTINGS and isinstance(value, (bool, int, float, str, type(None)))
-    )
-    parts = () if isinstance(module, nn.ModuleDict) else module.named_children()
-    return (*plain, *((name, type(part), _settings(part)) for name, part in parts))
 
 
 def _scale(layer: Any) -> dict[int, int]:

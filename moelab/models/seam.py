@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moelab.models import compat, guard
 from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class, stock_class
-from moelab.models.experts import Run, SeamExperts, Source, seam_of
+from moelab.models.experts import Run, SeamExperts, Source, run, seam_of
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Patches
 from moelab.models.unchanged import FusedModule, Listener, forward
@@ -239,11 +239,15 @@ def _put(patches: Patches, model: nn.Module, **parts: Any) -> list[MoELayer]:
     """Plug a model in, with these parts of each layer's `SeamExperts` but those that are None."""
     require_same_model(model, *parts.values())
     layers = discover(model)
-    for layer in layers:
-        guard.check(layer, model.dtype)
+    guard.check(
+        [layer for layer in layers if not layer.plugged or layer.seam.checked != model.dtype],
+        model.dtype,
+    )
+    compat.register_experts(run)
     for layer in layers:
         if not layer.plugged:
             patches.put(layer.experts, "seam", seam_of(layer.experts, layer.index))
+        layer.seam.checked = model.dtype
         patches.become(layer.block, block_class(type(layer.block)))
         patches.become(layer.experts, experts_class(type(layer.experts)))
         if compat.dispatches_by_name(type(layer.experts)):
@@ -262,5 +266,4 @@ def leave_out(model: nn.Module) -> None:
         experts = layer.experts
         experts.seam = seam_of(experts, layer.index)
         experts.seam.forget_own()
-        # nothing for transformers to initialise
-        experts._is_hf_initialized = layer.block._is_hf_initialized = True
+        compat.initialised(experts, layer.block)

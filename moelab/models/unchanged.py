@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as everywhere
 
-_HOOKS = attrgetter("_forward_pre_hooks"), attrgetter("_forward_hooks")
+from moelab.models import compat
 
 
 def watched() -> bool:
@@ -87,10 +85,12 @@ class Unchanged:
     ) -> None:
         self.silent, self.heard, self.copied = list(modules), list(heard), copied
         self.modules = [*self.silent, *self.heard, *called]
-        self.hooks = [hooks(module) for hooks in _HOOKS for module in self.silent]
-        self.tables = [*map(vars, self.modules), *(module._modules for module in self.modules)]
+        self.hooks = [hooks for module in self.silent for hooks in compat.hooks_on(module)]
+        self.tables = [*map(vars, self.modules), *map(compat.children_of, self.modules)]
         self.held = [
-            table for module in self.modules for table in (module._parameters, module._buffers)
+            table(module)
+            for module in self.modules
+            for table in (compat.parameters_of, compat.buffers_of)
         ]
         self.seal()
 
@@ -113,15 +113,14 @@ class Unchanged:
             list(map(Tensor.data_ptr, weights)),
             list(map(Tensor.is_contiguous, weights)),
             [w.dtype for w in weights],
-            [w._version for w in weights if not w.is_inference()] if self.copied else [],
+            [compat.version(w) for w in weights if not w.is_inference()] if self.copied else [],
         ]
 
     def listeners(self) -> list[tuple[int, Callable[..., None]]] | None:
         """(which of `heard`, `Listener.heard`) of each hook there. None if anything was changed, or
-        if somebody has put another hook on one of the modules, or on all that there are."""
+        if there is any other hook on one of the modules, or a global one."""
         if (
-            everywhere._global_forward_hooks
-            or everywhere._global_forward_pre_hooks
+            compat.hooks_on_all()
             or any(self.hooks)
             or self._state() != self.state
             or not self._same_settings()
@@ -130,8 +129,8 @@ class Unchanged:
         found = [
             (i, hook)
             for i, module in enumerate(self.heard)
-            for hooks in _HOOKS
-            for hook in hooks(module).values()
+            for hooks in compat.hooks_on(module)
+            for hook in hooks.values()
         ]
         if all(isinstance(hook, Listener) for _, hook in found):
             return [(i, hook.heard) for i, hook in found]

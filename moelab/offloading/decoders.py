@@ -29,7 +29,6 @@ class CpuDecoder:
         name: str,
         out: torch.Tensor,
         slot: int,
-        shard: int | None = None,
     ) -> None:
         """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a
         damaged chunk."""
@@ -38,7 +37,7 @@ class CpuDecoder:
         elif kind == "recover":
             recover(chunks["sm"], name, out)
         else:
-            decode_tensor(chunks["e"], chunks["sm"], name, out, shard)
+            decode_tensor(chunks["e"], chunks["sm"], name, out)
 
 
 class CudaDecoder:
@@ -57,7 +56,6 @@ class CudaDecoder:
         name: str,
         out: torch.Tensor,
         slot: int,
-        shard: None = None,
     ) -> None:
         e, sm, size = chunks["e"], chunks["sm"], out.nbytes
         if self._host is None or self._host.numel() < size:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class Engine:
         self.loader, self._broken = loader, False
         self.controller = StepController(self.residency, loader.queue, gate, self.order, self.run)
         # The threads know the loader, not the engine, and end when nobody knows the engine.
-        self._at_end = weakref.finalize(self, loader.halt)
+        self._at_end = weakref.finalize(self, loader.end)
 
     def _restart(self) -> None:
         """After an error, or in a forked process: nothing is in memory, and threads are new."""
@@ -132,9 +133,8 @@ class Engine:
         self.closed = True
         self.loader.halt()
         with self._one:  # a layer that runs needs its memory until it has noticed
+            self.loader.end()
             self._at_end.detach()
-            self.loader.stop()
-            self.loader.free()
 
     # a layer
 
@@ -267,24 +267,21 @@ class Engine:
 
     # layers of a token in one call
 
-    def token(
-        self, modules: list[SeamExperts], dtype: torch.dtype, compute: Callable[..., Any]
-    ) -> Any:
-        """A token's layers in one call (`moelab.fast.layers`), as far as their experts are
-        resident for good; None where more than that is to be decided."""
+    @contextmanager
+    def token(self, modules: list[SeamExperts], dtype: torch.dtype) -> Iterator[tuple]:
+        """Layers of a token in one call (`moelab.experts.executor.Executor.token`), as far as their
+        experts are resident for good."""
         with self._one:
             self._check()
-            banks = self._find_banks(modules, dtype)
-            if banks is None:
-                return None
-            found = compute(*banks)
-            chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
-            for of, experts, (begin, end) in chosen:
-                self._report_other(begin, of.layer)
-                step = self.controller.decide(of.layer, dict.fromkeys(experts, 1))
-                self._report(step.requests, begin, end)
-            modules[0].executor.count_layers(found)
-            return found
+            yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
+
+    def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
+        chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
+        for of, experts, (begin, end) in chosen:
+            self._report_other(begin, of.layer)
+            step = self.controller.decide(of.layer, dict.fromkeys(experts, 1))
+            self._report(step.requests, begin, end)
+        modules[0].executor.count_layers(found)
 
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
         """Where the experts of these layers lie, as the executor asks for it; None if some may
@@ -348,15 +345,7 @@ class Engine:
     @property
     def opens(self) -> bool:
         """Whether predictors shall listen in this forward pass: not where nobody would ask them."""
-        return bool(self.loader.queue.ahead) and self.gate.opens
-
-    @property
-    def gate(self) -> PrefetchGate:
-        return self.controller.gate
-
-    @gate.setter
-    def gate(self, gate: PrefetchGate) -> None:
-        self.controller.gate = gate
+        return bool(self.loader.queue.ahead) and self.controller.gate.opens
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.

@@ -197,11 +197,9 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = SHARDS) ->
     return PackedTensor((Plane(found, (blob,)),))
 
 
-def decompress_tensor(packed: PackedTensor, out: Any, shard: int | None = None) -> None:
+def decompress_tensor(packed: PackedTensor, out: Any) -> None:
     """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size; of few
     bits a tensor.
-
-    shard : of 16-bit weights only those of this shard, which leaves the others to other threads.
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
@@ -216,8 +214,7 @@ def decompress_tensor(packed: PackedTensor, out: Any, shard: int | None = None) 
         unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
         words, sign_mantissa = target.view(np.uint16), plane_bytes(packed.planes[1], n)
-        pieces = [*zip(shard_bounds(n, len(first.shards)), first.shards)]
-        for (begin, end), blob in pieces if shard is None else pieces[shard : shard + 1]:
+        for (begin, end), blob in zip(shard_bounds(n, len(first.shards)), first.shards):
             exponents = room("exponents", end - begin)
             first.codec.decompress(blob, exponents)
             bits.join(exponents, sign_mantissa[begin:end], words[begin:end])

@@ -121,13 +121,6 @@ class TensorEntry(NamedTuple):
         compressed."""
         return len(self.planes) == 2 and self.codec is not RAW
 
-    @property
-    def shards(self) -> int:
-        """How many shards can be decoded one by one: those of the exponents of 16-bit weights
-        beside raw sign-mantissa bytes."""
-        apart = len(self.planes) == 2 and self.planes[1][0] is RAW
-        return len(self.planes[0][1]) if apart else 1
-
     def stored(self, part: str = "both") -> int:
         """Bytes of its chunks of a part, without padding."""
         return sum(chunk.length for _, chunks in self.of(part) for chunk in chunks)

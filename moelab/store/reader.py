@@ -298,16 +298,16 @@ class Reader:
             if not kept:
                 os.close(fd)
 
-    def check(self, chunks: Chunks, only: str | None = None, part: int | None = None) -> None:
-        """Raise StoreError unless the chunks, or those of the tensor `only`, or its chunks number
-        `part` of each plane, match their checksums."""
+    def check(self, chunks: Chunks, only: str | None = None) -> None:
+        """Raise StoreError unless the chunks, or those of the tensor `only`, match their
+        checksums."""
         if self.store.checksum is None:
             return
         first = 1 if chunks.part == "SM" else 0
         for name in chunks.entries if only is None else [only]:
             for i, (_, expected) in enumerate(chunks.entries[name].of(chunks.part), first):
                 for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
-                    if part in (None, shard) and self.store.checksum(data) != chunk.checksum:
+                    if self.store.checksum(data) != chunk.checksum:
                         raise StoreError(
                             f"{self.store.paths(chunks.layer)[0]} is damaged: chunk "
                             f"{chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert {chunks.expert} of MoE "
@@ -353,19 +353,12 @@ def decode(e: Chunks, sm: Chunks, out: Tensors | None = None) -> Tensors:
     return out
 
 
-def decode_tensor(
-    e: Chunks,
-    sm: Chunks,
-    name: str,
-    out: torch.Tensor,
-    shard: int | None = None,
-) -> None:
-    """One tensor of an expert, or one shard of it, into `out`, as `decode` does with all of
-    them."""
+def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor) -> None:
+    """One tensor of an expert into `out`, as `decode` does with all of them."""
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
     try:
-        decompress_tensor(PackedTensor(planes), out, shard)
+        decompress_tensor(PackedTensor(planes), out)
     except ValueError as error:
         raise damaged(e, name, error) from error
 

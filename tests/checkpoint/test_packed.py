@@ -150,7 +150,7 @@ KEY = "model.layers.2.mlp.experts.5.up_proj."
     [
         ({KEY + "scales": None}, "experts.5.up_proj.scales is missing"),
         ({KEY + "qzeros": torch.zeros(3, 8, dtype=torch.int32)}, r"qzeros is I32 \[3, 8\], unlike"),
-        ({"model.layers.0.self_attn.q_proj.g_idx": None}, "q_proj.weight is .* cannot be made of"),
+        ({"model.layers.0.self_attn.q_proj.g_idx": None}, "q_proj.weight cannot be made of"),
         (
             {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(4, 64, dtype=torch.int32)},
             "cannot be made of",

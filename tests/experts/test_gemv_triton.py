@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moelab.kernels.products import Matrices
 from moelab.store import bf12
 from moelab.store.reader import aligned_buffer
 
@@ -39,10 +40,8 @@ def test_a_tokens_experts_equal_a_naive_loop(codec, K, H, width, triton_device):
     kind = {name: kind for kind, name in gemv_triton.CODECS.items()}[codec]
 
     def bank(weights):
-        rows = np.array([row(of) for of in weights])
-        return gemv_triton.bank(
-            (kind, rows, len(weights[0])), torch.from_numpy(rows).to(triton_device)
-        )
+        of = Matrices(kind, np.array([row(w) for w in weights]), len(weights[0]))
+        return gemv_triton.bank(of, torch.from_numpy(of.rows).to(triton_device))
 
     ids = torch.randperm(K + 1, generator=random)[:K]
     given = (of.to(triton_device) for of in (x, ids, w))

@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import moelab
 from moelab import configs, open_model
 from moelab.configs import spec_from_config
-from moelab.models import compat, dialects, discover, guard, plug, seam
+from moelab.models import compat, dialects, discover, experts, guard, plug
 from tests.models import tiny
 
 
@@ -77,12 +77,9 @@ class Elsewhere(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.num_experts, self._is_hf_initialized = config.num_local_experts, True
-        self.w1 = nn.Parameter(
-            torch.randn(self.num_experts, config.intermediate_size, config.hidden_size)
-        )
-        self.w2 = nn.Parameter(
-            torch.randn(self.num_experts, config.hidden_size, config.intermediate_size)
-        )
+        H, I = config.hidden_size, config.intermediate_size
+        self.w1 = nn.Parameter(torch.randn(self.num_experts, I, H))
+        self.w2 = nn.Parameter(torch.randn(self.num_experts, H, I))
 
 
 INVENTED = {
@@ -115,11 +112,10 @@ def test_an_invented_class_is_refused_with_what_it_does(cls, monkeypatch):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("cls", [SumsInFP32, Clamps], ids=lambda cls: cls.__name__)
-def test_without_the_experts_in_memory_as_well(cls, monkeypatch, tmp_path):
+def test_without_the_experts_in_memory_as_well(monkeypatch, tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m", torch.bfloat16)
-    transformers_own = type("MixtralExperts", (cls,), {"__module__": modeling_mixtral.__name__})
-    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", transformers_own)
+    other = type("MixtralExperts", (Clamps,), {"__module__": modeling_mixtral.__name__})
+    monkeypatch.setattr(modeling_mixtral, "MixtralExperts", other)
     with pytest.raises(ValueError, match="MixtralExperts of .*otherwise than the seam"):
         open_model(folder, experts="external")
 
@@ -135,65 +131,58 @@ def test_the_usual_loop_is_let_through_whoever_wrote_it(monkeypatch):
 def test_reading_the_router_otherwise_than_the_block_is_refused(monkeypatch):
     """The block's translation is right; predictors and records would take the second-best experts
     for the best."""
-    monkeypatch.setitem(
-        dialects.ROUTING,
-        "Llama4Router",
-        lambda router, output: ((-output[1]).topk(router.top_k, dim=1).indices, output[0]),
-    )
+
+    def worst(router, output):
+        return (-output[1]).topk(router.top_k, dim=1).indices, output[0]
+
+    monkeypatch.setitem(dialects.ROUTING, "Llama4Router", worst)
     config = tiny.config("llama4_text")
     model = compat.model_class(config)._from_config(config, dtype=torch.bfloat16).eval()
-    with pytest.raises(
-        ValueError, match="other ids or weights than ROUTING reads .*Llama4Router.*dialects.py"
-    ):
+    with pytest.raises(ValueError, match="than ROUTING reads .*Llama4Router.*dialects.py"):
         plug(model)
 
 
 def test_a_block_that_passes_no_ids_is_told_of(monkeypatch, tmp_path):
     """In memory nothing is plugged, so nothing is compared, and the routing is heard where experts
     are called."""
-    block = modeling_mixtral.MixtralSparseMoeBlock
-    monkeypatch.setattr(
-        block,
-        "forward",
-        lambda self, x: self.experts(x.reshape(-1, x.shape[-1]), *[torch.ones(1, 2)] * 2),
-    )
+
+    def dense(self, x):
+        return self.experts(x.reshape(-1, x.shape[-1]), *[torch.ones(1, 2)] * 2)
+
+    monkeypatch.setattr(modeling_mixtral.MixtralSparseMoeBlock, "forward", dense)
+    said = "MixtralSparseMoeBlock calls .* torch.float32 in place of ids"
     with moelab.open_model(tiny.save("mixtral", tmp_path / "m", torch.bfloat16)) as lm:
-        with pytest.raises(
-            ValueError, match="MixtralSparseMoeBlock calls .* torch.float32 in place of ids"
-        ):
+        with pytest.raises(ValueError, match=said):
             lm(torch.arange(3, 9)[None])
 
 
-@pytest.mark.parametrize("name", seam.KINDS)
+OWNERS = {
+    "Llama4TextExperts": "llama4_text",
+    "SwitchTransformersExperts": "switch_transformers",
+    "LongcatFlashExperts": "longcat_flash",
+    "NemotronHExperts": "nemotron_h",
+    "Inkling2Experts": "inkling2_text",
+    "OpenAIPrivacyFilterExperts": "openai_privacy_filter",
+}
+
+
+@pytest.mark.parametrize("name", experts.KINDS)
 def test_each_kind_of_experts_is_needed(name, monkeypatch):
     """Without its entry every architecture that has one is refused."""
-    owner = {
-        "Llama4TextExperts": "llama4_text",
-        "SwitchTransformersExperts": "switch_transformers",
-        "LongcatFlashExperts": "longcat_flash",
-        "NemotronHExperts": "nemotron_h",
-        "Inkling2Experts": "inkling2_text",
-        "OpenAIPrivacyFilterExperts": "openai_privacy_filter",
-    }[name]
-    config = tiny.config(owner)
-    auto = (
-        transformers.AutoModelForTokenClassification if owner == "openai_privacy_filter" else None
-    )
-    model = (auto.from_config if auto else compat.model_class(config)._from_config)(
-        config, dtype=torch.bfloat16
-    )
-    layer = discover(model)[0]
+    config = tiny.config(OWNERS[name])
+    if name == "OpenAIPrivacyFilterExperts":
+        make = transformers.AutoModelForTokenClassification.from_config
+    else:
+        make = compat.model_class(config)._from_config
+    layer = discover(make(config, dtype=torch.bfloat16))[0]
     with monkeypatch.context() as without:
-        without.setattr(guard, "_PASSED", set())
-        without.delitem(seam.KINDS, name)
-        seam._seam_class.cache_clear()
+        without.delitem(experts.KINDS, name)
         with pytest.raises(ValueError, match=name):
-            seam.check(layer, torch.bfloat16)
-    seam._seam_class.cache_clear()
-    seam.check(layer, torch.bfloat16)
+            guard.check([layer], torch.bfloat16)
+    guard.check([layer], torch.bfloat16)
 
 
-def test_what_passed_is_remembered_by_class_settings_and_dtype(monkeypatch):
+def test_a_model_is_compared_once_in_each_dtype(monkeypatch):
     ran = []
 
     class Counted(Loop):
@@ -202,69 +191,33 @@ def test_what_passed_is_remembered_by_class_settings_and_dtype(monkeypatch):
             return super().forward(x, ids, weights)
 
     monkeypatch.setattr(modeling_mixtral, "MixtralExperts", Counted)
-    plug(mixtral())
-    once = len(ran)
-    plug(mixtral())
-    assert len(ran) == once > 0
-    plug(mixtral(torch.float32))
-    assert len(ran) > once
-    model, once = mixtral(), len(ran)
-    for layer in discover(model):
-        layer.experts.act_fn = nn.GELU()
-    plug(model)
-    assert len(ran) > once
+    model, runs = mixtral(), []
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
+        ran.clear()
+        plug(model.to(dtype))
+        runs.append(bool(ran))
+    assert runs == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    "name, changes",
-    [
-        (
-            "mixtral",
-            {
-                "hidden_size": 4096,
-                "intermediate_size": 14336,
-                "num_local_experts": 8,
-                "head_dim": 128,
-            },
-        ),
-        (
-            "qwen3_moe",
-            {
-                "hidden_size": 2048,
-                "moe_intermediate_size": 768,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-            },
-        ),
-        ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128}),
-        (
-            "nemotron_h",
-            {"hidden_size": 2688, "moe_intermediate_size": 1856, "n_routed_experts": 128},
-        ),
-        ("llama4_text", {"hidden_size": 5120, "intermediate_size": 8192, "num_local_experts": 16}),
-        (
-            "longcat_flash",
-            {
-                "hidden_size": 6144,
-                "expert_ffn_hidden_size": 2048,
-                "n_routed_experts": 512,
-                "zero_expert_num": 256,
-            },
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_large_models_miniature_is_small(name, changes, monkeypatch):
+LARGE = {
+    "mixtral": dict(hidden_size=4096, intermediate_size=14336, num_local_experts=8, head_dim=128),
+    "qwen3_moe": dict(hidden_size=2048, moe_intermediate_size=768, num_experts=128),
+    "gpt_oss": dict(hidden_size=2880, intermediate_size=2880, num_local_experts=128),
+    "llama4_text": dict(hidden_size=5120, intermediate_size=8192, num_local_experts=16),
+    "longcat_flash": dict(
+        hidden_size=6144, expert_ffn_hidden_size=2048, n_routed_experts=512, zero_expert_num=256
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_models_miniature_is_small(name, monkeypatch):
     """Whatever the model's size, weights of a few megabytes are made; the model itself has none
     here."""
-    made = []
-    random = guard._random
-    monkeypatch.setattr(
-        guard, "_random", lambda shape, *rest: made.append(shape) or random(shape, *rest)
-    )
-    for layer in discover(compat.meta_twin(tiny.config(name, **changes))):
-        seam.check(layer, torch.float32)
-    assert 0 < sum(torch.Size(shape).numel() for shape in made) < 2e7
+    made, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *a, **k: made.append(randn(*a, **k)) or made[-1])
+    guard.check(discover(compat.meta_twin(tiny.config(name, **LARGE[name]))), torch.float32)
+    assert 0 < sum(tensor.numel() for tensor in made) < 2e7
 
 
 @pytest.mark.parametrize(
@@ -282,17 +235,14 @@ def test_a_spec_that_is_not_the_models_is_refused(fact, value):
 def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m")
     monkeypatch.setitem(configs.EXCEPTIONS, "mixtral", {"moe_layers": lambda config: [0, 2]})
-    for experts in ("resident", "external"):
+    for use in (open_model, lambda folder: moelab.convert(folder, tmp_path / "s")):
         with pytest.raises(ValueError, match="3 MoE layers, and by its config 2"):
-            open_model(folder, experts=experts)
-    with pytest.raises(ValueError, match="3 MoE layers, and by its config 2"):
-        moelab.convert(folder, tmp_path / "s")
+            use(folder)
 
 
 def test_longcats_rows_without_an_expert_have_no_place_in_a_store(tmp_path):
-    with pytest.raises(
-        ValueError, match="12 rows for 8 experts.*longcat_flash cannot be converted"
-    ):
+    said = "12 rows for 8 experts.*longcat_flash cannot be converted"
+    with pytest.raises(ValueError, match=said):
         moelab.convert(tiny.save("longcat_flash", tmp_path / "m"), tmp_path / "s")
 
 
