@@ -35,7 +35,6 @@ from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
 from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
 from moelab.schema import checked, parse_json, typed
-from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.next_token import NextToken
@@ -129,17 +128,9 @@ def as_estimator(path, model):
     finite(found(torch.ones(2, found.config["H"]), 0).flatten().tolist())
 
 
-<<<<<<< HEAD
 def plan_file(path, model):
     spec = MoESpec("small", "test", 2, (0, 1), E=4, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4)
     make_plan(spec, np.ones((2, 4)), 4, 16).save(path)
-=======
-def as_profile(path, model):
-    found = Profile.load(path)
-    delays, machine = found.machine.delays, found.machine
-    finite(delays.decode, delays.one_token(2), machine.deciding(1), *machine.other, *machine.head)
-    assert found.tpot > 0 and found.table() and repr(found) and found.to_device()
->>>>>>> w8
 
 
 def as_plan(path, model):
@@ -222,118 +213,8 @@ def as_counts(path, model):
     pytest.importorskip("anywidget")
     from moelab.viz.views import treemap
 
-<<<<<<< HEAD
     found = treemap.counted(path)
     assert found.ndim == 2 and found.size and (found >= 0).all() and 0 < found.sum() < math.inf
-=======
-
-def trace_file(path, model):
-    return random_trace(7, 2, 5, 2).save(path)
-
-
-def calibration_file(path, model):
-    return calibrate(random_trace(7, 2, 5, 2)).save(path)
-
-
-def vectors_file(path, model):
-    spec = spec_of(model)
-    return DefaultVectors(
-        torch.randn(spec.L, spec.E, spec.H),
-        torch.randn(spec.L, spec.H),
-        torch.ones(spec.L, spec.E, dtype=torch.long),
-        False,
-        identity(model),
-    ).save(path)
-
-
-def next_token_file(path, model):
-    spec = spec_of(model)
-    return NextToken(
-        torch.randn(spec.L, spec.H + spec.E + 1, spec.E), 16.0, 0.5, identity(model)
-    ).save(path)
-
-
-def estimator_file(path, model):
-    spec = spec_of(model)
-    return Estimator(spec.H, spec.E, spec.L, 8, model_id=identity(model)).save(path)
-
-
-def profile_file(path, model):
-    delays = Delays(0.1, 0.1, 0.1, 0.1, 0.1, 0.1, e_bytes=4, sm_bytes=4, together=((2, 0.1),))
-    machine = Machine(delays, 1, (0.1, 0.1), (0.1, 0.1), ((0, 0.1), (2, 0.2)))
-    about = ("m", "huffman", "float32", "direct", 1, "now", "here", 0.5, 0.1, 2000.0)
-    return Profile(machine, 0.1, 8, 1e9, {"float32": 1e9}, *about).save(path)
-
-
-def plan_file(path, model):
-    return make_plan(
-        MoESpec("small", "test", 2, (0, 1), E=4, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4),
-        np.ones((2, 4)),
-        4,
-        16,
-    ).save(path)
-
-
-def samples_file(path, model):
-    return save_samples(path, TABLE_5[:3], "a Mac")
-
-
-def metrics_file(path, model):
-    (path.parent / "figures").mkdir(exist_ok=True)
-    write_json(
-        path.parent / "figures" / "a.json",
-        {"caption": "c", "alt": "a", "figure": {"data": [], "layout": {}}},
-    )
-    return write_json(
-        path,
-        {
-            "params": {"smoke": True},
-            "seed": 0,
-            "takeaways": [{"text": "t", "numbers": {}}],
-            "metrics": {
-                "x": {"value": 1.5, "unit": "s", "kind": "exact", "readings": {"other": 2.0}},
-                "y": {"value": "word", "unit": "", "kind": "measured", "tolerance": 0.1},
-            },
-            "figures": {"a": {"file": "figures/a.json", "caption": "c"}},
-            "tables": {"t": [["h"], ["1"]]},
-        },
-    )
-
-
-def notebook_file(path, model):
-    cell = {
-        "cell_type": "code",
-        "metadata": {"tags": ["parameters"]},
-        "source": ["a: int = 1"],
-        "outputs": [],
-        "execution_count": None,
-        "id": "a",
-    }
-    return write_json(path, {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [cell]})
-
-
-def device_file(path, model):
-    path.write_text(
-        'name = "Mine"\n[figures.memory_gb]\nvalue = 8\nunit = "GB"\nkind = '
-        '"measured"\nsource = "me"\n'
-    )
-    return path
-
-
-def ledger_file(path, model):
-    path.write_text(
-        '[source.a]\ntitle = "A"\nhardware = "h"\nmodel = "m"\n[[a]]\nid = "i"\nwhere = '
-        '"w"\ntext = "t"\nvalue = 2.0\ntolerance = 0.1\nmetric = ["n", "x"]\n[[a]]\nid = '
-        '"j"\nwhere = "w"\ntext = "t"\nvalue = [1, 2]\nnull = "i * 2"\nfollows = "x"\nmetric '
-        '= ["n", "y"]\n'
-    )
-    return path
-
-
-def counts_file(path, model):
-    np.save(path, np.ones((2, 3), int))
-    return path
->>>>>>> w8
 
 
 TENSORS = {
@@ -565,74 +446,10 @@ def test_annotations_mean_what_they_say():
         checked({"w": torch.ones(2)}, "w", ("int64",), (None, 3))
 
 
-<<<<<<< HEAD
 def test_kept_measurements_that_make_no_sense_count_as_not_made():
     record = {"machine": "a", "model": "b", "settings": {"form": "bf12"}, "batch": 1, "peak": 1}
     record |= {"predicted": 0.1, "tpot": 0.2, "ttft": 0.1, "limit": "", "loss": [0.01, 0.001]}
     record |= {"when": "now", "load": 0.1}
-=======
-def test_kept_measurements_that_make_no_sense_count_as_not_made(tmp_path):
-    """Of a look at a model: negative, NaN, absurd, of another geometry; and lines of the journal of
-    measurements."""
-    spec = MoESpec("m", "t", 2, (0, 1), E=4, K=2, H=8, I=8)
-    look = {
-        "format": FORMAT,
-        "steps": [[[0, [[3, 1]]], [1, [[0, 2]]]]] * 2,
-        "forwards": [[5, "prefill"], [1, "decode"]],
-        "recall": 0.5,
-        "ttft": 0.1,
-        "tpot": [0.2],
-        "peak": 10**9,
-        "limit": "",
-        "memory": 1,
-        "context": 1,
-        "batch": 1,
-        "late": 0.0,
-    }
-    profile, file, asked = (
-        profile_file(tmp_path / "p.json", None),
-        tmp_path / "l.json",
-        SimpleNamespace(spec=spec),
-    )
-    write_json(file, look)
-    found, itself = kept_look(file, profile, asked)
-    assert found["recall"] == 0.5 and itself == Profile.load(profile)
-    for at, value in (
-        (("tpot", 0), -0.2),
-        (("tpot", 0), math.nan),
-        (("ttft",), 0),
-        (("steps", 0, 0, 1, 0, 0), 4),
-        (("steps", 0, 0, 0), 2),
-        (("steps", 0, 0, 1, 0, 1), -1),
-        (("format",), "x"),
-        (("tpot",), []),
-        (("forwards", 0, 1), "else"),
-        (("forwards",), []),
-    ):
-        file.write_bytes(as_text(changed(look, at, value)))
-        assert kept_look(file, profile, asked) is None, (at, value)
-    for what, other in mutants(look, 1, depth(200, 10**6)):
-        file.write_bytes(as_text(other))
-        if (kept := kept_look(file, profile, asked)) is not None:
-            assert min(kept[0]["tpot"]) > 0 and kept[0]["ttft"] > 0 and kept[0]["batch"] >= 1, what
-    write_json(file, look)
-    profile.write_text(profile.read_text().replace("0.1", "-0.1", 1))
-    assert kept_look(file, profile, asked) is None
-    record = {
-        "machine": "a",
-        "model": "b",
-        "settings": {"form": "bf12"},
-        "batch": 1,
-        "predicted": 0.1,
-        "tpot": 0.2,
-        "ttft": 0.1,
-        "peak": 1,
-        "limit": "",
-        "loss": [0.01, 0.001],
-        "when": "now",
-        "load": 0.1,
-    }
->>>>>>> w8
     assert sensible(record) and sensible(record | {"loss": None, "predicted": None})
     wrong = {"tpot": [-1, math.nan, 0], "predicted": [-0.1], "loss": [[1], "x"], "batch": [0]}
     for key, values in (wrong | {"settings": [{}], "machine": [None]}).items():
