@@ -103,8 +103,7 @@ def _decoder(store: ExpertStore) -> Callable[[Any], Any]:
     """Decodes the chunks of an expert into tensors that are allocated, and pre-faulted, once."""
     entries = store.entries(0, 0)
     out = {name: tensor.zero_() for name, tensor in empty_tensors(entries).items()}
-    scratch = np.zeros(max(entry.n for entry in entries.values()), np.uint8)
-    return lambda chunks: decode(chunks, chunks, out, scratch)
+    return lambda chunks: decode(chunks, chunks, out)
 
 
 def duration(rows: Timeline) -> float:

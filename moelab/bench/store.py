@@ -75,9 +75,8 @@ def _coder(weights: torch.Tensor, name: str) -> Coder:
     _check(name, bits.as_bytes(out), weights)
 
     def another() -> Callable[[], None]:
-        out, scratch = torch.empty_like(weights), np.empty(weights.numel(), np.uint8)
-        out.zero_(), scratch.fill(0)  # pre-faulted pages
-        return lambda: decompress_tensor(packed, out, scratch)
+        out = torch.zeros_like(weights).fill_(0)  # pre-faulted pages
+        return lambda: decompress_tensor(packed, out)
 
     return Coder(packed.nbytes, lambda: compress_tensor(weights, name), another(), another)
 

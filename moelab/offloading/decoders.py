@@ -7,7 +7,6 @@ is in its place."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from moelab.offloading.link import Link, host_memory
@@ -22,9 +21,6 @@ class CpuDecoder:
     """Both stages, or one of them, into memory of the CPU."""
 
     two_stages = True
-
-    def __init__(self) -> None:
-        self._scratch = np.empty(0, np.uint8)
 
     def __call__(
         self,
@@ -41,9 +37,7 @@ class CpuDecoder:
         elif kind == "recover":
             recover(chunks["sm"], name, out)
         else:
-            if len(self._scratch) < out.numel():
-                self._scratch = np.empty(out.numel(), np.uint8)
-            decode_tensor(chunks["e"], chunks["sm"], name, out, self._scratch)
+            decode_tensor(chunks["e"], chunks["sm"], name, out)
 
 
 class CudaDecoder:

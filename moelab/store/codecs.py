@@ -12,7 +12,6 @@ Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,14 +22,14 @@ import torch
 from moelab.registry import Entry
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
-from moelab.store.codec import RAW, WORTH, Codec
+from moelab.store.codec import RAW, WORTH, Codec, room
+from moelab.store.entropy import entropy
 
 #: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
 #: show.
 MIN_SHARD = 3 * (180 << 10)
 #: bytes of a plane that are sampled, and the length of a run of them
 _SAMPLE, _BLOCK = 1 << 15, 1 << 11
-_kept = threading.local()
 
 
 class LZ4(Codec):
@@ -106,26 +105,6 @@ def _zstd_options(level: int) -> dict[str, Any]:
     }
 
 
-class Huffman(Codec):
-    """`moelab.store.huffman`."""
-
-    def compress(self, data: Any) -> bytes:
-        source = as_bytes(data)
-        out = _room("blob", huffman.bound(len(source)))
-        return out[: huffman.compress_into(source, out)].tobytes()
-
-    def decompress(self, blob: Any, out: Any) -> None:
-        huffman.decompress_into(blob, out)
-
-
-def _room(name: str, n: int) -> np.ndarray:
-    """`n` bytes of this thread's own, kept from call to call: touching new memory costs as much as
-    coding it."""
-    if len(getattr(_kept, name, ())) < max(n, 1):
-        setattr(_kept, name, np.empty(max(n, 1), np.uint8))
-    return getattr(_kept, name)[:n]
-
-
 #: name → `Codec` in an entry of `moelab.registry`
 CODECS: dict[str, Entry] = {
     codec.name: Entry(codec, purpose)
@@ -135,7 +114,7 @@ CODECS: dict[str, Entry] = {
         (Zstd("zstd", 1), "ZipMoE's ZSTD, level 1"),
         (Zstd("zstd-huffman", 0), "Huffman coding in standard zstd frames"),
         (bf12.CODEC, "bf16 in twelve bits, read in place and multiplied as it lies"),
-        (Huffman("huffman"), "table Huffman of our own, the smallest"),
+        (huffman.CODEC, "table Huffman of our own, the smallest"),
     )
 }
 DEFAULT = "bf12"
@@ -218,14 +197,9 @@ def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = SHARDS) ->
     return PackedTensor((Plane(found, (blob,)),))
 
 
-def decompress_tensor(
-    packed: PackedTensor, out: Any, scratch: Any = None, shard: int | None = None
-) -> None:
+def decompress_tensor(packed: PackedTensor, out: Any) -> None:
     """Write the weights of `packed` into `out`, a contiguous buffer of exactly their size; of few
     bits a tensor.
-
-    scratch : a writable buffer of a byte a weight or more; saves an allocation.
-    shard : of 16-bit weights only those of this shard, which leaves the others to other threads.
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
@@ -239,12 +213,11 @@ def decompress_tensor(
     if width == 1:
         unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
-        room = np.empty(n, np.uint8) if scratch is None else as_bytes(scratch, writable=True)
         words, sign_mantissa = target.view(np.uint16), plane_bytes(packed.planes[1], n)
-        pieces = [*zip(shard_bounds(n, len(first.shards)), first.shards)]
-        for (begin, end), blob in pieces if shard is None else pieces[shard : shard + 1]:
-            first.codec.decompress(blob, room[: end - begin])
-            bits.join(room[: end - begin], sign_mantissa[begin:end], words[begin:end])
+        for (begin, end), blob in zip(shard_bounds(n, len(first.shards)), first.shards):
+            exponents = room("exponents", end - begin)
+            first.codec.decompress(blob, exponents)
+            bits.join(exponents, sign_mantissa[begin:end], words[begin:end])
     else:
         for i, plane in enumerate(packed.planes):
             target.reshape(n, width)[:, width - 1 - i] = plane_bytes(plane, n)
@@ -260,7 +233,7 @@ def _planes(weights: Any) -> list[np.ndarray]:
     if width == 1:
         return [data]
     if width == 2:
-        return list(bits.split(data.view(np.uint16), _room("exponents", len(data) // 2)))
+        return list(bits.split(data.view(np.uint16), room("exponents", len(data) // 2)))
     words = data.view(f"u{width}")
     rotated = ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
     return [np.ascontiguousarray(rotated[:, i]) for i in reversed(range(width))]
@@ -282,8 +255,7 @@ def _sampled_entropy(plane: np.ndarray) -> float:
     if len(plane) > _SAMPLE:
         begins = np.linspace(0, len(plane) - _BLOCK, _SAMPLE // _BLOCK).astype(np.int64)
         plane = np.concatenate([plane[begin : begin + _BLOCK] for begin in begins])
-    p = np.bincount(plane, minlength=256) / len(plane)
-    return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
+    return entropy(np.bincount(plane, minlength=256))
 
 
 def plane_bytes(plane: Plane, n: int) -> np.ndarray:

@@ -246,18 +246,16 @@ def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray, list[Tensor]] |
         128 × 128, or GPT-OSS's blocks and scales, both uint8; None for others. Scales of a narrower
         type are widened to fp32.
     """
-    if any(t.dtype == torch.float8_e4m3fn for t in tensors):
-        name = "fp8"
-        is_code = [t.dtype == torch.float8_e4m3fn for t in tensors]
-        wide = [t if code else t.float() for t, code in zip(tensors, is_code)]
+    is_code = [t.dtype == torch.float8_e4m3fn for t in tensors]
+    if any(is_code):
+        name, wide = "fp8", [t if code else t.float() for t, code in zip(tensors, is_code)]
     elif all(t.dtype == torch.uint8 for t in tensors):
-        name, deepest = "mxfp4", max(t.dim() for t in tensors)
-        is_code, wide = [t.dim() == deepest for t in tensors], tensors
+        name, wide, deepest = "mxfp4", tensors, max(t.dim() for t in tensors)
+        is_code = [t.dim() == deepest for t in tensors]
     else:
         return None
-    codes = [t for t, code in zip(wide, is_code) if code]
-    scales = [t for t, code in zip(wide, is_code) if not code]
-    return FORMATS[name].home, joined(*codes, *scales), wide
+    codes_first = sorted(range(len(wide)), key=lambda i: not is_code[i])
+    return FORMATS[name].home, joined(*(wide[i] for i in codes_first)), wide
 
 
 def published(

@@ -18,7 +18,7 @@ A blob is little-endian 64-bit words and bytes:
                  alone, then of first … last after each lead; the streams
 
 Stream i codes bytes n·i/6 … n·(i+1)/6 in their order, low bits first, closed by a 1 bit; it is
-decoded from its end, so output is written downwards. Whatever the bytes are, `decompress_into`
+decoded from its end, so output is written downwards. Whatever the bytes are, decompressing it
 ends, and neither reads outside the blob nor writes outside the output. It finds most damage, not
 all; the store has checksums."""
 
@@ -30,6 +30,7 @@ import numpy as np
 
 from moelab.kernels.compile import kernel
 from moelab.store.bits import as_bytes
+from moelab.store.codec import Codec, room
 from moelab.store.huffman_decoder import (
     CODED,
     CODED_HEADER,
@@ -54,37 +55,25 @@ _U = np.uint64
 CLOSE = 0.04
 
 
-def bound(n: int) -> int:
-    """Bytes that `compress_into` may need for `n` bytes of input."""
-    return n + 1024
+class Huffman(Codec):
+    """Bytes as the blobs above."""
+
+    def compress(self, data: Any) -> bytes:
+        source = as_bytes(data)
+        target = room("blob", len(source) + 1024)
+        return target[: _compress(source.ctypes.data, len(source), target.ctypes.data)].tobytes()
+
+    def decompress(self, blob: Any, out: Any) -> None:
+        """`out` is undefined if this raises."""
+        source, target = as_bytes(blob), as_bytes(out, writable=True)
+        error = decompress(source.ctypes.data, len(source), target.ctypes.data, len(target))
+        if error:
+            raise ValueError(
+                f"the Huffman blob of {len(source)} bytes {ERRORS[error]} (decoding into {len(target)} bytes)"
+            )
 
 
-def compress_into(data: Any, out: Any) -> int:
-    """Compress `data` into the writable buffer `out` of `bound(len(data))` bytes or more; returns
-    the blob's size.
-
-    Raises ValueError if `out` is smaller. Releases the GIL.
-    """
-    source, target = as_bytes(data), as_bytes(out, writable=True)
-    if len(target) < bound(len(source)):
-        raise ValueError(
-            f"the buffer has {len(target)} bytes; compressing {len(source)} needs {bound(len(source))}"
-        )
-    return int(_compress(source.ctypes.data, len(source), target.ctypes.data))
-
-
-def decompress_into(blob: Any, out: Any) -> None:
-    """Decompress `blob` into the writable buffer `out`, which must have exactly the size of the
-    data.
-
-    Raises ValueError if the blob is damaged or holds another number of bytes; `out` is then
-    undefined. Releases the GIL."""
-    source, target = as_bytes(blob), as_bytes(out, writable=True)
-    error = decompress(source.ctypes.data, len(source), target.ctypes.data, len(target))
-    if error:
-        raise ValueError(
-            f"the Huffman blob of {len(source)} bytes {ERRORS[error]} (decoding into {len(target)} bytes)"
-        )
+CODEC = Huffman("huffman")
 
 
 # ---------------------------------------------------------------------------------------------------

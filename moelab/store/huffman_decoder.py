@@ -53,7 +53,7 @@ def canonical(lengths, longest):
 
 
 @kernel
-def _decoding_table(lengths, leads, order, n, longest):
+def _decoding_table(lengths, leads, longest):
     """Tables for windows of 0 … `longest` bits, that of w bits at [2^w : 2^(w+1)]: uint64
     [2^(longest+1)].
 
@@ -62,6 +62,7 @@ def _decoding_table(lengths, leads, order, n, longest):
     shorter ones: after a word of b bits comes the table of w − b bits. Where that is too full, the
     entry stops at its first word."""
     table = np.zeros(2 << longest, np.uint64)
+    order, n = canonical(lengths, longest)
     for width in range(1, longest + 1):
         at = 1 << width
         for j in range(n):
@@ -151,9 +152,8 @@ def decompress(source, size, target, n):
     lengths, whole = _code_lengths(source + CODED_HEADER, first, last, k, longest)
     if not whole:
         return _DAMAGED
-    order, n_words = canonical(lengths, longest)
-    table = _decoding_table(lengths, leads, order, n_words, longest)
-    return _decode(source, at, size, target, n, k, longest, lengths, leads, order, table)
+    table = _decoding_table(lengths, leads, longest)
+    return _decode(source, at, size, target, n, k, longest, leads, table)
 
 
 @kernel
@@ -173,7 +173,7 @@ def _code_lengths(at, first, last, k, longest):
 
 
 @kernel
-def _decode(source, at, size, target, n, k, longest, lengths, leads, order, table):
+def _decode(source, at, size, target, n, k, longest, leads, table):
     """Decode the streams from `at` on; returns an index of `ERRORS`."""
     state, start, base = np.empty((STREAMS, 3), np.int64), np.empty(STREAMS, np.int64), 0
     for i in range(STREAMS):
@@ -209,9 +209,7 @@ def _decode(source, at, size, target, n, k, longest, lengths, leads, order, tabl
     for i in range(STREAMS):
         left = (state[i, _AT] - start[i]) * 8 + 64 - trailing_zeros(state[i, _WINDOW])
         base = target + segment(n, i)
-        if not _finish(
-            lengths, leads, order, entries, _U(shift), start[i], left, base, state[i, _OUT]
-        ):
+        if not _finish(address(table), longest, start[i], left, base, state[i, _OUT]):
             return _DAMAGED
     kept(table)
     kept(state)
@@ -232,35 +230,22 @@ def _first_window(at):
 
 
 @kernel
-def _finish(lengths, leads, order, entries, shift, start, left, base, out):
+def _finish(tables, longest, start, left, base, out):
     """Decode the last `left` bits of the stream at `start` to the bytes base … out; whether they
     end together.
 
-    A window here may reach below `start`, never below the blob: what uses more bits than are left
-    is refused."""
-    while out > base:
-        at = (left + 7) >> 3
-        window = (load(start + at - 8) << _U(8 * at - left)) >> shift
-        entry = load(entries + np.int64(window) * 8)
-        if (
-            np.int64(entry & _U(63)) > left
-            or np.int64(entry >> _U(8) & _U(255)) > out - base
-            or out - base < 8
-        ):
-            j, code = (
-                0,
-                _U(1) << (_U(64) - shift - _U(lengths[order[0]])),
-            )  # only its first word, then
-            while code <= window:
-                j += 1
-                code += _U(1) << (_U(64) - shift - _U(lengths[order[j]]))
-            entry = _entry(order[j], lengths, leads)
-        used, n = np.int64(entry & _U(63)), np.int64(entry >> _U(8) & _U(255))
-        if used > left or n > out - base:
+    A window has no more bits than are left, so only words that end within them are looked up. The
+    load may begin below `start`, never below the blob."""
+    while out > base and left > 0:
+        at, width = (left + 7) >> 3, min(longest, left)
+        window = (load(start + at - 8) << _U(8 * at - left)) >> _U(64 - width)
+        entry = load(tables + (8 << width) + np.int64(window) * 8)
+        n = np.int64(entry >> _U(8) & _U(255))
+        if n == 0 or n > out - base:
             return False
-        left -= used
+        left -= np.int64(entry & _U(63))
         for _ in range(n):
             out -= 1
             store_byte(out, entry >> _U(56))
             entry <<= _U(8)
-    return left == 0
+    return out == base and left == 0

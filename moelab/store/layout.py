@@ -34,7 +34,6 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
-from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,13 +120,6 @@ class TensorEntry(NamedTuple):
         """Whether it can be decoded in two stages: 16-bit weights whose exponents are
         compressed."""
         return len(self.planes) == 2 and self.codec is not RAW
-
-    @property
-    def shards(self) -> int:
-        """How many shards can be decoded one by one: those of the exponents of 16-bit weights
-        beside raw sign-mantissa bytes."""
-        apart = len(self.planes) == 2 and self.planes[1][0] is RAW
-        return len(self.planes[0][1]) if apart else 1
 
     def stored(self, part: str = "both") -> int:
         """Bytes of its chunks of a part, without padding."""
@@ -552,21 +544,22 @@ class ExpertStore(ExpertFiles):
     def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes
         and fractions."""
-        everything = "all experts", "", (), self.quantized or self.codec
-        rows: dict[tuple, list[int]] = {}
+        rows: dict[tuple, Record] = {}
+        sizes = "bytes", "E_bytes", "SM_bytes"
         for entries in (entries for layer in self.layers for entries in layer.experts):
-            for i, (name, entry) in enumerate(entries.items()):
+            for name, entry in entries.items():
                 codec = "+".join(codec.name for codec, _ in entry.planes)
-                sizes = entry.nbytes, entry.stored("E"), entry.stored("SM")
-                for key, count in (
-                    ((name, entry.dtype, entry.shape, codec), 1),
-                    (everything, i == 0),  # experts, not tensors
-                ):
-                    row = rows.setdefault(key, [0] * 4)
-                    row[:] = map(add, row, (count, *sizes))
-        columns = "tensor", "dtype", "shape", "codec", "count", "bytes", "E_bytes", "SM_bytes"
-        found = [dict(zip(columns, (*key, *row))) for key, row in rows.items() if key != everything]
-        found.append(dict(zip(columns, (*everything, *rows[everything]))))
-        for row in found:
+                key = name, entry.dtype, entry.shape, codec
+                begun = dict(zip(("tensor", "dtype", "shape", "codec"), key), count=0)
+                row = rows.setdefault(key, begun | dict.fromkeys(sizes, 0))
+                row["count"] += 1
+                row["bytes"] += entry.nbytes
+                row["E_bytes"] += entry.stored("E")
+                row["SM_bytes"] += entry.stored("SM")
+        found = list(rows.values())
+        everything = {"tensor": "all experts", "dtype": "", "shape": ()}
+        everything |= {"codec": self.quantized or self.codec, "count": self.spec.L * self.spec.E}
+        everything |= {size: sum(row[size] for row in found) for size in sizes}
+        for row in (*found, everything):
             row["fraction"] = (row["E_bytes"] + row["SM_bytes"]) / max(1, row["bytes"])
-        return found
+        return [*found, everything]

@@ -283,21 +283,12 @@ class Packing(Codec):
         return found
 
     def decompress(self, blob: Any, out: Tensor) -> None:
-        out.copy_(self.weights(self.split(blob, out.shape)))
-
-    def weights(self, tensors: Tensors) -> Tensor:
-        """The weights of the tensors of `split`, in the scales' dtype. Raises ValueError where they
-        have none."""
-        return torch.cat(
-            [
-                dequantize(
-                    self.name,
-                    self.bits,
-                    {name: tensors[f"{name}.{i}"] for name, *_ in self.tensors},
-                )
-                for i in range(self.matrices)
-            ]
-        )
+        found = self.split(blob, out.shape)
+        matrices = []
+        for i in range(self.matrices):
+            tensors = {name: found[f"{name}.{i}"] for name, *_ in self.tensors}
+            matrices.append(dequantize(self.name, self.bits, tensors))
+        out.copy_(torch.cat(matrices))
 
     def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
         return planes == 1 and DTYPES[dtype].is_floating_point and lengths == [self.nbytes(shape)]
@@ -360,7 +351,7 @@ def _packing(
 def gathered(
     kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]]
 ) -> tuple[Packing, np.ndarray]:
-    """The packing and the blob of what a checkpoint stores of a tensor; KeyError if that is not
+    """The packing and the blob of what a checkpoint stores of a tensor; LookupError if that is not
     quantised.
 
     sources : (key, 0, tensor) of each, as of `moelab.checkpoint.experts.CheckpointExperts.made`.
@@ -375,8 +366,6 @@ def gathered(
         for name in KINDS[kind][0]
         if name in one
     )
-    if not tensors:
-        raise KeyError(f"no tensor of {kind}")
     packing = Packing(kind, bits, len(layers), tensors)
     blob = [
         as_bytes(layer[name].reshape(-1).repeat_interleave(packing._repeats(name)))
@@ -392,7 +381,7 @@ def keep(
     """As `gathered`, or None unless that is `made` bit for bit."""
     try:
         packing, blob = gathered(kind, bits, sources)
-        unpacked = packing.weights(packing.split(blob, made.shape)).to(made.dtype)
-    except (KeyError, ValueError):  # not quantised, no rows of the tensor, or of several sizes
+        packing.decompress(blob, unpacked := torch.empty_like(made))
+    except (LookupError, ValueError):  # not quantised, no rows of the tensor, or of several sizes
         return None
     return (packing, blob) if fewbit.same_bits(unpacked, made) else None

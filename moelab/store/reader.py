@@ -298,16 +298,16 @@ class Reader:
             if not kept:
                 os.close(fd)
 
-    def check(self, chunks: Chunks, only: str | None = None, part: int | None = None) -> None:
-        """Raise StoreError unless the chunks, or those of the tensor `only`, or its chunks number
-        `part` of each plane, match their checksums."""
+    def check(self, chunks: Chunks, only: str | None = None) -> None:
+        """Raise StoreError unless the chunks, or those of the tensor `only`, match their
+        checksums."""
         if self.store.checksum is None:
             return
         first = 1 if chunks.part == "SM" else 0
         for name in chunks.entries if only is None else [only]:
             for i, (_, expected) in enumerate(chunks.entries[name].of(chunks.part), first):
                 for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
-                    if part in (None, shard) and self.store.checksum(data) != chunk.checksum:
+                    if self.store.checksum(data) != chunk.checksum:
                         raise StoreError(
                             f"{self.store.paths(chunks.layer)[0]} is damaged: chunk "
                             f"{chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert {chunks.expert} of MoE "
@@ -337,13 +337,11 @@ def _close(files: dict[Any, int]) -> None:
         os.close(files.popitem()[1])
 
 
-def decode(
-    e: Chunks, sm: Chunks, out: Tensors | None = None, scratch: np.ndarray | None = None
-) -> Tensors:
+def decode(e: Chunks, sm: Chunks, out: Tensors | None = None) -> Tensors:
     """The tensors of one expert from its E-chunks and its SM-chunks, which may be the same `Chunks`
     (part "both").
 
-    out : tensors to write into, see `empty_tensors`; scratch : see `decompress_tensor`.
+    out : tensors to write into, see `empty_tensors`.
 
     Raises StoreError if a chunk cannot be decoded, ValueError if the two are not parts of one
     expert."""
@@ -351,24 +349,16 @@ def decode(
         raise ValueError(f"these are not the two parts of one expert: {_which(e)}, {_which(sm)}")
     out = empty_tensors(e.entries) if out is None else out
     for name in e.entries:
-        decode_tensor(e, sm, name, out[name], scratch)
+        decode_tensor(e, sm, name, out[name])
     return out
 
 
-def decode_tensor(
-    e: Chunks,
-    sm: Chunks,
-    name: str,
-    out: torch.Tensor,
-    scratch: np.ndarray | None = None,
-    shard: int | None = None,
-) -> None:
-    """One tensor of an expert, or one shard of it, into `out`, as `decode` does with all of
-    them."""
+def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor) -> None:
+    """One tensor of an expert into `out`, as `decode` does with all of them."""
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
     try:
-        decompress_tensor(PackedTensor(planes), out, scratch, shard)
+        decompress_tensor(PackedTensor(planes), out)
     except ValueError as error:
         raise damaged(e, name, error) from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moelab.progress import progress
-from moelab.store.layout import PIECE, WEIGHTS, ExpertStore, StoreError
+from moelab.store.layout import PIECE, WEIGHTS, ExpertStore, StoreError, aligned, in_file
 from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
 
 
@@ -77,21 +77,15 @@ def check_weights(store: ExpertStore) -> int:
 
 
 def _check_padding(store: ExpertStore, chunks: Chunks) -> None:
-    """StoreError unless the bytes between an expert's chunks are zero."""
-    at = chunks.offset
-    used = sorted(
-        (c.offset, c.length)
-        for entry in chunks.entries.values()
-        for _, plane in entry.planes
-        for c in plane
-    )
-    for begin, length in [*used, (chunks.offset + len(chunks.data), 0)]:
-        if chunks.data[at - chunks.offset : begin - chunks.offset].any():
+    """StoreError unless the bytes behind each of an expert's chunks are zero."""
+    for _, chunk in in_file(chunks.entries):
+        end = chunk.offset + chunk.length
+        begin, rest = end - chunks.offset, aligned(chunk.length) - chunk.length
+        if chunks.data[begin : begin + rest].any():
             raise StoreError(
-                f"{store.folder / store.layers[chunks.layer].file} is damaged: the padding at {at:,} "
-                f"(expert {chunks.expert} of MoE layer {chunks.layer}) is not zero; copy the store again"
+                f"{store.paths(chunks.layer)[0]} is damaged: the padding at {end:,} (expert "
+                f"{chunks.expert} of MoE layer {chunks.layer}) is not zero; copy the store again"
             )
-        at = begin + length
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -64,7 +64,7 @@ def test_coders_write_the_weights_each_into_a_buffer_of_its_own(name):
 
 
 def test_a_codec_that_loses_something_is_refused(monkeypatch):
-    monkeypatch.setattr(store, "decompress_tensor", lambda packed, out, scratch=None: out.zero_())
+    monkeypatch.setattr(store, "decompress_tensor", lambda packed, out: out.zero_())
     with pytest.raises(ValueError, match="raw does not give the same bytes back"):
         store.coders(WEIGHTS, ["raw"])
 

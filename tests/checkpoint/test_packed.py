@@ -21,7 +21,7 @@ from tests.checkpoint.stores import identity_of
 from tests.depth import depth
 
 IDS = torch.arange(3, 20)[None]
-CASES = {  # every other one is the sample of `make test`
+CASES = {  # every third one is the sample of `make test`
     "int4 in groups of 32": ("pack", dict(group=32)),
     "int4 in groups of 64, asymmetric": ("pack", dict(group=64, symmetric=False)),
     "int4 a channel": ("pack", dict(group=None)),
@@ -83,7 +83,7 @@ def is_kept(store, source, folder):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("case", depth([*CASES][::2], CASES))
+@pytest.mark.parametrize("case", depth([*CASES][::3], CASES))
 def test_it_is_the_model_of_the_weights_that_it_means(case, tmp_path):
     """However it is opened; and restored byte for byte."""
     kind, options = CASES[case]
@@ -93,9 +93,7 @@ def test_it_is_the_model_of_the_weights_that_it_means(case, tmp_path):
     store = convert(source, tmp_path / "s")
     is_kept(store, source, tmp_path / "r")
     for place, more in [
-        (source, {}),
         (source, {"memory": "40%"}),
-        (source, {"memory": "40%", "compact": True}),
         (store.folder, {}),
         (store.folder, {"memory": "40%", "compact": True}),
     ]:

@@ -99,8 +99,7 @@ def test_escapes_out_of_place_are_refused():
             bf12.CODEC.decompress(blob, np.empty_like(words))
 
 
-@pytest.mark.parametrize("memory", [0.2, 1.0])
-def test_the_small_model_computes_the_same(memory, tmp_path):
+def test_the_small_model_computes_the_same(tmp_path):
     store = moelab.convert(None, tmp_path / "small")
     assert store.codec == "bf12" and store.in_place and not store.raw
     assert store.table()[-1]["fraction"] < 0.77
@@ -108,7 +107,7 @@ def test_the_small_model_computes_the_same(memory, tmp_path):
     batch = resident.tokenizer("The key of the red box is", return_tensors="pt")
     with torch.inference_mode():
         expected = resident(**batch).logits
-        with moelab.open_model(store, memory=memory) as lm:
+        with moelab.open_model(store, memory=0.4) as lm:
             assert torch.equal(lm(**batch).logits, expected)
-        with moelab.open_model(store, memory=memory, executor="fast") as lm:
+        with moelab.open_model(store, memory=0.4, executor="fast") as lm:
             assert (lm(**batch).logits - expected).abs().mean() < 0.05 * expected.abs().mean()

@@ -105,31 +105,17 @@ def test_any_blob_unpacks_as_the_loop_says(name, R, groups, seed):
         assert np.array_equal(turned.float().numpy(), found.T.float().numpy(), equal_nan=True)
 
 
-@EVERY
 @settings(max_examples=20, deadline=None)
-@given(R=st.integers(1, 3), groups=st.integers(1, 2), few=st.lists(values, min_size=3, max_size=99))
-def test_no_other_code_is_nearer(name, R, groups, few):
-    """Every code of a group's or block's scale, tried one by one; a widest weight beyond the last
-    code takes that."""
-    n = 32 * groups
-    w = torch.tensor((few * n)[: R * n]).view(R, n)
-    blob = pack(name, w)
-    found = back(name, blob, (R, n)).double()
-    scales = find_format(name).split(blob, (R, n))["scales"]
-    codes = {
-        "int8": range(-127, 128),
-        "int4": range(-8, 8),
-        "fp8": [e4m3(c) for c in range(256) if e4m3(c) == e4m3(c)],
-        "mxfp4": [*E2M1, *(-v for v in E2M1)],
-    }[name]
-    grid = np.array(codes, dtype=np.float64)
-    for r in range(R):
-        for i in range(n):
-            scale = scales[r // 128, i // 128] if name == "fp8" else scales[r, i // 32]
-            scale = 2.0 ** (int(scale) - 127) if name == "mxfp4" else scale.double().item()
-            exact = w[r, i].double().item()
-            nearest = np.abs(grid * scale - exact).min()
-            assert abs(found[r, i].item() - exact) <= nearest + 1e-6 * abs(exact) + 1e-44
+@given(R=st.integers(1, 3), few=st.lists(values, min_size=3, max_size=99))
+def test_no_other_code_of_fp8_is_nearer(R, few):
+    """Every code, tried one by one; a widest weight beyond the last code takes that."""
+    w = torch.tensor((few * 64)[: R * 64]).view(R, 64)
+    blob = pack("fp8", w)
+    found = back("fp8", blob, w.shape).double().flatten().tolist()
+    scale = find_format("fp8").split(blob, w.shape)["scales"].double().item()
+    grid = np.array([e4m3(c) for c in range(256) if c & 127 != 127]) * scale
+    for value, exact in zip(found, w.double().flatten().tolist()):
+        assert abs(value - exact) <= np.abs(grid - exact).min() + 1e-6 * abs(exact) + 1e-44
 
 
 def in_torch(name, w):
@@ -241,20 +227,19 @@ def test_damage_and_other_shapes_are_refused(name):
         find_format("int3")
 
 
-@EVERY
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_unpacks_every_blob_as_torch_does(name, dtype):
-    generator, form = torch.Generator().manual_seed(0), find_format(name)
-    for shape in ((130, 192), (3, 64), (4, 96), (2, 5, 128)):  # whole blocks, and not
+@pytest.mark.parametrize("scale", [1.0, 2.0**-120, 2.0**121])
+def test_fp8_of_every_scale_and_nan_is_what_torch_makes_of_it(scale, dtype):
+    """By the kernel where it can, by torch where not."""
+    generator, form = torch.Generator().manual_seed(0), find_format("fp8")
+    for shape in ((130, 192), (4, 96), (2, 5, 128)):
         blob = torch.randint(0, 256, (form.nbytes(shape),), generator=generator).byte().numpy()
         codes, scales = form.split(blob, shape).values()
-        for scale in (None, 2.0**-120, 2.0**121) if name == "fp8" else (None,):
-            if scale:
-                scales.copy_(torch.randn(scales.shape, generator=generator) * scale)
-            out = back(name, blob, shape, dtype)
-            expected = form.dequantize(codes, scales).to(dtype).view(shape)
-            assert torch.equal(out.isnan(), expected.isnan())
-            assert same_bits(out.nan_to_num(0), expected.nan_to_num(0))
+        scales.copy_(torch.randn(scales.shape, generator=generator) * scale)
+        out = back("fp8", blob, shape, dtype)
+        expected = form.dequantize(codes, scales).to(dtype).view(shape)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert same_bits(out.nan_to_num(0), expected.nan_to_num(0))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -30,33 +30,18 @@ def layers(draw):
     """(kind, bits, tensors of one layer or of two, one below the other, their weights)."""
     kind = draw(st.sampled_from(["pack", "int", "float", "gptq", "gptq_v2", "act-order", "awq"]))
     bits = 4 if kind == "awq" else 8 if kind in ("int", "float") else draw(st.sampled_from([4, 8]))
-    R, groups, group = (
-        8 * draw(st.integers(1, 5)),
-        draw(st.integers(1, 4)),
-        draw(st.sampled_from([8, 16, 32, 64])),
-    )
+    R, group = 8 * draw(st.integers(1, 5)), draw(st.sampled_from([8, 16, 32, 64]))
+    n = group * draw(st.integers(1, 4))
     if kind in ("int", "float") and draw(st.booleans()):
-        R, n, group = (
-            draw(st.integers(2, 300)),
-            draw(st.integers(1, 300)),
-            draw(st.sampled_from([0, -128])),
-        )
-    else:
-        n = groups * group
+        R, n = draw(st.integers(2, 300)), draw(st.integers(1, 300))
+        group = draw(st.sampled_from([0, -128]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    symmetric, scales = group <= 0 or draw(st.booleans()), draw(st.sampled_from(SCALES))
+    symmetric = group <= 0 or draw(st.booleans())
+    options = bits, symmetric, draw(st.sampled_from(SCALES)), draw(st.sampled_from(SCALES))
     count = draw(st.integers(1, 2)) if group > 0 else 1
-    dtype = draw(st.sampled_from(SCALES))
-    made = [
-        packed.layer(kind, R, n, group, generator, bits, symmetric, scales, dtype)
-        for _ in range(count)
-    ]
-    return (
-        KIND.get(kind, kind),
-        bits,
-        [tensors for tensors, _ in made],
-        torch.cat([truth for _, truth in made]),
-    )
+    made = [packed.layer(kind, R, n, group, generator, *options) for _ in range(count)]
+    truth = torch.cat([truth for _, truth in made])
+    return KIND.get(kind, kind), bits, [tensors for tensors, _ in made], truth
 
 
 @given(layers())
@@ -109,28 +94,16 @@ def test_symmetric_bf16_groups_are_multiplied_as_they_lie(kind, bits, form):
         assert packing.kernel("BF16", (8, 384)) == ""
 
 
-@pytest.mark.parametrize(
-    "kind, group, symmetric",
-    [
-        ("pack", 32, True),
-        ("pack", 32, False),
-        ("pack", 96, True),
-        ("int", 96, True),
-        ("int", 96, False),
-        ("float", 96, True),
-        ("float", 0, True),
-    ],
-)
-def test_it_is_what_the_library_decompresses(kind, group, symmetric):
+@pytest.mark.parametrize("kind, group", [("pack", 32), ("int", 96), ("float", 96), ("float", 0)])
+def test_it_is_what_the_library_decompresses(kind, group):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     for bits in (4, 8) if kind == "pack" else (8,):
-        for scales in SCALES:
-            tensors, _ = packed.layer(
-                kind, 32, 96, group, torch.Generator().manual_seed(1), bits, symmetric, scales
-            )
+        for scales, symmetric in ((torch.bfloat16, True), (torch.float32, kind == "float")):
+            generator = torch.Generator().manual_seed(1)
+            tensors, _ = packed.layer(kind, 32, 96, group, generator, bits, symmetric, scales)
             config = packed.config(kind, None if group == 96 else group, bits, symmetric)
             scheme = QuantizationScheme(**config["config_groups"]["group_0"])
             library = BaseCompressor.get_value_from_registry(config["format"])
@@ -204,19 +177,17 @@ def test_groups_that_are_not_there_are_refused():
         )
 
 
-def compressed(**change):
+def compressed(where="weights", **change):
+    """A quantization_config of compressed-tensors with other fields: of it, its group or that's
+    weights."""
     config = json.loads(json.dumps(packed.config("pack", 32)))
     group = config["config_groups"]["group_0"]
-    for key, value in change.items():
-        (
-            config
-            if key
-            in ("format", "kv_cache_scheme", "sparsity_config", "transform_config", "config_groups")
-            else group
-            if key.endswith("activations")
-            else group["weights"]
-        )[key] = value
+    {"config": config, "group": group, "weights": group["weights"]}[where].update(change)
     return config
+
+
+TWO_WIDTHS = {str(b): packed.config("pack", 32, b)["config_groups"]["group_0"] for b in (4, 8)}
+STATIC = {"num_bits": 8, "dynamic": False}
 
 
 @pytest.mark.parametrize(
@@ -224,42 +195,24 @@ def compressed(**change):
     [
         ({"quant_method": "gptq", "bits": 3}, "gptq, and bits '3'.*4, 8 are"),
         ({"quant_method": "gptq"}, "bits 'none'"),
-        (
-            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-            "'marlin'.*gptq_v2",
-        ),
-        (
-            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:lm_head": {"bits": 8}}},
-            "dynamic '.:'",
-        ),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'.*gptq_v2"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:lm_head": {}}}, "dynamic '.:'"),
         ({"quant_method": "awq", "bits": 8}, "awq, and bits '8'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'.*gemm"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point 'false'"),
         (compressed(num_bits=2), "int2.*int4, int8, float8"),
         (compressed(type="float"), "float4"),
-        (compressed(format="marlin-24"), "'marlin-24'"),
-        (compressed(format="nvfp4-pack-quantized"), "nvfp4"),
-        (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
-        (compressed(transform_config={"a": 1}), "transform_config"),
-        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
-        (
-            compressed(input_activations={"num_bits": 8, "dynamic": False}),
-            "input_activations .*dynamic are",
-        ),
         (compressed(actorder="group"), "actorder 'group'"),
         (compressed(strategy="tensor_group"), "tensor_group"),
         (compressed(strategy="block", block_structure=[64, 64]), r"\[64, 64\]"),
-        (
-            compressed(
-                config_groups={
-                    name: compressed(num_bits=bits)["config_groups"]["group_0"]
-                    for name, bits in (("a", 4), ("b", 8))
-                }
-            ),
-            "packed widths",
-        ),
-        (compressed(config_groups=3), "makes no sense"),
-        (compressed(config_groups={"a": 3}), "makes no sense"),
+        (compressed("group", input_activations=STATIC), "input_activations .*dynamic are"),
+        (compressed("config", format="nvfp4-pack-quantized"), "nvfp4"),
+        (compressed("config", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (compressed("config", transform_config={"a": 1}), "transform_config"),
+        (compressed("config", sparsity_config={"format": "sparse-24"}), "sparse-24"),
+        (compressed("config", config_groups=TWO_WIDTHS), "packed widths"),
+        (compressed("config", config_groups=3), "makes no sense"),
+        (compressed("config", config_groups={"a": 3}), "makes no sense"),
         ({"quant_method": "compressed-tensors"}, "makes no sense"),
     ],
 )
@@ -270,7 +223,7 @@ def test_what_is_not_read_is_refused_by_name_with_a_remedy(config, message):
 
 
 def test_activations_that_are_quantised_as_they_come_do_not_matter():
-    given = compressed(input_activations={"num_bits": 8, "dynamic": True})
+    given = compressed("group", input_activations={"num_bits": 8, "dynamic": True})
     assert packings.scheme(given) == packings.scheme(compressed()) == ("compressed-tensors", 4)
 
 
