@@ -325,7 +325,7 @@ class _Probe:
         (ids, weights), layer = self.routing, self.stream.layer
         try:
             again, again_weights = layer.routing(layer.ask(s.reshape(len(ids), -1)))
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             return f"{ASKED} ({error})"
         ran = ids != layer.E  # capacity drops tokens of a sequence only
         same = torch.equal(again[ran], ids[ran]) and torch.equal(again_weights[ran], weights[ran])
