@@ -7,6 +7,7 @@ compared whole, within the dtype's tolerance: their products have other shapes."
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from math import gcd, prod
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moelab.models import compat
-from moelab.models.dialects import BLOCKS, block_class, experts_class, stock_class
-from moelab.models.experts import eager, seam_of, shapes
+from moelab.models.dialects import BLOCKS, block_class, stock_class
+from moelab.models.experts import eager, run, seam_of, shapes
 from moelab.specs import MoESpec
 
 #: widths are divided by their greatest common divisor, as far as the widest stays this wide
@@ -104,13 +105,15 @@ def _block(layer: Any, dtype: torch.dtype) -> str | None:
     random = torch.Generator().manual_seed(0)
     small = _miniature(layer, layer.block, dtype, random)
     x = torch.randn(1, TOKENS, _width(layer), generator=random).to(dtype)
+    parts, experts = layer.block.named_children(), small.experts
+    router = small.get_submodule(next(name for name, part in parts if part is layer.router))
+    experts.forward = partial(inspect.unwrap(type(experts).forward), experts)
     expected = small(x)
-    small.experts.seam = seam_of(small.experts)
-    for module, of in ((small.experts, experts_class), (small, block_class)):
-        module.__class__ = of(type(module))
+    small.__class__, experts.seam = block_class(type(small)), seam_of(experts)
+    experts.forward = partial(run, experts)
     seen: list[Any] = []  # (ids, weights): as they are read from the router, as experts get them
-    small.router.register_forward_hook(lambda _, args, out: seen.append(layer.routing(out)))
-    small.experts.register_forward_pre_hook(lambda _, args: seen.append(args[1:3]))
+    router.register_forward_hook(lambda _, args, out: seen.append(layer.routing(out)))
+    experts.register_forward_pre_hook(lambda _, args: seen.append(args[1:3]))
     if problem := _difference(expected, small(x), "the block", dtype, exact=False):
         return problem
     if not all(map(torch.equal, *seen)):

@@ -96,33 +96,27 @@ class MoELayer:
 
         Raises ValueError: the router needs what is neither x nor kept by the block, such as the
         tokens' ids."""
-        stock = type(self.router).forward
         if not own and isinstance(kernel := forward(self.router), FusedModule):
             return kernel(x.reshape(-1, x.shape[-1]))
-        first, *others = _parameters(stock)
-        given = {p.name: getattr(self.block, p.name) for p in others if hasattr(self.block, p.name)}
-        if missing := [
-            p.name
-            for p in others
-            if p.name not in given
-            and p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]:
-            raise ValueError(
-                f"{self.name}: {type(self.router).__name__} needs {' and '.join(missing)} beside the "
-                f"hidden states, so it cannot be asked what it would choose for a hidden state alone"
-            )
+        stock = type(self.router).forward
+        kept = [name for name in _parameters(stock)[2:] if hasattr(self.block, name)]
+        given = {name: getattr(self.block, name) for name in kept}
         x = x.reshape(-1, x.shape[-1])
         # Capacity is counted along a sequence: each token is a sequence of its own, so that none is
         # dropped.
         x = x[:, None] if type(self.router).__name__ in SEQUENCES else x
-        return stock(self.router, x, **given)
+        try:
+            return stock(self.router, x, **given)
+        except TypeError as error:
+            raise ValueError(
+                f"{self.name}: {type(self.router).__name__} cannot be asked what it would choose for a "
+                f"hidden state alone ({error})"
+            ) from error
 
 
 @cache
-def _parameters(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those of a method, without `self`."""
-    return list(inspect.signature(forward).parameters.values())[1:]
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(forward).parameters)
 
 
 def discover(model: nn.Module) -> list[MoELayer]:

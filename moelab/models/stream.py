@@ -130,22 +130,23 @@ class Stream:
 def streams(model: nn.Module) -> list[Stream]:
     """The residual stream around every MoE layer, measured once a model; ValueError for another
     relation."""
-    for layer, (found, reason) in zip(discover(model), _measured(model)):
-        if found is None:
+    found = _measured(model)
+    for layer, stream in zip(discover(model), found):
+        if isinstance(stream, str):
             raise ValueError(
-                f"{layer.name} ({type(layer.block).__name__}): {reason}. Residuals, and what is computed "
+                f"{layer.name} ({type(layer.block).__name__}): {stream}. Residuals, and what is computed "
                 f"from them, are not to be had of this architecture; the predictors that do without are "
                 f"router, frequency, static and previous"
             )
-    return [found for found, _ in _measured(model)]
+    return found
 
 
 def check_routers(model: nn.Module) -> None:
     """ValueError if a router, asked by itself, does not choose what it chose in a forward pass."""
-    for layer, (_, reason) in zip(discover(model), _measured(model)):
-        if reason.startswith(ASKED):
+    for layer, stream in zip(discover(model), _measured(model)):
+        if isinstance(stream, str) and stream.startswith(ASKED):
             raise ValueError(
-                f"{layer.name} ({type(layer.router).__name__}): {reason}, so it cannot be asked what it "
+                f"{layer.name} ({type(layer.router).__name__}): {stream}, so it cannot be asked what it "
                 f"would choose"
             )
 
@@ -187,12 +188,12 @@ def times(factor: float, x: Tensor) -> Tensor:
 TOKENS = 5
 #: what a sum of the dtype may differ by, root mean square, relative to its terms
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-#: the attribute under which a model keeps for each of its MoE layers the stream, or None and the
-#: reason
+#: the attribute under which a model keeps for each of its MoE layers the stream, or why there is
+#: none
 FOUND = "_streams"
 
 
-def _measured(model: nn.Module) -> list[tuple[Stream | None, str]]:
+def _measured(model: nn.Module) -> list[Any]:
     if FOUND not in vars(model):
         session = getattr(model, "moelab", None)
         with getattr(session, "turn", nullcontext()):  # the experts are others meanwhile
@@ -201,8 +202,8 @@ def _measured(model: nn.Module) -> list[tuple[Stream | None, str]]:
 
 
 @torch.no_grad()
-def _measure(model: Any) -> list[tuple[Stream | None, str]]:
-    probes: list[_Probe] = []
+def _measure(model: Any) -> list[Stream | str]:
+    probes: dict[int, _Probe] = {}
     with Patches() as patches:
         patches.callback(model.train, model.training)
         patches.enter_context(
@@ -211,17 +212,11 @@ def _measure(model: Any) -> list[tuple[Stream | None, str]]:
         for _, layers in stacks(model):
             before = None
             for layer in layers:
-                probes.append(_Probe(_stream(model, layer, before), patches))
-                before = probes[-1].stream.holder
+                stream = _stream(model, layer, before)
+                probes[layer.index], before = _Probe(stream, patches), stream.holder
         model.eval()
         _forward(model)
-    found: list[tuple[Stream | None, str]] = []
-    for probe in sorted(probes, key=lambda probe: probe.stream.layer.index):
-        try:
-            found.append((probe.checked(), ""))
-        except ValueError as error:
-            found.append((None, str(error)))
-    return found
+    return [probes[index].checked() for index in sorted(probes)]
 
 
 def _stream(model: nn.Module, layer: MoELayer, before: nn.Module | None) -> Stream:
@@ -297,64 +292,48 @@ class _Probe:
         x[0] = x[1]
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
-    def checked(self) -> Stream:
-        """The stream with κ; ValueError where the relation does not hold."""
-        if "s" in self.seen:
-            self._check_router(self.seen["s"])
+    def checked(self) -> Stream | str:
+        """The stream with κ, or why the relation does not hold."""
+        if "s" in self.seen and (problem := self._router_problem(self.seen["s"])):
+            return problem
         if self.seen.keys() != {"r", "s", "u", "v", "out"}:
-            raise ValueError("not all of its modules ran in a forward pass")
+            return "not all of its modules ran in a forward pass"
         r, s, u, v, out = (self.seen[name] for name in ("r", "s", "u", "v", "out"))
         if r.shape != out.shape:
-            raise ValueError(
+            return (
                 f"its layer carries {list(out.shape[1:])} for {TOKENS} tokens where the router reads "
                 f"{list(r.shape[1:])}: more than one residual stream a token"
             )
-        flat = r.flatten(0, 1)
-        if not torch.equal(self.stream.router_input(flat), s.flatten(0, 1)):
-            raise ValueError(
-                "the router does not read the norm of what enters its layer's MoE half"
-            )
-        tolerance = max(TOLERANCE[x.dtype] for x in (out, u))
-        scale = ratio(v[0].double() - v[1].double(), u[0], tolerance)
-        if scale is None:
-            raise ValueError(
-                "what its routed experts put out reaches the residual stream neither times a factor nor "
-                "through one norm"
-            )
-        added = self.stream.added(flat, v.flatten(0, 1)).view_as(out)
-        if not close(out, added, tolerance):
-            raise ValueError("next = r + y does not hold of what its layer puts out")
+        if not torch.equal(self.stream.router_input(r.flatten(0, 1)), s.flatten(0, 1)):
+            return "the router does not read the norm of what enters its layer's MoE half"
+        tolerance = max(TOLERANCE[out.dtype], TOLERANCE[u.dtype])
+        added, noise = v[0].double() - v[1].double(), u[0].double()
+        if added.shape != noise.shape or not added.any():
+            return "what its routed experts put out does not reach the residual stream"
+        scale = float((added * noise).sum() / noise.square().sum())
+        if abs(scale - 1) < tolerance / 8:  # rounding averages out
+            scale = 1.0
+        if not close(added, scale * noise, tolerance):
+            return "what its routed experts put out reaches the residual stream through more than a factor"
+        if not close(
+            out, self.stream.added(r.flatten(0, 1), v.flatten(0, 1)).view_as(out), tolerance
+        ):
+            return "next = r + y does not hold of what its layer puts out"
         return replace(self.stream, scale=scale)
 
-    def _check_router(self, s: Tensor) -> None:
-        ids, weights = self.routing
-        layer = self.stream.layer
+    def _router_problem(self, s: Tensor) -> str:
+        (ids, weights), layer = self.routing, self.stream.layer
         try:
             again, again_weights = layer.routing(layer.ask(s.reshape(len(ids), -1)))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{ASKED} ({error})") from error
+        except ValueError as error:
+            return f"{ASKED} ({error})"
         ran = ids != layer.E  # capacity drops tokens of a sequence only
-        if not (
-            torch.equal(again[ran], ids[ran]) and torch.equal(again_weights[ran], weights[ran])
-        ):
-            raise ValueError(
-                f"{ASKED}: {int((again != ids)[ran].sum())} of {int(ran.sum())} experts differ"
-            )
+        same = torch.equal(again[ran], ids[ran]) and torch.equal(again_weights[ran], weights[ran])
+        return "" if same else ASKED
 
 
 def close(y: Tensor, x: Tensor, tolerance: float) -> bool:
     """Whether two tensors are equal up to the rounding of a sum."""
     y, x = y.double(), x.double()
-    return bool(
-        (y - x).square().mean().sqrt() <= tolerance * (y.square().mean() + x.square().mean()).sqrt()
-    )
-
-
-def ratio(y: Tensor, x: Tensor, tolerance: float) -> float | None:
-    """c of y = c x, or None where that does not hold."""
-    if y.shape != x.shape or not x.any():
-        return None
-    x = x.double()
-    c = float((y * x).sum() / x.square().sum())
-    c = 1.0 if abs(c - 1) < tolerance / 8 else c  # rounding averages out
-    return c if c and close(y, c * x, tolerance) else None
+    terms = (y.square().mean() + x.square().mean()).sqrt()
+    return bool((y - x).square().mean().sqrt() <= tolerance * terms)

@@ -299,6 +299,14 @@ def merged(model):
     return adapted(model, ["q_proj", "v_proj"]).merge_and_unload()
 
 
+def switched_off(model):
+    made = adapted(model, ["q_proj", "o_proj"])
+    on = logits(made)
+    made.base_model.disable_adapter_layers()
+    assert not torch.equal(logits(made), on)
+    return made
+
+
 def pruned(model):
     for layer in model.model.layers:
         prune.l1_unstructured(layer.self_attn.q_proj, "weight", 0.5)
@@ -339,6 +347,8 @@ DONE = {
     "router's adapter": (lambda m: adapted(m, (), ["mlp.gate.weight"]), (), ""),
     "merged adapter": (merged, ("bf12",), "q_proj.weight was edited after copies of it in bf12"),
     "adapter taken off": (lambda m: adapted(m, ["q_proj"]).unload(), (), ""),
+    # vllm-project/vllm pull request 11810
+    "adapter switched off": (switched_off, (), ""),
     "edited head": (
         lambda m: [m.lm_head.weight.data.mul_(2)] and None,  # noqa: SIM223
         ("bf12",),

@@ -18,21 +18,20 @@ from tests.checkpoint import packed
 from tests.models import tiny
 
 PROMPT = torch.tensor([[5, 9, 33, 12, 60, 7, 8, 41, 17, 90, 3, 11]])
-EXACT = {
+WAYS = {
     "resident": {},
     "offloaded": {"memory": "50%"},
     "prefetched": {"memory": "30%", "prefetch": "router"},
-}
-WAYS = EXACT | {
     "fast": {"executor": "fast"},
     "fast offloaded": {"memory": "50%", "executor": "fast"},
 }
 
 
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+
 def greedy(model, ids=PROMPT, n=6, **options):
-    return model.generate(
-        ids, max_new_tokens=n, do_sample=False, eos_token_id=None, **options
-    ).tolist()
+    return model.generate(ids, max_new_tokens=n, **GREEDY, **options).tolist()
 
 
 def eager(folder):
@@ -63,23 +62,10 @@ def router_logits(model):
     layer between."""
     with torch.no_grad():
         one = model(PROMPT, labels=PROMPT, output_router_logits=True)
-    made = model.generate(
-        PROMPT,
-        max_new_tokens=4,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-        output_hidden_states=True,
-    )
-    return (
-        one.router_logits,
-        one.aux_loss,
-        one.loss,
-        made.logits,
-        len(made.hidden_states),
-        made.sequences.tolist(),
-    )
+    told = {"return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
+    made = model.generate(PROMPT, max_new_tokens=4, **GREEDY, **told)
+    of_one = one.router_logits, one.aux_loss, one.loss
+    return *of_one, made.logits, len(made.hidden_states), made.sequences.tolist()
 
 
 def padded(model):
@@ -112,9 +98,7 @@ def kept_cache(model):
     copied for two."""
     cache, ids = transformers.DynamicCache(config=model.config), PROMPT
     for _ in range(3):
-        said = model.generate(
-            ids, past_key_values=cache, max_new_tokens=5, do_sample=False, eos_token_id=None
-        )
+        said = model.generate(ids, past_key_values=cache, max_new_tokens=5, **GREEDY)
         ids = torch.cat([said, torch.tensor([[5, 6]])], 1)
     prefix = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
@@ -145,9 +129,8 @@ def continuous_batching(model):
     how = transformers.GenerationConfig(
         max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    room = transformers.ContinuousBatchingConfig(
-        num_blocks=64, max_batch_tokens=64
-    )  # else all free memory
+    # without these two all free memory is taken
+    room = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64)
     made = model.generate_batch([PROMPT[0].tolist(), PROMPT[0, 4:].tolist()], how, room)
     return [list(map(int, one.generated_tokens)) for one in made.values()]
 
@@ -195,43 +178,6 @@ def test_a_model_in_use_is_transformers_own(folder, wanted, options):
     with open_model(folder, **options) as lm:
         for use in USES:
             same(use(lm), wanted(use))
-
-
-class Lora(torch.nn.Module):
-    """An adapter beside a linear layer, which can be switched off."""
-
-    def __init__(self, base, seed):
-        super().__init__()
-        drawn = torch.Generator().manual_seed(seed)
-        self.base_layer, self.on = base, True
-        self.A = torch.nn.Parameter(0.3 * torch.randn(4, base.in_features, generator=drawn))
-        self.B = torch.nn.Parameter(0.3 * torch.randn(base.out_features, 4, generator=drawn))
-
-    def forward(self, x):
-        return self.base_layer(x) + (x @ self.A.T @ self.B.T if self.on else 0)
-
-
-@pytest.mark.parametrize(
-    "options", (EXACT | {"all": {"memory": "100%"}}).values(), ids=[*EXACT, "all"]
-)
-@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
-def test_an_adapter_on_attention_on_and_off_again(folder, options, name):
-    """vllm-project/vllm pull request 11810."""
-
-    def both(model):
-        adapters = []
-        for i, layer in enumerate(model.model.layers):
-            adapters.append(Lora(getattr(layer.self_attn, name), i))
-            setattr(layer.self_attn, name, adapters[-1])
-        on = greedy(model)
-        for adapter in adapters:
-            adapter.on = False
-        return on, greedy(model)
-
-    with open_model(folder, **options) as lm:
-        off = greedy(lm)
-        found = both(lm)
-        assert found == both(eager(folder)) and found[1] == off != found[0]
 
 
 # ---------------------------------------------------------------------------------------------------
