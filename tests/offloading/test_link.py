@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moelab import convert, open_model, simulate
-from moelab.experts.gemv import GEMV
+from moelab.experts.located import locate
 from moelab.models.seam import discover
 from moelab.offloading.link import Link, PinnedReader, host_memory
 from moelab.store.layout import PARTS, ExpertStore, StoreError
@@ -229,8 +229,8 @@ def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
             if memory is None
             else sorted(e for l, e in lm.moelab.engine.loader.queue.held if l == 0)
         )
-        assert GEMV()._matrices(experts, hit, torch.bfloat16) is not None
-        assert GEMV()._matrices(experts, hit, torch.bfloat16, "cuda") is None
+        assert locate(experts, hit, torch.bfloat16) is not None
+        assert locate(experts, hit, torch.bfloat16, "cuda") is None
 
 
 def test_host_memory_is_aligned():
