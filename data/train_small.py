@@ -601,7 +601,7 @@ def score_small(model: Any, n: int = 100, tokens: int = 256, seed: int = 0) -> d
         len(model.tokenizer),
     )
     texts = [
-        p.text for source in datasets.GENERATED for p in datasets.prompts(source, 16, tokens=tokens)
+        p.text for source in datasets.SOURCES for p in datasets.prompts(source, 16, tokens=tokens)
     ]
     counts = moelab.record(model, texts).counts().double()
     found = accuracy.compare(

@@ -67,7 +67,7 @@ COMMANDS = {
     "verify": ("moelab.store.verify", "re-read a store and check every byte", "qwen.store"),
     "inspect": ("moelab.store.inspect", "show what a store holds", "qwen.store"),
     "synthesize": (
-        "moelab.checkpoint.synthesize",
+        "moelab.bench.synthesize",
         "write a synthetic checkpoint or store of a card's geometry",
         "folder --model Mixtral-8x7B --scale 0.1",
     ),

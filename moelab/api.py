@@ -9,11 +9,10 @@ do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from moelab.offloading.offload import Offloading, offload, option
 from moelab.offloading.session import Session
 from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.predictors import lacking
-from moelab.static.tiers import Tiers, capacity_tiers, form_groups
+from moelab.static.tiers import executor_options
 from moelab.store.layout import ExpertStore
 from moelab.zipmoe.measure import quick_delays
 from moelab.zipmoe.planner import auto_pools
@@ -103,7 +102,9 @@ class OpenOptions(Offloading):
     )
 
     def __post_init__(self) -> None:
-        if self.memory is None and (given := [f.name for f in self.given() if f.metadata["needs"]]):
+        needing = [f for f in fields(self) if f.metadata["needs"]]
+        given = [f.name for f in needing if getattr(self, f.name) != f.default]
+        if self.memory is None and given:
             raise ValueError(
                 f"{', '.join(given)}: for experts that are loaded when they are needed; give "
                 f"memory= (--memory), too"
@@ -113,27 +114,21 @@ class OpenOptions(Offloading):
                 f"dense is {self.dense!r}; it must be one of {', '.join(DENSE)}, and only the executor "
                 f'"fast" computes with it'
             )
-        if self.cache_aware is not None and require_margin(self.cache_aware) and not self.computes:
+        exact = self.executor in ("exact", None)
+        if self.cache_aware is not None and require_margin(self.cache_aware) and exact:
             raise ValueError(
                 'cache_aware changes the output, and the executor "exact" promises every bit of it: use '
                 'executor="fast"'
             )
-        policy = all(hasattr(self.cache, name) for name in ("touch", "victim"))
-        wanted = "a policy with the methods touch(key, step) and victim(resident)"
-        _check("cache", self.cache, policy, wanted)
+        _check("cache", self.cache)
         if not isinstance(self.calibration, Calibration | None):
             raise TypeError(
                 f"the calibration is {self.calibration!r}; it must be a moelab.Calibration: "
                 f"calibrate(trace) counts one, Calibration.load(path) reads one"
             )
         _check_device(self.device)
-        _check_executor(self.executor)
+        _check("executor", self.executor)
         _check_prefetch(self.prefetch, self.calibration)
-
-    @property
-    def computes(self) -> bool:
-        """Whether something else than transformers' own arithmetic computes the experts."""
-        return self.executor not in ("exact", None)
 
     def completed(self) -> OpenOptions:
         """With what follows from executor, prefetch and calibration, unless it is given."""
@@ -145,10 +140,6 @@ class OpenOptions(Offloading):
             delays=quick_delays if self.delays is None else self.delays,
             plan=partial(auto_pools, self.calibration) if self.plan == "auto" else self.plan,
         )
-
-    def given(self) -> list[Field]:
-        """The fields that are not what they are by default."""
-        return [f for f in fields(self) if not _same(getattr(self, f.name), f.default)]
 
 
 def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **options: Any) -> Any:
@@ -198,12 +189,6 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
     return model
 
 
-open_model.__signature__ = signature(open_model).replace(
-    parameters=[
-        signature(open_model).parameters["source"],
-        *signature(OpenOptions).parameters.values(),
-    ]
-)
 open_model.__doc__ = "\n".join(
     [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only:"]
     + [
@@ -213,40 +198,38 @@ open_model.__doc__ = "\n".join(
 )
 
 
-def _check(kind: str, given: Any, fits: bool, wanted: str) -> None:
-    """ValueError for an unknown name, TypeError for what is neither a name nor `wanted`."""
+#: kind of the registry → whether an object may take the place of a name, and in words which
+OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "cache": (
+        lambda own: hasattr(own, "touch") and hasattr(own, "victim"),
+        "a policy with the methods touch(key, step) and victim(resident)",
+    ),
+    "executor": (
+        lambda own: own is None or callable(own) and not isinstance(own, type),
+        "a function of (x, ids, weights, experts), or an object that is called like one",
+    ),
+    "predictor": (
+        lambda own: own is None or isinstance(own, Predictor) or callable(own),
+        "a Predictor, or what makes one of a model",
+    ),
+}
+
+
+def _check(kind: str, given: Any) -> None:
+    """ValueError for an unknown name, TypeError for what is neither a name nor of the kind."""
+    fits, wanted = OWN[kind]
     if isinstance(given, str):
         registry.find(kind, given)
-    elif not fits:
+    elif not fits(given):
         raise TypeError(
             f"the {kind} is {given!r}; it must be {wanted}, or one of {', '.join(registry.names(kind))}"
         )
 
 
-def _same(value: Any, default: Any) -> bool:
-    return value is default or type(value) is type(default) and value == default
-
-
-def _check_executor(executor: Any) -> None:
-    _check(
-        "executor",
-        executor,
-        executor is None or callable(executor) and not isinstance(executor, type),
-        "a function of (x, ids, weights, experts), or an object that is called like one",
-    )
-
-
 def _check_prefetch(prefetch: Any, calibration: Calibration | None) -> None:
     """As `_check`; ValueError for a name whose predictor needs what nobody can measure, but a
     calibration for one."""
-    if prefetch is None:
-        return
-    _check(
-        "predictor",
-        prefetch,
-        isinstance(prefetch, Predictor) or callable(prefetch),
-        "a Predictor, or what makes one of a model",
-    )
+    _check("predictor", prefetch)
     needed = lacking(prefetch) if isinstance(prefetch, str) else []
     if needed and not (prefetch == "static" and calibration is not None):
         raise ValueError(
@@ -284,7 +267,7 @@ def using(
 
     Raises ValueError: a model that `open_model` has not opened, options without a name; TypeError:
     no executor."""
-    _check_executor(executor)
+    _check("executor", executor)
     _check_prefetch(prefetch, calibration)
     if options and not isinstance(executor, str):
         raise ValueError(
@@ -332,21 +315,11 @@ def make_executor(
     """An executor by its name, with what it needs of the model where it is not among the options;
     None for "exact".
 
-    Static capacities ("tiered", "grouped") follow from the calibration or, without, from a uniform
-    popularity, and pad rather than drop."""
+    Static capacities ("tiered", "grouped") follow from the calibration, see `static.tiers`."""
     if name == "exact":
         return None
     if name in ("tiered", "grouped") and not options:
-        counts = (
-            torch.ones(model.spec.L, model.spec.E) if calibration is None else calibration.counts()
-        )
-        tokens, chunk = int(counts[0].sum()) // model.spec.K or 1, 256
-        tiers: list[Tiers] = capacity_tiers(counts, tokens, chunk)
-        options = {"overflow": "pad"} | (
-            {"capacities": [of.capacity for of in tiers]}
-            if name == "tiered"
-            else {"groups": [form_groups(of, layer, size=4) for of, layer in zip(tiers, counts)]}
-        )
+        options = executor_options(name, model.spec, calibration)
     return registry.make("executor", name, **options)
 
 
@@ -359,16 +332,11 @@ def _prefetching(
         raise ValueError(
             "all experts of this model are in memory, so nothing can be prefetched: open it with memory="
         )
-    before = session.speculation
     popularity = {"trace": calibration} if prefetch == "static" else {}
-    with Speculation(
-        model, make_predictor(model, prefetch, **popularity), mode="hint"
-    ) as speculation:
-        session.speculation = speculation
-        try:
-            yield
-        finally:
-            session.speculation = before
+    predictor = make_predictor(model, prefetch, **popularity)
+    with Speculation(model, predictor, mode="hint") as speculation, Patches() as patches:
+        patches.put(session, "speculation", speculation)
+        yield
 
 
 @contextmanager
@@ -385,12 +353,8 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
         return predictor
     if not isinstance(predictor, str):
         made = predictor(model)
-        _check(
-            "predictor",
-            made,
-            isinstance(made, Predictor),
-            "a Predictor, or what makes one of a model",
-        )
+        if not isinstance(made, Predictor):
+            raise TypeError(f"the predictor is {made!r}; it must be {OWN['predictor'][1]}")
         return made
     if "vectors" in takes(predictor) and "vectors" not in ingredients:
         with _executing(model, "exact"):  # which sums expert by expert

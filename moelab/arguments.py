@@ -63,6 +63,7 @@ class Parser(ArgumentParser):
         return super()._get_values(action, texts)
 
     def error(self, message: str) -> NoReturn:
+        """End with one line and status 2."""
         self.exit(2, f"moelab: {message} ({self.prog} --help)\n")
 
 
@@ -76,6 +77,8 @@ def output(text: str) -> Path:
 
 
 def whole(least: int = 0) -> Callable[[str], int]:
+    """Reads a whole number of at least `least`, of 64 bits."""
+
     def read(text: str) -> int:
         try:
             if 2**63 > (value := int(text)) >= least:  # what libraries take

@@ -43,7 +43,8 @@ class Calibration:
     None for both.
 
     counts_by_phase : int64 [2, L, E], routings to each expert in prefill and in decode.
-    tokens : tokens seen in prefill and in decode.    source : what it was calibrated on, in words.
+    tokens : tokens seen in prefill and in decode.
+    source : what it was calibrated on, in words.
     """
 
     counts_by_phase: torch.Tensor

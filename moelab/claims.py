@@ -43,7 +43,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moelab.files import finished_runs, read_json, results_root, shipped
+from moelab.comparison import finished_runs
+from moelab.files import read_json, results_root, shipped
 from moelab.records import BenchFile, MetricsFile, Record, Records
 from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table

@@ -7,15 +7,42 @@ run says nothing about the noise."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.files import absolute, finished_runs, read_json, results_root
+from moelab.files import absolute, read_json, results_root
 from moelab.records import FigureFile, MetricsFile, Record
 from moelab.registry import near
 from moelab.table import format_value
 
 Spread = tuple[float, float]
+
+#: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself
+LAB = "-lab"
+
+
+def finished_runs(
+    notebook: str, results: str | Path | None = None, lab: bool = False
+) -> list[Path]:
+    """The finished runs of a notebook, oldest first: those of the runner, and with `lab` those of
+    people, too.
+
+    A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's
+    only."""
+    folder = results_root(results) / "runs" / notebook
+    runs = [path for path in folder.glob("[0-9]*") if path.is_dir()]
+    runs = [path for path in runs if path.suffix not in (".part", ".failed")]
+    runs = [path for path in runs if lab or not path.name.endswith(LAB)]
+    return sorted(runs, key=lambda path: (run_number(path), path.name))
+
+
+def run_number(run: Path) -> int:
+    """The place of a run among those of its notebook; 0 for one of when only a clock told."""
+    number = re.match(r"(\d+)-\d{8}-\d{6}-", run.name)
+    return int(number[1]) if number else 0
+
+
 #: columns of `Comparison.cells`, beside the names of the runs
 HEAD = ("metric", "unit", "kind")
 

@@ -1,7 +1,6 @@
 """Prompts from many sources behind one function: `prompts(source, n, ...)`.
 
-The *generated* sources need no network: Python's standard library and facts that are invented on
-the spot:
+They are made of Python's standard library and of facts that are invented on the spot:
 
     needle           one fact buried in library text, asked for at the end   (RULER niah_single, in small)
     needle_multikey  four facts buried in library text, one asked for        (RULER niah_multikey, in small)
@@ -14,9 +13,10 @@ the spot:
     code, prose      a passage of library source or manual; the answer is the rest of the last line
 
 A fact is a line `the red fox 37`; the question repeats it up to the number, or reads `is the red
-fox 37?`. What those from couples on ask stands nowhere in the prompt: weights must hold it. The
-*hub* sources (boolq, hellaswag, gsm8k, sharegpt, ruler) are downloaded through `datasets` when the
-network allows."""
+fox 37?`. What those from couples on ask stands nowhere in the prompt: weights must hold it.
+
+Texts of your own, or of a data set of the hub, need none of this: `moelab.record` takes lists of
+texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import hashlib
 import os
 import random
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,74 +35,16 @@ from moelab.files import small_model
 #: text → number of tokens
 Count = Callable[[str], int]
 
-ADJECTIVES = [
-    "amber",
-    "azure",
-    "blue",
-    "brave",
-    "bright",
-    "calm",
-    "clear",
-    "cold",
-    "cool",
-    "dark",
-    "deep",
-    "dry",
-    "fast",
-    "fine",
-    "flat",
-    "gold",
-    "gray",
-    "green",
-    "high",
-    "icy",
-    "kind",
-    "late",
-    "lazy",
-    "loud",
-    "mild",
-    "neat",
-    "new",
-    "odd",
-    "old",
-    "pale",
-    "pink",
-    "red",
-]
-NOUNS = [
-    "ant",
-    "ape",
-    "bat",
-    "bear",
-    "bee",
-    "bird",
-    "boar",
-    "bull",
-    "calf",
-    "cat",
-    "cow",
-    "crab",
-    "crow",
-    "deer",
-    "dog",
-    "dove",
-    "duck",
-    "eel",
-    "elk",
-    "fish",
-    "fly",
-    "fox",
-    "frog",
-    "goat",
-    "hare",
-    "hawk",
-    "hen",
-    "ibex",
-    "lamb",
-    "lark",
-    "lion",
-    "lynx",
-]
+#: the words of invented facts
+_ADJECTIVES = """
+    amber azure blue brave bright calm clear cold cool dark deep dry fast fine flat gold gray
+    green high icy kind late lazy loud mild neat new odd old pale pink red
+"""
+_NOUNS = """
+    ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove duck eel elk fish fly
+    fox frog goat hare hawk hen ibex lamb lark lion lynx
+"""
+ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
 NUMBERS = [str(number) for number in range(10, 100)]
 COUPLES = [f"{adjective} {noun}" for adjective in ADJECTIVES[:16] for noun in NOUNS]
 SUMMANDS = range(10, 40)
@@ -160,14 +102,14 @@ def prompts(
     """`n` prompts of a source (a key of `SOURCES`), or of each of several, the same for the same
     arguments.
 
-    tokens : the longest prompt, answer included, in tokens of `count`. The generated sources fill
-        it up to the last line that fits; of a hub source, prompts that are longer are passed over.
-    seed : picks facts, files and positions.    split : "train" or "test"; the two share no file and no key, but all
-        couples, spellings and sums: what weights must hold is to be held of all of them.
+    tokens : the longest prompt, answer included, in tokens of `count`; filled up to the last line
+        that fits.
+    seed : picks facts, files and positions.
+    split : "train" or "test"; the two share no file and no key, but all couples, spellings and
+        sums: what weights must hold is to be held of all of them.
     count : text → number of tokens; by default the shipped small model's tokenizer counts.
 
-    Raises ValueError: unknown source or split, `n` or `tokens` too small. RuntimeError: a hub that
-    cannot be reached."""
+    Raises ValueError: unknown source or split, `n` or `tokens` too small."""
     if not isinstance(source, str):
         return [
             prompt
@@ -180,13 +122,11 @@ def prompts(
         raise ValueError(f"split is {split!r}; it must be 'train' or 'test'")
     if n < 1:
         raise ValueError(f"n is {n}; ask for at least one prompt")
-    if tokens < 64 and source in GENERATED:
+    if tokens < 64:
         raise ValueError(
-            f"tokens is {tokens}; a generated prompt needs at least 64 to hold its facts and question"
+            f"tokens is {tokens}; a prompt needs at least 64 to hold its facts and question"
         )
     count = count or _small_token_count()
-    if source in HUB:
-        return list(_from_hub(source, n, tokens, seed, split, count))
     seeds = (f"{source}/{split}/{seed}/{i}" for i in range(n))
     return [SOURCES[source](source, random.Random(of), tokens, split, count) for of in seeds]
 
@@ -345,68 +285,6 @@ def _passages(source: str, rng: random.Random, tokens: int, split: str, count: C
     return Prompt(source, "".join(lines[:-1]) + head, " " + answer)
 
 
-def _hub_prompt(source: str, row: dict) -> Prompt:
-    match source:
-        case "boolq":
-            text = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
-            return Prompt(source, text, " yes" if row["answer"] else " no", (" yes", " no"))
-        case "hellaswag":
-            endings = tuple(" " + e for e in row["endings"])
-            return Prompt(source, row["ctx"], endings[int(row["label"] or 0)], endings)
-        case "gsm8k":
-            return Prompt(source, f"Question: {row['question']}\nAnswer:", " " + row["answer"])
-        case "sharegpt":
-            said = (turn["value"] for turn in row["conversations"] if turn["from"] == "human")
-            return Prompt(source, next(said, ""))
-        case "ruler":
-            text = row["context"] + row["question"] + row["answer_prefix"]
-            return Prompt(source, text, f" {row['answer'][0]}")
-
-
-#: source → (hub dataset, configuration, split that stands for "train", split that stands for
-#: "test")
-HUB: dict[str, tuple[str, str | None, str, str]] = {
-    "boolq": ("google/boolq", None, "train", "validation"),
-    "hellaswag": ("Rowan/hellaswag", None, "train", "validation"),
-    "gsm8k": ("openai/gsm8k", "main", "train", "test"),
-    "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", "train"),
-    "ruler": ("simonjegou/ruler", None, "test", "test"),
-}
-
-
-def _from_hub(
-    source: str, n: int, tokens: int, seed: int, split: str, count: Count
-) -> Iterator[Prompt]:
-    name, configuration, train, test = HUB[source]
-    if source == "ruler":  # published at fixed lengths, each with room for its template
-        configuration = str(next((size for size in (4096, 8192) if size >= tokens), 16384))
-        tokens = 10**9
-    try:
-        from datasets import load_dataset
-
-        rows = load_dataset(name, configuration, split=train if split == "train" else test)
-    except Exception as error:  # datasets raises a dozen kinds for "no network"
-        raise RuntimeError(
-            f"the data set {name!r} behind prompts({source!r}) cannot be loaded here "
-            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). It needs the "
-            f"package `datasets` and a network or a filled cache. Offline, use one of {', '.join(GENERATED)}."
-        ) from error
-    order = list(range(len(rows)))
-    random.Random(seed).shuffle(order)
-    found = 0
-    for index in order:
-        prompt = _hub_prompt(source, rows[index])
-        if prompt.text and count(prompt.text) <= tokens:
-            yield prompt
-            found += 1
-            if found == n:
-                return
-    raise ValueError(
-        f"{source} has only {found} prompts of at most {tokens} tokens; {n} were asked for: "
-        f"ask for fewer or allow more tokens"
-    )
-
-
 @lru_cache(maxsize=1)
 def token_count(tokenizer: Any) -> Count:
     """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its
@@ -431,11 +309,9 @@ def _small_token_count() -> Count:
 
 REMEMBERED = ("couples", "spelling", "sums")
 SOLVED = {"arithmetic": ("sums",), "knowledge": ("couples", "spelling")}  # what their prompts ask
-#: source → what makes a prompt of it, or of a hub source None
-SOURCES: dict[str, Callable[..., Prompt] | None] = {
+#: source → what makes a prompt of it
+SOURCES: dict[str, Callable[..., Prompt]] = {
     **dict.fromkeys(("needle", "needle_multikey", "lookup", "yesno", *REMEMBERED), _asked),
     **dict.fromkeys(SOLVED, _solved),
     **dict.fromkeys(("code", "prose"), _passages),
-    **dict.fromkeys(HUB),
 }
-GENERATED = tuple(name for name in SOURCES if name not in HUB)

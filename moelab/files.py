@@ -59,31 +59,6 @@ def results_root(results: str | Path | None = None) -> Path:
     ).resolve()
 
 
-#: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself
-LAB = "-lab"
-
-
-def finished_runs(
-    notebook: str, results: str | Path | None = None, lab: bool = False
-) -> list[Path]:
-    """The finished runs of a notebook, oldest first: those of the runner, and with `lab` those of
-    people, too.
-
-    A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's
-    only."""
-    folder = results_root(results) / "runs" / notebook
-    runs = [path for path in folder.glob("[0-9]*") if path.is_dir()]
-    runs = [path for path in runs if path.suffix not in (".part", ".failed")]
-    runs = [path for path in runs if lab or not path.name.endswith(LAB)]
-    return sorted(runs, key=lambda path: (run_number(path), path.name))
-
-
-def run_number(run: Path) -> int:
-    """The place of a run among those of its notebook; 0 for one of when only a clock told."""
-    number = re.match(r"(\d+)-\d{8}-\d{6}-", run.name)
-    return int(number[1]) if number else 0
-
-
 def cache_root() -> Path:
     """Where stores are kept that were converted on the way: $MOELAB_CACHE, else `data/cache` of the
     clone, else ~/.cache/moelab."""

@@ -1,13 +1,14 @@
 """`moelab generate [MODEL]`: text from a model, in memory, within a budget or on several processes.
 
-    moelab generate --prompt "the red fox" --max-new-tokens 40 moelab generate Qwen3-30B-A3B
-    --memory 8GB --executor fast --prefetch router torchrun --nproc-per-node 4 -m moelab generate
-    Qwen3-30B-A3B --parallel tp-ep --tp 2 torchrun --nproc-per-node 8 -m moelab generate
-    Qwen3-30B-A3B --parallel auto --calibration popular.safetensors
+    moelab generate --prompt "the red fox" --max-new-tokens 40
+    moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
+    torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --parallel tp-ep --tp 2
+    torchrun --nproc-per-node 8 -m moelab generate Qwen3-30B-A3B --parallel auto
 
 Under torchrun every rank reads and holds the model without its routed experts, and its share of
 those. All ranks compute attention and shared experts for all tokens, and the experts where they are
-(`moelab.parallel`). Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only rank 0 prints.
+(`moelab.parallel`). Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only
+rank 0 prints.
 
 The reason for several ranks is memory: each holds its share of the experts. A token is slower than
 in one process that has room for all: attention is computed by each rank, and each layer waits for
@@ -33,9 +34,8 @@ from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.files import writable
-from moelab.models import eager
 from moelab.models.greedy import greedy, not_followed
-from moelab.offloading.metrics import told
+from moelab.offloading.metrics import summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
@@ -82,8 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--calibration",
         metavar="FILE",
-        help="of `moelab calibrate`, for executors with capacities and for --plan auto; on several "
-        "ranks, experts are placed so that it loads all ranks alike (EPLB)",
+        help="of `moelab calibrate`, for executors with capacities and for --plan auto",
     )
     add(
         "--parallel",
@@ -91,16 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how experts are spread over the ranks that torchrun started, to have memory for them, "
         f"not to be faster: ep (all-gather), ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp "
-        f"(cut), tp-ep (both), auto: as AWS "
-        f"Neuron's guide advises (default: {DEFAULT})",
-    )
-    add(
-        "--spare",
-        type=whole(),
-        default=0,
-        metavar="N",
-        help="with --calibration, on several ranks: so many places more in each layer, where the "
-        "busiest experts are held again",
+        f"(cut), tp-ep (both), auto: as AWS Neuron's guide advises (default: {DEFAULT})",
     )
     add(
         "--tp",
@@ -162,10 +152,12 @@ def main(args: argparse.Namespace) -> int:
         options["prefetch"] = estimating(args.estimator)
     if args.calibration:
         options["calibration"] = Calibration.load(args.calibration)
-    ranks = {"parallel": args.parallel, "tp": args.tp, "spare": args.spare}
+    ranks = {"parallel": args.parallel, "tp": args.tp}
     given = " ".join(f"--{name} {value}" for name, value in ranks.items() if value)
     if "RANK" in os.environ:
-        if alone := [name for name in OPENING if name in options and name not in SHARED]:
+        if alone := [
+            name for name in (*OPENING, "calibration") if name in options and name not in SHARED
+        ]:
             raise ValueError(
                 f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
                 f"holds its share of the experts as they are stored (few bits: convert the model first, "
@@ -208,12 +200,11 @@ def generate(
     device: torch.device | str | None = None,
     stream: bool = False,
     perfetto: str | None = None,
-    spare: int = 0,
     **opening: Any,
 ) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
-    parallel, tp, spare : as of `open_parallel`; of `opening`, it takes the calibration.
+    parallel, tp : as of `open_parallel`, which takes none of `opening`.
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
     opening : further options of `moelab.open_model`.
@@ -237,10 +228,8 @@ def generate(
     if parallel is None:
         network = open_model(checkpoint, executor=executor, dtype=dtype, device=device, **opening)
     else:
-        inner = eager if executor == "exact" else registry.make("executor", executor)
-        network = open_parallel(
-            checkpoint, parallel, tp, inner, dtype, device, opening.get("calibration"), spare
-        )
+        inner = None if executor == "exact" else registry.make("executor", executor)
+        network = open_parallel(checkpoint, parallel, tp, inner, dtype, device)
         Session(network)
         parallel = network.parallel
     if stream:
@@ -300,7 +289,7 @@ def _generate(
 
 
 def _told(result: Generation) -> str:
-    lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {told(result)}"]
+    lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {summary_line(result)}"]
     if result.parallel:
         held = ", ".join(f"{n / 1e6:,.1f}" for n in result.expert_bytes)
         sent = sum(map(sum, result.sent.values()))

@@ -71,11 +71,6 @@ def named(name: str, of: Interval) -> dict[str, float]:
     return dict(zip((name, f"{name}_from", f"{name}_to"), of))
 
 
-def told(of: Interval) -> str:
-    """As Markdown: **0.97** [0.93, 1.01]; without an interval, if too few samples have none."""
-    return ("**{:.2f}**" if math.isnan(of[1]) else "**{:.2f}** [{:.2f}, {:.2f}]").format(*of)
-
-
 def typical(seconds: Iterable[float]) -> float:
     """What a token takes, simulated or measured: the mean of the middle half of them. A mean would
     count what disturbed the machine; a median falls by chance on a token that waits for a read or
@@ -92,8 +87,10 @@ class Mean:
         self.value, self.count = value, count
 
     def add(self, value: float) -> None:
+        """Count one more value."""
         self.count = min(self.count + 1, MEMORY)
         self.value += (value - self.value) / self.count
 
     def took(self, seconds: float) -> None:
+        """Count a duration; one that was disturbed counts as `LONG` means."""
         self.add(min(seconds, LONG * self.value) if self.value else seconds)

@@ -90,8 +90,10 @@ class Journal:
         self.append(records)
 
     def remove(self) -> None:
+        """Close it and remove its file."""
         self.close()
         self.path.unlink()
 
     def close(self) -> None:
+        """Close the file, which lets go of the lock."""
         self._file.close()

@@ -21,6 +21,7 @@ class Bar(tqdm):
     monitor_interval = 0  # no thread
 
     def note(self, text: str) -> None:
+        """Show a text beside the bar."""
         self.set_postfix_str(text, refresh=False)
 
 
@@ -84,6 +85,7 @@ class Notice:
         self.text, self.printed, self.output = text, False, _Output()
 
     def begin(self) -> None:
+        """Show the text."""
         if self.output.handle or _in_notebook():
             self.output.show(escape(self.text))
         elif not self.printed:
@@ -91,6 +93,7 @@ class Notice:
             self.printed = True
 
     def end(self) -> None:
+        """Take it away, where it can be."""
         if self.output.handle:
             self.output.show("")
 

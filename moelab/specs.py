@@ -140,6 +140,7 @@ class MoESpec:
 
     @property
     def L(self) -> int:
+        """How many layers are MoE."""
         return len(self.moe_layers)
 
     def _sizes(self) -> tuple[int, int]:
@@ -169,6 +170,7 @@ class MoESpec:
         return self.L * self.K * self.expert_bytes
 
     def with_dtype(self, dtype: str) -> MoESpec:
+        """The same model with its experts stored in another dtype."""
         return replace(self, dtype=dtype)
 
     def fingerprint(self) -> str:
@@ -177,6 +179,7 @@ class MoESpec:
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields, as JSON has them."""
         return asdict(self)
 
     @classmethod

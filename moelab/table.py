@@ -65,30 +65,10 @@ def duration(seconds: float) -> str:
     return f"{plain(seconds / of)} {unit}"
 
 
-def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the same columns as a person reads them: numbers in three digits, and a column of
-    bytes or seconds ("memory, B", "TPOT, s") in one unit, in which none but 0 is below 1 if there
-    is one."""
-    columns: dict[str, list[Any]] = {}
-    for column in rows[0] if rows else ():
-        values = [row[column] for row in rows]
-        name, _, base = column.rpartition(", ")
-        if base in UNITS:
-            unit, of = unit_of(min(filter(None, values), default=0), base)
-            column, values = f"{name}, {unit}", [value / of for value in values]
-        columns[column] = [plain(value) if isinstance(value, float) else value for value in values]
-    return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
-
-
 def span(low: float, high: float) -> str:
     """A range in three significant digits, or one number where both ends read the same."""
     low, high = f"{low:.3g}", f"{high:.3g}"
     return low if low == high else f"{low}–{high}"
-
-
-def slug(name: str) -> str:
-    """A name as part of a metric's: "groups of 8, prune" → "groups_of_8_prune"."""
-    return "_".join(re.findall(r"[\w-]+", name))
 
 
 def head_and_rows(dictionaries: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

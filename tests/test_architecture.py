@@ -51,7 +51,7 @@ DIRECTIONS = {
     "journal": set(),
     "forks": set(),
     "records": {"schema"},
-    "claims": set(),
+    "claims": {"comparison"},
     "comparison": set(),
     "store": set(),
     "models": {"store"},

@@ -1,11 +1,8 @@
-"""Prompts: right answers, unseen keys and text, lengths, and what is said when a source cannot be
-had."""
+"""Prompts: right answers, unseen keys and text, lengths."""
 
 from __future__ import annotations
 
 import re
-import sys
-import types
 
 import pytest
 from hypothesis import given, settings
@@ -20,27 +17,21 @@ def words(text: str) -> int:
     return len(re.findall(r"\w+|[^\w ]", text))
 
 
-@pytest.mark.parametrize("source", datasets.GENERATED)
-def test_generated_prompts_are_reproducible_and_fit(source):
+@pytest.mark.parametrize("source", datasets.SOURCES)
+def test_prompts_are_reproducible_and_fit(source):
     first, again = (datasets.prompts(source, 8, tokens=200, seed=3, count=words) for _ in range(2))
     assert first == again
     assert first != datasets.prompts(source, 8, tokens=200, seed=4, count=words)
     for prompt in first:
         assert prompt.source == source and prompt.answer
         assert words(prompt.text + prompt.answer) <= 200
-        if source != "lookup":
-            assert words(prompt.text) > 120  # filled up to the last line that fits
+        assert source == "lookup" or words(prompt.text) > 120  # up to the last line that fits
+    how = {"tokens": 100, "count": words}
+    both = datasets.prompts(("yesno", source), 2, **how)
+    assert both == [*datasets.prompts("yesno", 2, **how), *datasets.prompts(source, 2, **how)]
 
 
-def test_several_sources_give_so_many_prompts_each():
-    how = {"tokens": 100, "seed": 5, "split": "train", "count": words}
-    assert datasets.prompts(("yesno", "lookup"), 3, **how) == [
-        *datasets.prompts("yesno", 3, **how),
-        *datasets.prompts("lookup", 3, **how),
-    ]
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     source=st.sampled_from(["needle", "needle_multikey", "lookup", "yesno"]),
@@ -60,74 +51,48 @@ def test_the_answer_is_the_one_the_facts_give(seed, source):
         assert prompt.answer == " " + facts[question.removeprefix("the ")]
 
 
-def test_yes_and_no_are_equally_likely():
-    answers = [p.answer for p in datasets.prompts("yesno", 400, tokens=100, count=words)]
-    assert 150 < answers.count(" yes") < 250
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), source=st.sampled_from(datasets.REMEMBERED))
 def test_what_weights_must_hold_is_asked_after_library_text(seed, source):
-    """Words and sums are answered by hand; a couple's partner is a noun, and the same whenever it
-    is asked for."""
+    """Words and sums are answered by hand; a couple's partner is a noun."""
     prompt = datasets.prompts(source, 1, tokens=100, seed=seed, count=words)[0]
-    question = prompt.text.rpartition("\n")[2]
+    question, answer = prompt.text.rpartition("\n")[2], prompt.answer.strip()
     if source == "spelling":
         word = re.fullmatch(r"spell (\w+):", question)[1]
-        assert (
-            prompt.answer.strip().split("-") == list(word)
-            and word in datasets.ADJECTIVES + datasets.NOUNS
-        )
+        assert answer.split("-") == list(word) and word in datasets.ADJECTIVES + datasets.NOUNS
     elif source == "sums":
         a, b = map(int, re.fullmatch(r"mod 10: (\d\d) \+ (\d\d) =", question).groups())
-        assert int(prompt.answer) == (a + b) % 10
+        assert int(answer) == (a + b) % 10
     else:
-        assert (
-            re.fullmatch(r"the (\w+) (\w+) and the", question)
-            and prompt.answer.strip() in datasets.NOUNS
-        )
+        assert re.fullmatch(r"the (\w+) (\w+) and the", question) and answer in datasets.NOUNS
 
 
-def test_an_animal_always_has_the_same_partner_in_both_splits():
+def test_answers_are_balanced_and_partners_stay():
+    answers = [p.answer for p in datasets.prompts("yesno", 400, tokens=100, count=words)]
+    assert 150 < answers.count(" yes") < 250
     partners = {}
     for split in ("train", "test"):
         for prompt in datasets.prompts("couples", 400, tokens=64, split=split, count=words):
             key = prompt.text.rpartition("\n")[2]
             assert partners.setdefault(key, prompt.answer) == prompt.answer
-    assert 300 < len(partners) <= len(datasets.COUPLES) and len(set(partners.values())) == len(
-        datasets.NOUNS
-    )
+    assert 300 < len(partners) <= len(datasets.COUPLES)
+    assert len(set(partners.values())) == len(datasets.NOUNS)
 
 
-def test_library_answers_continue_the_text():
+def test_library_answers_continue_the_text_and_splits_share_nothing():
     for kind in ("code", "prose"):
+        train, test = (datasets.library(kind, split) for split in ("train", "test"))
+        assert not set(train) & set(test) and len(test) > 10
+        known = {line for text in test for line in text.split("\n")}
         for prompt in datasets.prompts(kind, 5, tokens=128, count=words):
             *lines, last = (prompt.text + prompt.answer).strip("\n").split("\n")
-            known = {line for text in datasets.library(kind, "test") for line in text.split("\n")}
             assert last in known and known.issuperset(lines)
-
-
-def test_splits_share_nothing():
-    for kind in ("code", "prose"):
-        assert not set(datasets.library(kind, "train")) & set(datasets.library(kind, "test"))
-        assert len(datasets.library(kind, "test")) > 10
-    keys = {
-        split: {
-            f"{a} {n}"
-            for a in datasets.ADJECTIVES
-            for n in datasets.NOUNS
-            if datasets.in_split(f"{a} {n}", split, share=4)
-        }
-        for split in ("train", "test")
-    }
-    assert not keys["train"] & keys["test"]
-    assert min(map(len, keys.values())) > 100
-    for split in keys:
-        texts = [
-            p.text
-            for p in datasets.prompts("needle_multikey", 20, tokens=120, split=split, count=words)
-        ]
-        assert {m for t in texts for m in re.findall(r"\nthe (\w+ \w+) \d\d\n", t)} <= keys[split]
+    pairs = [f"{a} {n}" for a in datasets.ADJECTIVES for n in datasets.NOUNS]
+    for split in ("train", "test"):
+        keys = {pair for pair in pairs if datasets.in_split(pair, split, share=4)}
+        how = {"tokens": 120, "split": split, "count": words}
+        text = "".join(p.text for p in datasets.prompts("needle_multikey", 20, **how))
+        assert len(keys) > 100 and set(re.findall(r"\nthe (\w+ \w+) \d\d\n", text)) <= keys
 
 
 @pytest.mark.parametrize(
@@ -142,76 +107,3 @@ def test_splits_share_nothing():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         moelab.prompts(**{"n": 1, "count": words, **arguments})
-
-
-# -----------------------------------------------------------------------------------------------------
-# hub sources
-
-ROWS = {
-    "google/boolq": {"passage": "Water boils.", "question": "does water boil", "answer": True},
-    "Rowan/hellaswag": {
-        "ctx": "She",
-        "endings": ["runs.", "flies.", "sinks.", "sings."],
-        "label": "2",
-    },
-    "openai/gsm8k": {"question": "1 + 1?", "answer": "It is 2. #### 2"},
-    "Aeala/ShareGPT_Vicuna_unfiltered": {"conversations": [{"from": "human", "value": "Hello"}]},
-    "simonjegou/ruler": {
-        "context": "Lots of text. ",
-        "question": "Where?",
-        "answer_prefix": " It is",
-        "answer": ["there"],
-    },
-}
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A stand-in for the package `datasets`; returns what was asked of it."""
-    asked = []
-
-    def load_dataset(name, configuration=None, split=None):
-        asked.append((name, configuration, split))
-        return [ROWS[name]] * 5
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    return asked
-
-
-@pytest.mark.parametrize(
-    "source, answer",
-    [
-        ("boolq", " yes"),
-        ("hellaswag", " sinks."),
-        ("gsm8k", " It is 2. #### 2"),
-        ("sharegpt", ""),
-        ("ruler", " there"),
-    ],
-)
-def test_hub_rows_become_prompts(hub, source, answer):
-    found = datasets.prompts(source, 3, tokens=4096, count=words)
-    assert len(found) == 3 and {p.answer for p in found} == {answer} and all(p.text for p in found)
-    if source == "ruler":
-        assert hub[0][1] == "4096"
-
-
-def test_too_few_short_rows(hub):
-    with pytest.raises(ValueError, match="only 5 prompts"):
-        datasets.prompts("boolq", 6, count=words)
-    with pytest.raises(ValueError, match="only 0 prompts"):
-        datasets.prompts("boolq", 1, tokens=2, count=words)
-
-
-def test_no_network_names_the_offline_sources(monkeypatch):
-    def load_dataset(*_, **__):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(RuntimeError, match="network.*needle"):
-        datasets.prompts("boolq", 1, count=words)
-
-
-def test_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RuntimeError, match="package `datasets`"):
-        datasets.prompts("gsm8k", 1, count=words)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.intervals import interval, median, named, ratio, standard_error, t95, told
+from moelab.intervals import interval, median, named, ratio, standard_error, t95
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
@@ -94,9 +94,5 @@ def test_a_skewed_median_is_held_in_at_least_95_of_100_cases(n):
     assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / draws) < held / draws < 0.98
 
 
-def test_an_interval_in_words_and_as_metrics():
-    assert (
-        told((1.234, 1.1, 1.378)) == "**1.23** [1.10, 1.38]"
-        and told(interval([1.234])) == "**1.23**"
-    )
+def test_an_interval_as_metrics():
     assert named("lead", (1.2, 1.1, 1.3)) == {"lead": 1.2, "lead_from": 1.1, "lead_to": 1.3}

@@ -393,7 +393,7 @@ def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
         engine = lm.moelab.engine
         left += [
             weakref.ref(one)
-            for one in (lm, lm.moelab, engine, engine and engine.pipeline.slots)
+            for one in (lm, lm.moelab, engine, engine and engine.loader.slots)
             if one
         ]
         del engine
@@ -414,7 +414,7 @@ def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
 def test_an_error_of_reading_does_not_keep_the_model(folders):
     """It hangs on the frames through which it went, and the model on those."""
     lm = moelab.open_model(folders["bf16"], memory="30%", prefetch="router", ahead=1)
-    reader, gone = lm.moelab.engine.pipeline.reader, weakref.ref(lm)
+    reader, gone = lm.moelab.engine.loader.reader, weakref.ref(lm)
 
     def fails(*_):
         raise OSError("the disk is gone")

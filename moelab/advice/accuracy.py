@@ -299,7 +299,7 @@ def run(
 def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Callable[..., Any]]:
     """A shape's model, written if it is not there; its tokens, and what its experts cost in every
     form where so many bytes a second are read, once it has run there."""
-    from moelab.checkpoint.synthesize import synthesize
+    from moelab.bench.synthesize import synthesize
 
     folder = place / spec.name
     if not folder.exists():

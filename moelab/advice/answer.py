@@ -4,7 +4,7 @@ that do it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec
-from moelab.table import duration, filled, head_and_rows, in_units, plain, size, text_table
+from moelab.table import UNITS, duration, filled, head_and_rows, plain, size, text_table, unit_of
 
 #: rows of the printed table
 ROWS = 12
@@ -82,6 +82,7 @@ class Advice:
 
     @property
     def commands(self) -> list[str]:
+        """`steps` as a person types them; not the last if its pools cannot be said there."""
         return [
             " ".join(
                 ["moelab", command, source, *(f"--{name} {value}" for name, value in given.items())]
@@ -96,7 +97,8 @@ class Advice:
         line cannot say."""
         _, source, given = self.steps[-1]
         plan = [f"plan=moelab.{self.best.pools}"] if self.best.pools else []
-        return f"moelab.open_model({', '.join([repr(source), *(f'{k}={v!r}' for k, v in given.items()), *plan])})"
+        options = [f"{name}={value!r}" for name, value in given.items()]
+        return f"moelab.open_model({', '.join([repr(source), *options, *plan])})"
 
     def table(self) -> list[dict[str, Any]]:
         """A row a way, exact, in bytes and seconds: of each form the fastest, what was measured,
@@ -191,6 +193,21 @@ class Advice:
                 ]
             )
         )
+
+
+def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the same columns as a person reads them: numbers in three digits, and a column of
+    bytes or seconds ("memory, B", "TPOT, s") in one unit, in which none but 0 is below 1 if there
+    is one."""
+    columns: dict[str, list[Any]] = {}
+    for column in rows[0] if rows else ():
+        values = [row[column] for row in rows]
+        name, _, base = column.rpartition(", ")
+        if base in UNITS:
+            unit, of = unit_of(min(filter(None, values), default=0), base)
+            column, values = f"{name}, {unit}", [value / of for value in values]
+        columns[column] = [plain(value) if isinstance(value, float) else value for value in values]
+    return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
 
 
 def unmeasured(ways: Iterable[Way], loss: float) -> list[str]:

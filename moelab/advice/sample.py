@@ -28,8 +28,8 @@ from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.bench.measure import load_average
 from moelab.bench.profile import FORMAT, Profile, profile
+from moelab.bench.synthesize import VOCABULARY, synthesize
 from moelab.cache.residency import Pools, Residency
-from moelab.checkpoint.synthesize import VOCABULARY, synthesize
 from moelab.files import cache_folder
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress

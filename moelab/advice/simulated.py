@@ -244,6 +244,7 @@ def chosen(search: Search, kept: real.Kept, loss: float) -> list[Way]:
 
 
 def identity_of(model: Model) -> str:
+    """The identity of a checkpoint's weights."""
     from moelab.checkpoint.checkpoint import Checkpoint
 
     return Checkpoint.at(model.folder).identity

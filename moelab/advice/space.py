@@ -94,6 +94,7 @@ class Scene:
     batch: int
 
     def part(self, first: int, end: int | None = None) -> Part:
+        """The forwards from `first` to `end`."""
         at = slice(first, end)
         return Part(self.steps[at], self.forwards[at], self.predictions[at])
 
@@ -272,6 +273,7 @@ class Search:
         )
 
     def play(self, way: Way, kept: list[Way]) -> Way | None:
+        """What a way gives, simulated once and appended to `kept`; None if it does not fit."""
         if way not in self.played:
             if (costs := self.costs_of(way.form, way.executor)) is None:
                 self.left.append(way.name)

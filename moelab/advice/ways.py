@@ -68,10 +68,12 @@ class Way:
 
     @property
     def resident(self) -> bool:
+        """Whether all experts stay in memory."""
         return self.budget >= self.experts
 
     @property
     def lossless(self) -> bool:
+        """Whether no bit of the output changes."""
         return self.loss == 0
 
     def within(self, loss: float) -> bool:
@@ -117,7 +119,7 @@ class Way:
         )
 
     def row(self, batch: int) -> dict[str, Any]:
-        """All that is known of it, in bytes and seconds; `moelab.table.in_units` makes it
+        """All that is known of it, in bytes and seconds; `moelab.advice.answer.in_units` makes it
         readable."""
         return {
             "experts as": self.form,

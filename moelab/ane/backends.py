@@ -68,6 +68,7 @@ class TorchBackend(Backend):
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
+        """Outputs [G, C, H] of a group's experts for a buffer [G, C, H], weighted by [G, C]."""
         members = list(self.plan.layers[layer].groups[group].experts)
         if not plain(experts) or banks(experts, "down_proj") is None:
             return torch.stack(
@@ -121,16 +122,21 @@ class ConvertedBackend(Backend):
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
+        """As of `TorchBackend`, by the group's saved package, which is opened when it is first
+        needed."""
         at = self._decoder_layer[layer], group, buffer.shape[1]
         if at not in self._groups:
             self._groups[at] = self.converted.group(*at[:2], self.mode, at[2], self.runner)
         return self._groups[at](buffer.flatten(0, 1)).view(buffer.shape) * scale[..., None]
 
     def capacity(self, layer: int, group: int, fullest: int) -> int:
+        """The smallest capacity of a group's package that holds its fullest expert."""
         entry = self.converted.layers[self._decoder_layer[layer]]["groups"][group]
         return min(C for C in entry["capacities"] if fullest <= C)
 
     def attention(self, model: Any) -> AbstractContextManager:
+        """Within the block, attention runs by the saved packages where there are any. ValueError:
+        the packages are of another model."""
         if model not in self._known:
             self.converted.require(model)
             self._known.add(model)

@@ -73,9 +73,11 @@ class Diagnosis(NamedTuple):
 
     @property
     def well(self) -> bool:
+        """Whether nothing is wrong with any package."""
         return not any(checkup.complaints for checkup in self.checkups)
 
     def table(self) -> str:
+        """A row for each package, as text, with what is wrong with it."""
         rows = []
         for c in self.checkups:
             devices = c.probe.devices
@@ -105,6 +107,7 @@ class Diagnosis(NamedTuple):
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """All that was found, as JSON has it."""
         return {
             "format": "moelab.ane.doctor/1",
             "kind": "measured",

@@ -69,6 +69,7 @@ class LayerPlan:
     attention: Unit
 
     def on(self, unit: Unit) -> tuple[PlannedGroup, ...]:
+        """The layer's groups that run on a unit."""
         return tuple(group for group in self.groups if group.unit == unit)
 
 
@@ -110,10 +111,12 @@ class ANEPlan:
 
     @property
     def launches(self) -> int:
+        """Expert graphs that a chunk launches on the ANE."""
         return len(self.graphs)
 
     @property
     def slots(self) -> int:
+        """Rows that these graphs compute in a chunk, used or not."""
         return sum(group.slots for group in self.graphs)
 
     @property
@@ -123,6 +126,7 @@ class ANEPlan:
 
     @property
     def cpu_share(self) -> float:
+        """Share of all experts that are placed on the CPU."""
         return self.cpu_experts / (self.spec.L * self.spec.E)
 
     @property
@@ -146,9 +150,11 @@ class ANEPlan:
 
     @property
     def largest_graph_bytes(self) -> int:
+        """Bytes of weights in the largest graph on the ANE; 0 without any."""
         return max((group.weight_bytes for group in self.graphs), default=0)
 
     def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON has it, with its format."""
         return {"format": FORMAT} | asdict(self)
 
     @classmethod

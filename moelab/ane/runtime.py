@@ -66,9 +66,13 @@ class PlannedExperts(StaticExecutor):
         return sum(self.by_layer, Account())
 
     def capacities(self, layer: int, T: int, K: int, E: int) -> Tensor:
+        """Capacities of a layer's experts, [E], whatever the chunk's tokens are."""
         return self._places[layer][2]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """A chunk's tokens [T, H] through the plan's graphs, and through the CPU what the plan
+        leaves there; returns [T, H]. A single token takes the CPU. ValueError: more tokens than a
+        chunk."""
         layer, E, out = experts.layer, experts.num_experts, torch.zeros_like(x)
         routed = dispatch(ids, E)
         if len(x) == 1:

@@ -58,6 +58,7 @@ class Conversion:
 
     @cached_property
     def weight_bytes(self) -> int:
+        """Bytes of weights in all packages."""
         return sum(entry["weight_bytes"] for entry in self.model.packages)
 
     @property
@@ -67,9 +68,11 @@ class Conversion:
 
     @property
     def clean(self) -> bool:
+        """Whether the linter finds nothing wrong with any package."""
         return all(one.report.clean for one in self.packages)
 
     def kinds(self) -> dict[str, list[ConvertedPackage]]:
+        """Kind of graph → its packages."""
         return {
             kind: [one for one in self.packages if one.kind == kind]
             for kind in dict.fromkeys(one.kind for one in self.packages)

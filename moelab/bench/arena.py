@@ -103,6 +103,7 @@ class Contest:
 
     @property
     def own(self) -> Standing:
+        """The standing of what was entered."""
         return next(standing for standing in self.standings if standing.own)
 
     @property

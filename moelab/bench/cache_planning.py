@@ -9,6 +9,7 @@ same machine. Every run begins with an empty cache."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,8 +34,9 @@ from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.records import Numbers, Record
 from moelab.simulation.costs import Machine
-from moelab.simulation.simulator import Simulation, flat, ordered, simulate, steps_of
+from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.specs import State
+from moelab.trace import PREFILL, RoutingTrace
 from moelab.zipmoe.planner import Tried, best_pools
 from moelab.zipmoe.planning import CachePlan, plan
 from moelab.zipmoe.selection import inclusion, selection_probabilities, whole
@@ -46,6 +48,28 @@ How = tuple[Pools, str]
 POLICY = "zipmoe"
 #: of the curves by memory; a figure with more lines is not read
 SHOWN = ("zipmoe", "lru", "mine")
+
+
+def steps_of(
+    trace: RoutingTrace,
+) -> tuple[list[list[tuple[int, dict[int, int]]]], list[tuple[int, str]]]:
+    """What an engine that runs a trace's sequences one after another is asked for: steps, and tokens
+    and phase of each forward."""
+    E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
+    for sequence in trace.sequence.unique():
+        mine, prompt = trace.sequence == sequence, trace.phase == PREFILL
+        decoded = (mine & ~prompt).nonzero().tolist()
+        passes = [((mine & prompt).nonzero().flatten().tolist(), "prefill")]
+        for rows, phase in [*passes, *((row, "decode") for row in decoded)]:
+            counts = (
+                Counter(e for row in rows for e in ids[row][n] if e != E)
+                for n in range(trace.spec.L)
+            )
+            steps.append(
+                [(n, dict(sorted(count.items()))) for n, count in enumerate(counts) if count]
+            )
+            forwards.append((len(rows), phase))
+    return steps, forwards
 
 
 class Bench:
@@ -296,6 +320,7 @@ class Bench:
         return np.min(took, 0).reshape(len(self.singly), -1)
 
     def tpot(self, pools: Pools, policy: str = "zipmoe") -> float:
+        """Mean seconds of a decoded token, simulated."""
         return float(self.pace(pools, policy)[:, 1:].mean())
 
     def check(self, how: How, simulation: Simulation) -> None:
@@ -478,6 +503,7 @@ class Curves:
 
     @property
     def marks(self) -> Numbers:
+        """What it is → bytes at which something changes."""
         L, K = self.bench.L, self.bench.K
         return {
             "LRU cliff": self.memory[limits.lru_cliff(self.bench.spec)],
@@ -485,6 +511,7 @@ class Curves:
         }
 
     def told(self, nbytes: float) -> str:
+        """Each policy's TPOT with so many bytes, in words."""
         return ", ".join(
             f"{name} {1e3 * self.tpot_at(name, nbytes):.1f} ms" for name in self.points
         )

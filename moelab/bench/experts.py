@@ -162,6 +162,7 @@ class PackedExperts:
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]]:
+        """Matrix → (form, its packed rows of some experts, stacked)."""
         return {
             name: (self.form, np.array([rows[e] for e in experts]))
             for name, rows in self.rows.items()
@@ -277,6 +278,7 @@ class Limits:
 
     @property
     def arms(self) -> Arms:
+        """All that is timed for the limits: reading the weights, and multiplying."""
         return self.readers | self.products
 
     def best(self, samples: Samples) -> tuple[float, float]:
@@ -337,6 +339,7 @@ class ExpertTimes:
 
     @property
     def medians(self) -> Numbers:
+        """Way → median seconds of the layer's experts."""
         return {name: median(of) for name, of in self.samples.items()}
 
     @property
@@ -355,6 +358,7 @@ class ExpertTimes:
 
     @property
     def speedup(self) -> float:
+        """How many times as fast the best way here is as the best of transformers."""
         return self.stock[0] / self.ours[0]
 
     @property
@@ -365,9 +369,11 @@ class ExpertTimes:
 
     @property
     def bound(self) -> str:
+        """The name of the higher limit: what the time cannot fall below."""
         return max(self.limits, key=self.limits.get)
 
     def rows(self) -> Records:
+        """Way → its times, rate and shares of the limits, as a table has them."""
         rows, best = {}, self.stock[1]
         for name, taken in self.medians.items():
             low, high = measure.tenths(self.samples[name])
@@ -408,6 +414,7 @@ class ExpertBenchmark:
             self._limits = Limits(self.layers, self._pool)
 
     def close(self) -> None:
+        """End the threads."""
         self._pool.shutdown()
 
     def machine(self, rounds: int) -> DeviceSpec:

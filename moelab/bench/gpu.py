@@ -29,9 +29,9 @@ from moelab.arguments import number, one_of, several, whole
 from moelab.bench.external_engines import write_gguf
 from moelab.bench.measure import aim, share, turns, working
 from moelab.bench.peers import Accelerate, Transformers
+from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.synthesize import scaled, synthesize
 from moelab.offloading.link import Link, host_memory
 from moelab.records import Record
 from moelab.specs import MoESpec
@@ -157,6 +157,7 @@ def row(reports: Iterable[Record], **more: Any) -> Record:
 
 @contextmanager
 def opened(folder: Path, device: torch.device, **options: Any) -> Iterator[Transformers]:
+    """A model on the GPU within the block; its memory is given back after it."""
     with open_model(folder, device=device, **options) as model:
         yield Transformers(model)
     del model

@@ -69,8 +69,8 @@ class EngineBenchmark:
     def prepare(self, external: bool, forms: Iterable[str] = FORMS) -> None:
         """Write the model in every form that is missing, where an interrupted conversion is
         resumed."""
+        from moelab.bench.synthesize import synthesize
         from moelab.checkpoint.convert import convert
-        from moelab.checkpoint.synthesize import synthesize
 
         model, hub = self.folder / "model", self.folder / "hub"
         if not model.exists():
@@ -297,6 +297,7 @@ class EngineBenchmark:
         )
 
     def aim(self, name: str, value: float | str | None, aim: float, below: bool = True) -> None:
+        """Note whether a value is at most, or at least, what was aimed at; None is left out."""
         if value is not None:
             self.aims[name] = measure.aim(value, aim, below)
 
@@ -324,6 +325,7 @@ def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess
 
 
 def mean(reports: list[Record], key: str, unit: float = 1.0) -> float | None:
+    """Mean of a figure over the reports that have it; None where none has."""
     values = [report[key] / unit for report in reports if report.get(key) is not None]
     return fmean(values) if values else None
 

@@ -63,9 +63,11 @@ class LRUBaseline(Transformers):
         plug(self.model, executor=self)
 
     def decoding(self) -> None:
+        """Begin to count hits and misses."""
         self.hits = self.misses = 0
 
     def read(self, key: tuple[int, int], slot: int) -> tuple[int, int]:
+        """Read an expert, (layer, expert), into a slot; returns which."""
         got, place = 0, (key[0] * self.E + key[1]) * self.stride
         while got < self.stride:
             n = os.preadv(self.file, [self.memory[slot][got:]], place + got)
@@ -109,6 +111,7 @@ class LRUBaseline(Transformers):
         return experts.accumulate(x, results)
 
     def report(self) -> dict[str, Any]:
+        """How experts were read and how many were there; ends the threads."""
         self.threads.shutdown()
         os.close(self.file)
         return {

@@ -18,8 +18,9 @@ from moelab.arguments import whole
 from moelab.bench.experts import Layers
 from moelab.bench.measure import seconds, torch_threads
 from moelab.models import eager
-from moelab.parallel import VARIANTS, Grid, Placement, ShardedExperts, degree, launch, volumes
-from moelab.parallel.eplb import Balance, balance, measure
+from moelab.parallel import VARIANTS, Grid, ShardedExperts, degree, launch, volumes
+from moelab.parallel.eplb import balance, consecutive, device_loads, imbalance
+from moelab.parallel.sharding import owners
 from moelab.records import Numbers, Records
 
 E, K, H, I = 64, 8, 512, 256
@@ -37,7 +38,7 @@ def run(
         rows, (ids, _, _) = {}, routing(tokens, seed)
         for variant in made[0]:
             tp = degree(variant, W)
-            to = Placement.consecutive(E, W // tp).assign(ids)
+            to = owners(E, W // tp)[ids]
             by_loop = rows_by_loop(variant, to.tolist(), W, tp)
             sent = [rank[variant]["sent"] for rank in made]
             rows[variant] = {
@@ -81,16 +82,15 @@ def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> Records:
         if variant == "tp-ep" and W < 4:  # two ranks are one or the other
             continue
         grid, experts = Grid(degree(variant, W)), layer()
-        placements = [Placement.consecutive(E, grid.ep.size)]
         experts.source = ShardedExperts(
             [experts],
             lambda _, e: experts.own(e),
-            placements,
             grid.ep.rank,
+            grid.ep.size,
             grid.tp.rank,
             grid.tp.size,
         )
-        runs[variant] = kind(grid, placements, eager), experts
+        runs[variant] = kind(grid), experts
     made, (ids, weights, x) = {}, routing(tokens, seed)
     for variant, (executor, experts) in runs.items():
         world = executor.grid.world
@@ -145,29 +145,28 @@ def eplb(seed: int) -> dict[str, Numbers]:
         load = [1 / rank**s for rank in range(1, 65)]
         random.Random(seed).shuffle(load)
         rows[f"Zipf {s}"] = {
-            "in order": measure(load, Placement.consecutive(64, 8)).ratio,
-            **{f"EPLB, {spare} spare": balance(load, 8, spare).ratio for spare in (0, 8, 16, 64)},
+            "in order": imbalance(load, consecutive(64, 8)),
+            **{
+                f"EPLB, {spare} spare": imbalance(load, balance(load, 8, spare))
+                for spare in (0, 8, 16, 64)
+            },
         }
     return rows
 
 
 def placed(
     known: torch.Tensor, seen: torch.Tensor, devices: int = 8, spare: int = 8
-) -> dict[str, list[Balance]]:
-    """Balance of devices under counts `seen` [L, E] if experts are placed by counts `known`: way →
-    a layer each."""
-    L, E = known.shape
+) -> dict[str, list[list[float]]]:
+    """Loads of devices under counts `seen` [L, E] if experts are placed by counts `known`: way →
+    those of each layer."""
+    E = known.shape[1]
     ways = {
-        "in order": lambda load: Placement.consecutive(E, devices),
-        "EPLB, none spare": lambda load: balance(load, devices).placement,
-        f"EPLB, {spare} spare": lambda load: balance(load, devices, spare).placement,
+        "in order": lambda load: consecutive(E, devices),
+        "EPLB, none spare": lambda load: balance(load, devices),
+        f"EPLB, {spare} spare": lambda load: balance(load, devices, spare),
     }
-    return {
-        name: [
-            measure(seen[l].double().tolist(), way(known[l].double().tolist())) for l in range(L)
-        ]
-        for name, way in ways.items()
-    }
+    layers = list(zip(known.double().tolist(), seen.double().tolist()))
+    return {name: [device_loads(of, way(by)) for by, of in layers] for name, way in ways.items()}
 
 
 OPTIONS = {"tokens": (whole(1), "of the prefill"), "seed": (whole(), "of the routing")}

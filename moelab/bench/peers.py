@@ -199,11 +199,13 @@ class Transformers(BenchmarkedEngine):
         self.model = model
 
     def restart(self) -> None:
+        """Begin a new generation, with an empty KV cache."""
         from transformers import DynamicCache
 
         self.cache = DynamicCache(config=self.model.config)
 
     def feed(self, ids: Sequences) -> Any:
+        """Read so many more tokens of each sequence; returns the logits of the last, [batch, V]."""
         import torch
 
         with torch.inference_mode():
@@ -250,13 +252,15 @@ class Moelab(Transformers):
         if options.get("ungated"):
             from moelab.offloading.prefetch_gate import PrefetchGate
 
-            self.offloading.engine.gate = PrefetchGate(trials=False)
+            self.offloading.engine.controller.gate = PrefetchGate(trials=False)
 
     def decoding(self) -> None:
+        """Remember the hits and misses of the prompt, which do not count."""
         counters = self.offloading.residency.counters
         self.before = sum(counters.hits.values()), counters.misses
 
     def report(self) -> Record:
+        """What the run took, its limits and its memory; the model is closed."""
         from moelab.bench.limits import (
             belady_hits,
             layer_records,
@@ -326,6 +330,7 @@ class Moelab(Transformers):
     def measure(
         self, tokens: Sequences, prompts: list[int], logits_to: str | None = None
     ) -> Record:
+        """As of `BenchmarkedEngine`, with the disk's rate before."""
         self.rates = {"before": self.read_rate()}
         return super().measure(tokens, prompts, logits_to)
 

@@ -80,12 +80,14 @@ class Warm(NamedTuple):
         return ratio(self.took[self.best], self.took[name])
 
     def lead_simulated(self, name: str = "plan") -> float:
+        """TPOT of the best single state over that of an arm, both simulated."""
         return (
             min(self.simulated[state] for state in self.simulated.keys() & set(STATES))
             / self.simulated[name]
         )
 
     def rows(self) -> Records:
+        """Arm → its pools, its TPOT measured and simulated, and its lead, as a table has them."""
         rows = {}
         for name, arm in self.arms.items():
             over, low, high = self.lead(name)

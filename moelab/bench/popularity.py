@@ -118,6 +118,7 @@ class Popularity(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """Tokens of all sources, calibrated and unseen."""
         return sum(
             len(self.traces[name, split]) for name in self.names for split in ("train", "test")
         )
@@ -185,7 +186,9 @@ class Popularity(NamedTuple):
     def chunk_sizes(self, *sizes: int) -> list[int]:
         """Those that every trace has a chunk of."""
         least = min(
-            len(trace.prefill) for (name, _), trace in self.traces.items() if name in self.names
+            int((trace.phase == PREFILL).sum())
+            for (name, _), trace in self.traces.items()
+            if name in self.names
         )
         return sorted({size for size in sizes if size <= least})
 
@@ -213,6 +216,7 @@ class Capacities(NamedTuple):
 
     @classmethod
     def tried(cls, found: Popularity, chunk: int) -> Capacities:
+        """What capacities from the calibration drop and pad on unseen chunks of so many tokens."""
         calibration, seen, loads = (
             found.calibration,
             found.loads("train", chunk),

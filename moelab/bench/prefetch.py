@@ -36,9 +36,9 @@ from moelab.api import using
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.end_to_end import SPEC
+from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.synthesize import synthesize
 from moelab.intervals import Interval, named
 from moelab.intervals import ratio as ratio_of
 from moelab.offloading.metrics import Forward, Metrics
@@ -68,6 +68,7 @@ class Taken(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Of the token's forward pass."""
         return self.forward.end - self.forward.start
 
 
@@ -237,7 +238,7 @@ class PrefetchBenchmark:
     def _way(self, arm: str, gate: PrefetchGate) -> Any:
         """A context in which the model decodes in this way."""
         engine = self.model.moelab.engine
-        engine.gate, engine.serial = gate, arm == ARMS[0]
+        engine.controller.gate, engine.serial = gate, arm == ARMS[0]
         engine.loader.queue.ahead = self.ahead if arm in MODES else 0
         return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
 
@@ -342,6 +343,7 @@ def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
 
 
 def row(found: Sequence[Taken]) -> Numbers:
+    """Times and bytes of tokens, as a table has them."""
     ahead = [t.metrics.prefetched for t in found]
     return {
         "TPOT s": median(t.seconds for t in found),

@@ -35,7 +35,7 @@ FORMAT = "moelab.profile/3"
 #: of what experts take
 MEMORY = "50%"
 #: tokens of a prompt, and decoded after it; rounds of both, however long they take
-PROMPTS, DECODED, MINIMUM = (16, 64), 16, 2
+PROMPT, DECODED, MINIMUM = 32, 8, 2
 COPY, MATMUL, TIMES = 64 << 20, 512, 8  # bytes; rows and columns; how often
 
 
@@ -167,10 +167,9 @@ def profile(
 
             done, start = -1, time.perf_counter()
             while done < MINIMUM or time.perf_counter() - start < seconds:
-                for prompt in PROMPTS:
-                    cache = DynamicCache(config=lm.config)
-                    for tokens in (prompt, *[1] * DECODED):
-                        forward(tokens)
+                cache = DynamicCache(config=lm.config)
+                for tokens in (PROMPT, *[1] * DECODED):
+                    forward(tokens)
                 done += 1
                 if not done:  # it has compiled, and touched memory
                     session.reset()

@@ -188,6 +188,7 @@ class Study(NamedTuple):
         return self.here["compressed, read only"]["GB/s"] * f
 
     def metrics(self) -> Numbers:
+        """Name of a metric → GB/s of loading, of each form."""
         return {
             "load_" + name.replace(", ", "_").replace(" ", "_"): row["GB/s"]
             for name, row in self.here.items()

@@ -29,8 +29,8 @@ from moelab.bench.engine import against_limit
 from moelab.bench.harness import EngineBenchmark
 from moelab.bench.measure import load_average, working
 from moelab.bench.prefetch import PrefetchBenchmark, row
+from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
-from moelab.checkpoint.synthesize import scaled, synthesize
 from moelab.files import read_json
 from moelab.records import BenchFile, Numbers, Record, Records
 from moelab.registry import make

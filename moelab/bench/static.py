@@ -85,6 +85,7 @@ def routed(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> tuple[in
 def block_paddings(
     T: int, E: int, K: int, skew: float = 0.0, seed: int = 0
 ) -> dict[int, blocks.Padding]:
+    """Block size → the padding of T tokens routed to K of E experts with a Zipf exponent."""
     return {B: blocks.padding(routed(T, E, K, skew, seed), T, K, B) for B in SIZES}
 
 
@@ -230,6 +231,7 @@ class DropCosts(NamedTuple):
         return DropCosts(scores, samples, {way: self.tallies[way] for way in kept[1:]})
 
     def tally(self, way: str, task: str = "loss") -> Tally:
+        """What a way routed, dropped and padded in a task."""
         return self.tallies[way][task]
 
     def loss(self, way: str) -> Interval:
@@ -244,6 +246,7 @@ class DropCosts(NamedTuple):
         return 100 * row["difference"], *(100 * side for side in row["interval"])
 
     def told(self, task: str, way: str) -> str:
+        """A task's change in points and its interval, in words."""
         return "{:+.1f} points (95 % {:+.1f} to {:+.1f})".format(*self.points(task, way))
 
     def against(self, other: str, way: str) -> Interval:
@@ -254,10 +257,9 @@ class DropCosts(NamedTuple):
     def verdict(self, way: str) -> str:
         """Whether the loss of a way differs at 95 % from that at random, in words."""
         _, low, high = self.against("random", way)
-        return (
-            f"{'better than' if high < 0 else 'worse than' if low > 0 else 'indistinguishable from'} "
-            "random"
-        )
+        if high < 0:
+            return "better than random"
+        return "worse than random" if low > 0 else "indistinguishable from random"
 
     def nearest(self, drop: float) -> str:
         """The way whose drop rate on the loss's windows is nearest to `drop`."""
@@ -303,6 +305,8 @@ class TierPlan(NamedTuple):
 
     @classmethod
     def of(cls, calibration: Calibration, chunk: int, G: int = 8, slack: float = 1.0) -> TierPlan:
+        """Tiers and groups of G experts for chunks of so many tokens, from a calibration of the
+        prompt."""
         counts, tokens = calibration.counts(PREFILL), calibration.tokens[PREFILL]
         tiers = capacity_tiers(counts, tokens, chunk, slack=slack)
         groups = tuple(tuple(form_groups(layer, counts[l], G)) for l, layer in enumerate(tiers))
@@ -314,6 +318,7 @@ class TierPlan(NamedTuple):
         return sum(map(len, self.groups)) / len(self.groups)
 
     def ways(self) -> Ways:
+        """Name → the executor that drops or pads by this plan."""
         own, printed = ([layer.capacity for layer in tiers] for tiers in (self.tiers, self.printed))
         largest = [[max(of)] * len(of) for of in own]
         return {

@@ -25,19 +25,20 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
+from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.checkpoint.synthesize import COLUMNS, draw
 from moelab.intervals import Interval
 from moelab.records import Numbers, Record, Records
 from moelab.store import bits
-from moelab.store.codecs import CODECS, DEFAULT, compress_tensor, decompress_tensor
+from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
 from moelab.store.entropy import FORMATS, describe, joint_counts
 from moelab.store.headers import NAMES
 from moelab.store.reader import measure_modes, modes
 
 EXPERT = 16 << 20  # bytes of the expert that is measured
 PEER = "zipnn"
+CODED = "huffman"  # the codec that is measured on several threads and from disk
 MISSING = "not installed"
 Work = Callable[[], Any]
 
@@ -214,6 +215,7 @@ class Rates:
     def of(
         cls, weights: torch.Tensor, made: Mapping[str, Coder], repeats: int, threads: list[int]
     ) -> Rates:
+        """Time each coder on the weights, alone and in several threads at once."""
         samples = per_thread(weights, made, repeats)
         load, real = load_average(), {name: coder for name, coder in made.items() if name != "raw"}
         return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
@@ -225,6 +227,7 @@ class Rates:
 
     @property
     def memcpy(self) -> float:
+        """Bytes a second of copying the weights."""
         return rate(self.single, "memcpy", self.nbytes)
 
     @property
@@ -233,9 +236,9 @@ class Rates:
         return gain(self.single, "memcpy", "recovery")
 
     def over(self, base: str) -> Interval:
-        """How many times as fast the default codec decodes on one thread as `base`, a name of
+        """How many times as fast `CODED` decodes on one thread as `base`, a name of
         `single`."""
-        return gain(self.single, f"{DEFAULT} decode", base)
+        return gain(self.single, f"{CODED} decode", base)
 
     @property
     def over_peer(self) -> Interval | None:
@@ -243,6 +246,8 @@ class Rates:
         return self.over(f"{PEER} decode") if f"{PEER} decode" in self.single else None
 
     def by_task(self) -> dict[str, Numbers]:
+        """Task → coder → GB/s of weights in one thread; of decoding also the joining of planes
+        alone."""
         found = {
             what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
             for what in ("compress", "decode")
@@ -251,6 +256,7 @@ class Rates:
         return found
 
     def by_threads(self) -> dict[str, Numbers]:
+        """Number of threads → coder → GB/s of weights in all of them together."""
         found = scaling(self.several, self.nbytes)
         return {
             f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
@@ -258,12 +264,12 @@ class Rates:
         }
 
     def decode(self, n: int) -> float:
-        """Of the default codec by n threads together."""
-        return scaling(self.several, self.nbytes)[f"{DEFAULT} × {n} GB/s"]
+        """Of `CODED` by n threads together."""
+        return scaling(self.several, self.nbytes)[f"{CODED} × {n} GB/s"]
 
     def scaling(self, n: int) -> Interval:
-        """Of the default codec, n threads over one."""
-        return tuple(n * x for x in gain(self.several, f"{DEFAULT} × {n}", f"{DEFAULT} × 1"))
+        """Of `CODED`, n threads over one."""
+        return tuple(n * x for x in gain(self.several, f"{CODED} × {n}", f"{CODED} × 1"))
 
     def metrics(self) -> dict[str, Numbers]:
         """Unit → name of a metric → value."""
@@ -315,10 +321,12 @@ class Sample(NamedTuple):
 
     @property
     def weights(self) -> int:
+        """How many weights were looked at."""
         return sum(tensor.numel() for tensor in self.tensors)
 
     @property
     def sigma(self) -> float:
+        """Standard deviation of a part of the weights."""
         return (
             torch.cat([tensor.flatten()[:65536].float() for tensor in self.tensors[:64]])
             .std()
@@ -376,7 +384,7 @@ def from_disk(nbytes: int, repeats: int) -> tuple[Record, Samples]:
     weights = [synthetic_expert(nbytes, seed) for seed in range(4)]
     with tempfile.TemporaryDirectory() as folder:
         plain, packed = (
-            reading.write_store(f"{folder}/{codec}", weights, codec) for codec in ("raw", DEFAULT)
+            reading.write_store(f"{folder}/{codec}", weights, codec) for codec in ("raw", CODED)
         )
         found = {
             f"{mode} reads GB/s": value / 1e9
@@ -405,5 +413,5 @@ def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:
     first, second = sizes(weights, made), rates(of.single, of.nbytes)
     found |= {f"{name}, one thread": first[name] | second[name] for name in made}
     found["threads together, by the clock"] = scaling(of.several, of.nbytes)
-    found[f"from disk, {modes()[0]} reads of {DEFAULT}"], disk = from_disk(nbytes, repeats)
+    found[f"from disk, {modes()[0]} reads of {CODED}"], disk = from_disk(nbytes, repeats)
     return found | {"samples": of.single | of.several | disk}

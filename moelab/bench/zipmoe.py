@@ -76,6 +76,8 @@ class Machine:
 
     @classmethod
     def of(cls, model: str, device: DeviceSpec, decompress_gbs: float) -> Machine:
+        """One of ZipMoE's models on a device. Of Switch, an encoder-decoder, the decoder alone:
+        half of the layers."""
         every, total = load_model(model), load_card(model)["figures"]["total_params"]["value"]
         dense = 2.0 * (total - every.L * every.E * every.expert_params)
         encoder = every.L // 2 if model.startswith("Switch") else 0
@@ -138,10 +140,12 @@ class Machine:
 
     @property
     def sizes(self) -> Sizes:
+        """Bytes of an expert in memory: whole, its exponents, its sign-mantissas."""
         delays = self.compressed[0]
         return Sizes(self.spec.expert_bytes, delays.e_bytes, delays.sm_bytes)
 
     def staging(self, room: int, sizes: Sizes, workers: int) -> int:
+        """Experts that are read and decoded at a time, within so many bytes."""
         return divide(room, sizes, self.spec.L, self.spec.E, None, "model", workers, None)[1]
 
     def seconds(

@@ -132,7 +132,9 @@ class Checkpoint:
 
     @cached_property
     def identity(self) -> str:
-        """The identity of a model that is made of it (`models.identity`)."""
+        """The identity of a model that is made of it (`models.identity`), read when it is first
+        asked for: most runs never ask."""
+        self.require_unchanged()  # else nothing tells which model it was
         if self.store is not None:
             return self.store.identity
         return of_tensors(self.tensors, self.config)

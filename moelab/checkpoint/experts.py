@@ -17,7 +17,7 @@ reads past the page cache."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,49 +43,39 @@ Piece = tuple[str, int, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """One parameter of one expert: how it is made, and by pattern the tensor, or the part of one
-    (None: all of it), that it is made of: (key, part, where it is)."""
+    """One parameter of one expert: how it is made, and by pattern the tensors, or parts of them, that
+    it is made of."""
 
     name: str
     plan: compat.ParameterPlan
-    stored: dict[str, tuple[str, int | None, Stored]]
+    stored: dict[str, Stored]
 
     @property
     def nbytes(self) -> int:
-        return sum(stored.nbytes for *_, stored in self.stored.values())
+        return sum(stored.nbytes for stored in self.stored.values())
 
     def is_bytes_of(self, dtype: str, quantizer: Any) -> bool:
         """Whether the parameter in this type is just the bytes of its tensors, one after another."""
-        return all(
-            stored.dtype == dtype for *_, stored in self.stored.values()
-        ) and compat.is_concatenation(self.plan, quantizer)
+        same = all(stored.dtype == dtype for stored in self.stored.values())
+        return same and compat.is_concatenation(self.plan, quantizer)
 
     def pieces(self, read: dict[str, torch.Tensor]) -> list[Piece]:
-        return [
-            (key, (part or 0) * read[pattern].numel(), read[pattern])
-            for pattern, (key, part, _) in self.stored.items()
-        ]
+        return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
     def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
         """The parameter from its tensors by pattern, by transformers' own conversion."""
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
-        numbered = compat.numbered_expert(self.plan.target.rpartition(".experts.")[2])
-        return made if numbered else made[0]
+        return made if self.plan.single else made[0]
 
 
 def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[ParameterSource]:
     """What each parameter of one expert is made of."""
-    for name, plan in checkpoint.plan.experts[layer].items():
-        numbered = compat.numbered_expert(name)
-        if numbered and numbered[0] != expert:
-            continue
-        part = None if numbered or plan.apart else expert
+    for name, plan in checkpoint.plan.experts[layer][expert].items():
         stored = {}
         for pattern, keys in plan.sources.items():
-            key = keys[0 if numbered or part is not None else expert]
-            found = checkpoint.tensors[key]
-            stored[pattern] = key, part, found if part is None else found.slice(part)
-        yield ParameterSource(numbered[1] if numbered else name, plan, stored)
+            of = checkpoint.tensors[keys[expert if plan.apart else 0]]
+            stored[pattern] = of if plan.apart or plan.single else of.slice(expert)
+        yield ParameterSource(name, plan, stored)
 
 
 class CheckpointExperts:
@@ -129,7 +119,7 @@ class CheckpointExperts:
 
 
 def _read(checkpoint: Checkpoint, source: ParameterSource) -> dict[str, torch.Tensor]:
-    return {pattern: checkpoint.read(stored) for pattern, (*_, stored) in source.stored.items()}
+    return {pattern: checkpoint.read(stored) for pattern, stored in source.stored.items()}
 
 
 def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
@@ -230,7 +220,7 @@ class CheckpointStore(ExpertFiles):
         kinds: dict[str, set[tuple]] = defaultdict(set)
         for expert in range(layer.E):
             for source in self.sources(index, expert):
-                made_of = ((p, s.dtype, s.shape) for p, (*_, s) in source.stored.items())
+                made_of = ((p, s.dtype, s.shape) for p, s in source.stored.items())
                 kinds[source.name].add((source.name, *made_of))
         found = {}
         for source in self.sources(index, 0):
@@ -268,25 +258,22 @@ class CheckpointStore(ExpertFiles):
                 stored.file
                 for expert in range(len(self.layers[layer].experts))
                 for source in self.sources(layer, expert)
-                for *_, stored in source.stored.values()
+                for stored in source.stored.values()
             }
         )
 
-    def extents(self, parts: list[Chunks]) -> list[Iterable[Extent]]:
+    def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
         has been read."""
-        chunks, found = parts[0], []
+        chunks = parts[0]
         for source in self.sources(chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
             plain = self._plain(source, chunks.entries)
-            found.append(
-                list(self._in_place(source, plane)) if plain else self._made(source, plane)
-            )
-        return found
+            yield from self._in_place(source, plane) if plain else self._made(source, plane)
 
     def _in_place(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
         at = 0
-        for *_, stored in source.stored.values():
+        for stored in source.stored.values():
             self.checkpoint.require_unchanged(stored.file)
             memory = plane.shards[0][at : at + stored.nbytes]
             yield stored.file, stored.begin, [memoryview(memory)]
@@ -294,7 +281,7 @@ class CheckpointStore(ExpertFiles):
 
     def _made(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
         read, plan = {}, self.checkpoint.plan
-        for pattern, (*_, stored) in source.stored.items():
+        for pattern, stored in source.stored.items():
             self.checkpoint.require_unchanged(stored.file)
             read[pattern] = stored.empty()
             memory = read[pattern].reshape(-1).view(torch.uint8).numpy()

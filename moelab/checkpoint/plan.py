@@ -8,7 +8,7 @@ Values are not checked."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -36,8 +36,8 @@ class LoadingPlan:
 
     twin : the model on the meta device.
     dtype : what transformers computes in where the config does not say.
-    experts : for each MoE layer, the experts module's parameters by name and how each is made; {}
-        in a store.
+    experts : for each MoE layer and expert, its parameters by name and how each is made; {} in a
+        store.
     stored : for each MoE layer, the type that holds a parameter of any of its experts exactly, by
         the expert's name.
     expert_keys, ignored : the checkpoint's keys that feed experts, and that the architecture
@@ -47,7 +47,7 @@ class LoadingPlan:
     layers: list[MoELayer]
     quantizer: Any
     dtype: torch.dtype
-    experts: list[dict[str, compat.ParameterPlan]]
+    experts: list[list[dict[str, compat.ParameterPlan]]]
     stored: list[dict[str, torch.dtype]]
     expert_keys: set[str]
     ignored: set[str]
@@ -87,19 +87,33 @@ def make_plan(
     _require_all(folder, twin, set(checked.parameters) - made, made, foreign)
     for plan in plans.values():
         checked.require_same_kind(plan)
-    experts: list[dict[str, compat.ParameterPlan]] = []
-    for layer in layers:
-        prefix, own = f"{layer.name}.experts.", banks(layer.experts)
-        experts.append({name: plans[prefix + name] for name in own if prefix + name in plans})
-        if store is None and (together := own.keys() - experts[-1].keys()):
-            raise ValueError(
-                f"{folder}: {prefix}{min(together)} is made together with other parameters, and "
-                f"experts are read one by one; this layout of {config.model_type} is not read"
-            )
-    expert_keys = {key for plan in experts for p in plan.values() for key in p.keys}
-    stored = [checked.types(plan) for plan in experts]
+    experts = [_by_expert(layer, plans, store is None) for layer in layers]
+    targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
+    expert_keys = {key for target in targets for key in plans[target].keys}
+    stored = [checked.types(of_layer) for of_layer in experts]
     ignored = set(foreign.values())
     return LoadingPlan(twin, layers, quantizer, main, experts, stored, expert_keys, ignored)
+
+
+def _by_expert(
+    layer: MoELayer, plans: dict[str, compat.ParameterPlan], all_of_them: bool
+) -> list[dict[str, compat.ParameterPlan]]:
+    """For each expert of a layer, its parameters by name and how each is made. ValueError if one is
+    made together with others, since experts are read one by one."""
+    prefix, found = f"{layer.name}.experts.", [{} for _ in range(layer.E)]
+    for name in banks(layer.experts):
+        plan = plans.get(prefix + name)
+        if plan is None and all_of_them:
+            raise ValueError(
+                f"{prefix}{name} is made together with other parameters, and experts are read one by "
+                f"one; this layout is not read"
+            )
+        number, own = compat.numbered_expert(name) or (None, name)
+        if plan is not None:
+            plan.single = number is not None
+            for expert in range(layer.E) if number is None else [number]:
+                found[expert][own] = plan
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,10 +128,15 @@ class _Checked:
 
     def made(self, plan: compat.ParameterPlan) -> set[str]:
         """Names of what a plan makes; ValueError unless each has the shape of the model's."""
-        stored: dict[str, Any] = {
-            pattern: [self.tensors[key].empty("meta") for key in keys]
-            for pattern, keys in plan.sources.items()
-        }
+        stored: dict[str, Any] = {}
+        for pattern, keys in plan.sources.items():
+            stored[pattern] = [self.tensors[key].empty("meta") for key in keys]
+            usual, times = Counter(tensor.shape for tensor in stored[pattern]).most_common(1)[0]
+            if times < len(keys):
+                odd = [key for key in keys if times == 1 or self.tensors[key].shape != usual]
+                raise ValueError(
+                    f"{self.folder}: {_described(self.tensors, odd)}, unlike the others of {plan.target}"
+                )
         if plan.converter is None:
             stored = {pattern: found[0] for pattern, found in stored.items()}
         given = f"of {_described(self.tensors, plan.keys)}; check config.json"
@@ -154,15 +173,15 @@ class _Checked:
                     f"and nothing says what its numbers mean"
                 )
 
-    def types(self, plans: dict[str, compat.ParameterPlan]) -> dict[str, torch.dtype]:
+    def types(self, experts: list[dict[str, compat.ParameterPlan]]) -> dict[str, torch.dtype]:
         """`LoadingPlan.stored` of a layer's experts; what is dequantised has the model's type."""
         types = defaultdict(set)
-        for name, plan in plans.items():
-            types[(compat.numbered_expert(name) or (0, name))[1]] |= (
-                {DTYPES[self.tensors[key].dtype] for key in plan.keys}
-                if self.quantizer is None or self._plain(plan)
-                else {self.parameters[plan.target].dtype}
-            )
+        plans = {plan.target: (name, plan) for of_one in experts for name, plan in of_one.items()}
+        for name, plan in plans.values():
+            if self.quantizer is None or self._plain(plan):
+                types[name] |= {DTYPES[self.tensors[key].dtype] for key in plan.keys}
+            else:
+                types[name].add(self.parameters[plan.target].dtype)
         return {name: compat.widest(found) for name, found in types.items()}
 
     def _plain(self, plan: compat.ParameterPlan) -> bool:
@@ -236,6 +255,7 @@ def _check_scales(
                 whole = not block or dtype == "I8"
                 shapes = (grid, (), (1,), (1,) * len(shape))
                 fits = dtype in CODES and (whole or tensors[scale].shape in shapes)
+                fits = fits and tensors[scale].dtype in (*FLOATS, "F8_E8M0")
             if not fits:
                 beside = _described(tensors, [scale]) if scale else f"no {key}_scale_inv"
                 raise ValueError(

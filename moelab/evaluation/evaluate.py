@@ -300,12 +300,14 @@ class Ingredients:
         )  # before anything is measured
 
     def of(self, predictor: str) -> Record:
+        """Argument → value of what a predictor takes."""
         from moelab.speculate import takes
 
         return {name: getattr(self, name) for name in takes(predictor)}
 
     @cached_property
     def prompts(self) -> list[datasets.Prompt]:
+        """Prompts of the training split."""
         return datasets.prompts(
             SOURCES,
             max(1, self.args.calibration // len(SOURCES)),
@@ -317,6 +319,7 @@ class Ingredients:
 
     @cached_property
     def vectors(self) -> Any:
+        """Default vectors, from the file that was given or measured on `prompts`."""
         from moelab.speculate import DefaultVectors, default_vectors
 
         if self.args.vectors is not None:
@@ -325,12 +328,14 @@ class Ingredients:
 
     @cached_property
     def trace(self) -> Any:
+        """The routing of `prompts`."""
         from moelab.recording import record
 
         return record(self.model, self.prompts, batch_size=self.args.batch)
 
     @cached_property
     def choice(self) -> Any:
+        """Which signal predicts each layer best, on `prompts`."""
         from moelab.recording import record
         from moelab.speculate.scoring import choose
 

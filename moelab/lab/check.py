@@ -16,8 +16,8 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.comparison import are_numbers, is_named
-from moelab.files import finished_runs, read_json, results_root, write_json
+from moelab.comparison import are_numbers, finished_runs, is_named
+from moelab.files import read_json, results_root, write_json
 from moelab.lab.results import SCHEMA
 from moelab.records import MetricsFile, Record
 from moelab.registry import require

@@ -274,6 +274,7 @@ def _displays(notebook: Any) -> Iterator[Any]:
 
 
 def exit_with_the_runner() -> None:
+    """End this process when the runner closes the pipe, or dies."""
     os.read(sys.stdin.fileno(), 1)  # returns when the runner closes the pipe, or dies
     os._exit(1)
 

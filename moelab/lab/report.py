@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from moelab import claims
-from moelab.files import finished_runs, read_json, results_root, write_text
+from moelab.comparison import finished_runs
+from moelab.files import read_json, results_root, write_text
 from moelab.records import FigureFile, Metric, MetricsFile, RunFile
 from moelab.table import format_value
 

@@ -13,7 +13,7 @@ A run is one directory: `metrics.json`, which also keeps takeaways and tables, `
 `run.json`. The runner names it in MOELAB_RUN_DIR. In JupyterLab, and where papermill is called
 directly, it is `results/runs/<notebook>/<time>-lab/` once it is saved: listed, reported and
 compared like any other, but `check` and `claims` judge the runner's only
-(`moelab.files.finished_runs`)."""
+(`moelab.comparison.finished_runs`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moelab.files import CHECKOUT, LAB, remove_leftovers, results_root, run_number, write_json
+from moelab.comparison import LAB, run_number
+from moelab.files import CHECKOUT, remove_leftovers, results_root, write_json
 from moelab.records import KINDS, Numbers, Record, Records
 
 SCHEMA = "moelab.metrics/1"

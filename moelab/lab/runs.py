@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.files import finished_runs, read_json, results_root
+from moelab.comparison import finished_runs
+from moelab.files import read_json, results_root
 from moelab.lab.runner import memory_of, notebooks
 from moelab.records import RunFile
 from moelab.table import text_table

@@ -351,6 +351,7 @@ def sweep(
 
 
 def key(point: Point) -> str:
+    """A point's name in the journal: its parameters as JSON, sorted."""
     return json.dumps(point, sort_keys=True)
 
 

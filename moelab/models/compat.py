@@ -319,12 +319,14 @@ class ParameterPlan:
     sources : checkpoint keys by pattern, in the order in which they are joined; one each, or, where
         they lie `apart`, one for each number (expert) from 0 on.
     converter : transformers' WeightConverter from these sources, or None where a key is merely
-    renamed."""
+        renamed.
+    single : whether it is one expert's alone, where others are stacked."""
 
     target: str
     sources: dict[str, list[str]]
     converter: Any = None
     apart: bool = False
+    single: bool = False
 
     @property
     def keys(self) -> list[str]:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -41,34 +41,46 @@ SAID_ELSEWHERE = (
 )
 
 
+class _Origin(NamedTuple):
+    """The `Checkpoint` that a model was opened from, and samples of its weights at that time."""
+
+    checkpoint: Any
+    weights: dict[str, torch.Tensor]
+
+
+def vouch(model: torch.nn.Module, checkpoint: Any) -> None:
+    """Remember that a model has, now, the weights of a `Checkpoint`."""
+    object.__setattr__(model, "_moelab_origin", _Origin(checkpoint, _looks(model)))
+
+
+def _origin(model: torch.nn.Module) -> _Origin | None:
+    return vars(model).get("_moelab_origin")
+
+
 def identity(model: torch.nn.Module) -> str:
     """Sixteen hex digits that name a live model: its checkpoint's (`of_tensors`), or its live
     tensors' own."""
-    origin, seen = vars(model).get("_moelab_origin"), _looks(model)
+    origin, seen = _origin(model), _looks(model)
     if origin and all(
         name in seen and _same(values, seen[name]) for name, values in origin.weights.items()
     ):
-        return origin.identity
-    return _digest(
-        "live",
-        _said(model.config),
-        *(f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items()),
-    )
+        return origin.checkpoint.identity
+    tensors = (f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items())
+    return _digest("live", _said(model.config), *tensors)
 
 
 def opened_from(model: torch.nn.Module) -> str:
     """Identity of what a model was opened from, whatever was done to its weights since; "" for
     nothing known."""
-    origin = vars(model).get("_moelab_origin")
-    return origin.identity if origin is not None else ""
+    origin = _origin(model)
+    return origin.checkpoint.identity if origin else ""
 
 
 def require_unwritten(model: torch.nn.Module) -> None:
     """StoreError if somebody writes to the files that a model was opened from: some of its weights
     are mapped."""
-    origin = vars(model).get("_moelab_origin")
-    if origin is not None and not isinstance(origin.made_from, str):
-        origin.made_from.require_unchanged(mapped=True)
+    if origin := _origin(model):
+        origin.checkpoint.require_unchanged(mapped=True)
 
 
 def same_source(a: str, b: str) -> bool:
@@ -132,28 +144,6 @@ def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
         return [(0, size)]
     n = max(2, size // EACH, shape[0] if len(shape) > 2 else 0)
     return [(min(i * size // n, size - PIECE), PIECE) for i in range(n)]
-
-
-def vouch(model: torch.nn.Module, origin: Any) -> None:
-    """Remember whose weights a model has, now: those of a `Checkpoint`, or of the model with an
-    identity."""
-    object.__setattr__(model, "_moelab_origin", _Origin(origin, model))
-
-
-class _Origin:
-    """What a model was opened from, and samples of its weights at that time."""
-
-    def __init__(self, origin: Any, model: torch.nn.Module) -> None:
-        self.weights = _looks(model)
-        self.made_from, self._known = origin, origin if isinstance(origin, str) else None
-
-    @property
-    def identity(self) -> str:
-        """Of the checkpoint, read when it is first asked for: most runs never ask."""
-        if self._known is None:
-            self.made_from.require_unchanged()  # else nothing tells which model it was
-            self._known = self.made_from.identity
-        return self._known
 
 
 def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:

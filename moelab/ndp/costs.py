@@ -36,23 +36,30 @@ class Costs:
         self.spec, self.hardware = spec, hardware
 
     def transfer(self, pieces: int = 1) -> float:
+        """Seconds of sending an expert to the GPU over the link, in so many messages."""
         return self.spec.expert_bytes / self.hardware.link + pieces * self.hardware.latency
 
     def gpu(self, n: np.ndarray | float) -> np.ndarray:
+        """Seconds that the GPU computes an expert for n tokens each: the longer of reading its
+        weights and of multiplying."""
         return self._roofline(n, self.hardware.gpu_bandwidth, self.hardware.gpu_flops)
 
     def unit(self, n: np.ndarray | float) -> np.ndarray:
+        """As `gpu`, of one unit, which reads and multiplies a whole expert."""
         return self._roofline(n, self.hardware.unit_bandwidth, 2 * self.hardware.unit_macs)
 
     def cpu(self, n: np.ndarray | float) -> np.ndarray:
+        """As `gpu`, of the host, which reads the expert from its own memory."""
         return self._roofline(n, self.hardware.host_bandwidth, self.hardware.host_flops)
 
     @cached_property
     def activation_bytes(self) -> int:
+        """Bytes of one token at the input or the output of an expert."""
         return ACTIVATION_BYTES * self.spec.H
 
     @cached_property
     def activation(self) -> float:
+        """Seconds of sending one token over the link, in a message of its own."""
         return self.activation_bytes / self.hardware.link + self.hardware.latency
 
     def balance_terms(self, n: float = 1.0, pieces: int = 1) -> dict[str, float]:

@@ -56,10 +56,12 @@ class PromptRouting:
 
     @cached_property
     def prefill_by_popularity(self) -> np.ndarray:
+        """The prompt's choices, each layer's experts numbered by their popularity in the prompt."""
         return self._by_popularity(self.prefill)
 
     @cached_property
     def prefill_places(self) -> np.ndarray:
+        """Places of the prompt's experts by popularity, each token left out of its own count."""
         return places(self.prefill_by_popularity, self.spec.E)
 
     def _by_popularity(self, ids: np.ndarray) -> np.ndarray:

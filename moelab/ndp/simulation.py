@@ -49,14 +49,17 @@ class Result:
 
     @property
     def prefill(self) -> float:  # TTFT without sampling
+        """Seconds of the prompt: TTFT without sampling."""
         return self.moe_prefill + self.dense_prefill
 
     @property
     def decode(self) -> float:
+        """Seconds of the answer."""
         return self.moe_decode + self.dense_decode
 
     @property
     def end_to_end(self) -> float:
+        """Seconds of prompt, prefetching and answer."""
         return self.prefill + self.intermediate + self.decode
 
 
@@ -92,6 +95,8 @@ class NDPRun:
 
     @cached_property
     def resident(self) -> np.ndarray:
+        """Experts in GPU memory during the answer, bool [L, E]: what was prefetched after the
+        prompt."""
         return self._fitting(self.system.prefetched(self))
 
     @property
@@ -124,6 +129,8 @@ class NDPRun:
         return plan
 
     def prefill_step(self, layer: int, counts: np.ndarray) -> LayerStep:
+        """The prompt's step in a layer, of the tokens [E] that each expert gets; experts by tokens,
+        then by popularity."""
         experts = np.lexsort((-self.routing.history[layer], -counts))[: int((counts > 0).sum())]
         return LayerStep(
             experts,

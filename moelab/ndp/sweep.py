@@ -104,10 +104,12 @@ class Assumptions:
     def routing(
         self, model: str | MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512
     ) -> PromptRouting:
+        """A prompt and its answer in tokens, routed by the popularity that is assumed."""
         return _routing(spec_of(model), seed, prompt, answer, self.zipf, self.bias)
 
 
 def spec_of(model: str | MoESpec) -> MoESpec:
+    """A model's spec, by the name of its card or as it is."""
     return load_model(model) if isinstance(model, str) else model
 
 
@@ -122,21 +124,27 @@ class Sweep:
     cells: dict[tuple[str, int, str, int], Result | None] = field(default_factory=dict)
 
     def result(self, model: str, units: int, system: str, seed: int = 0) -> Result | None:
+        """What was simulated of a cell; None if the machine does not support it."""
         return self.cells[model, units, system, seed]
 
     @property
     def seeds(self) -> list[int]:
+        """The seeds of the routing, ascending."""
         return sorted({seed for *_, seed in self.cells})
 
     @property
     def models(self) -> list[str]:
+        """The models, in the order in which they were simulated."""
         return list(dict.fromkeys(model for model, *_ in self.cells))
 
     @property
     def units(self) -> list[int]:
+        """The numbers of units, ascending."""
         return sorted({N for _, N, *_ in self.cells})
 
     def joined(self, other: Sweep) -> Sweep:
+        """The cells of both sweeps, which share their assumptions; the other's where both have
+        one."""
         return Sweep(self.assumptions, self.cells | other.cells)
 
     def speedups(
@@ -224,6 +232,7 @@ def paper_sweep(
 
 
 def spread(values: Sequence[float]) -> Spread | None:
+    """(mean, least, most) of values; None of none."""
     return (mean(values), min(values), max(values)) if values else None
 
 

@@ -50,7 +50,9 @@ class Run(Protocol):
     most: int
     cached: np.ndarray
 
-    def experts_that_pay(self, usual: int) -> int: ...
+    def experts_that_pay(self, usual: int) -> int:
+        """How many experts of each layer to prefetch so that loading them pays; `usual` where none
+        is better for sure."""
 
 
 class System(ABC):
@@ -69,7 +71,8 @@ class System(ABC):
     prefetches = "none"
 
     @abstractmethod
-    def plan(self, step: LayerStep, costs: Costs) -> Plan: ...
+    def plan(self, step: LayerStep, costs: Costs) -> Plan:
+        """Who computes which share of each expert that a layer's step needs."""
 
     def resident(self, run: Run) -> np.ndarray:
         """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most
@@ -171,6 +174,8 @@ class MoNDE(System):
             require(name, getattr(self, name), known)
 
     def share(self, active: int, costs: Costs) -> int:
+        """How many of the active experts go to the GPU: in the ratio of the link's bandwidth to
+        all."""
         h = costs.hardware
         return int(ROUND[self.rounding](active * h.link / (h.link + h.units * h.unit_bandwidth)))
 
@@ -238,6 +243,7 @@ class GPUNDP(System):
 
     @property
     def whole(self) -> bool:
+        """Whether each expert lies whole in one unit rather than cut into all of them."""
         return not self.tensor_parallel
 
     @property
@@ -247,6 +253,8 @@ class GPUNDP(System):
 
     @property
     def prefetches(self) -> str:
+        """By which rule experts are brought to the GPU before the answer; "none" without
+        prefetching."""
         return self.limit if self.prefetch else "none"
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:

@@ -16,7 +16,6 @@ import math
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from moelab.models import MoELayer, discover, eager
 from moelab.models.patches import Patches
 from moelab.specs import State
-from moelab.speculate.execution import found
+from moelab.speculate.execution import found, intercept
 from moelab.speculate.predictors import LOGITS
 
 #: names of the bias that acts on the choice alone
@@ -117,19 +116,11 @@ class CacheAwareRouting(AbstractContextManager):
                 'it: use executor="fast"'
             )
         self.requests = self.hits = self.changed = 0
-        self._inputs: dict[int, Tensor] = {}
         with torch.no_grad():
             routers = [Router(layer, model.dtype) if margin else None for layer in layers]
         with Patches() as patches:
             for layer, router in zip(layers, routers):
-                keep = partial(self._keep, layer.index)
-                patches.hook(layer.router.register_forward_pre_hook, keep)
-                patches.hook(
-                    layer.experts.register_forward_pre_hook,
-                    partial(self._before, layer, router),
-                    with_kwargs=True,
-                    prepend=True,
-                )
+                intercept(patches, layer, partial(self._before, layer, router))
             self._patches = patches.pop_all()
 
     def close(self) -> None:
@@ -143,29 +134,18 @@ class CacheAwareRouting(AbstractContextManager):
         """Share of the choices of decode steps that were in memory."""
         return self.hits / self.requests if self.requests else math.nan
 
-    def _keep(self, layer: int, _: nn.Module, args: tuple) -> None:
-        self._inputs[layer] = args[0]
-
-    @torch.no_grad()
     def _before(
-        self,
-        layer: MoELayer,
-        router: Router | None,
-        _: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple, dict[str, Any]] | None:
+        self, layer: MoELayer, router: Router | None, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """What the experts of a layer are to run with."""
-        x = self._inputs.pop(layer.index, None)
-        if not self.engine.decoding or x is None:
-            return None
-        s, ids, weights = *args, *kwargs.values()
+        if not self.engine.decoding:
+            return ids, weights
         state, E = self.engine.residency.state, layer.E
         held = [state((layer.index, e)) is State.FULL for e in range(E)]
         held = torch.tensor([*held, False], device=ids.device)  # the last one is "no expert"
         if router is not None:
             favour = self.margin * held[:E].float()
-            chosen, weighed = router(x.reshape(len(ids), -1), ids, weights, favour)
+            chosen, weighed = router(x, ids, weights, favour)
             new = ~found(ids, chosen)  # [T, K], which the router had not chosen
             self.changed += int(new.sum())
             other = new.any(-1, keepdim=True)  # a token whose choice is the same keeps every bit
@@ -173,7 +153,7 @@ class CacheAwareRouting(AbstractContextManager):
             weights = torch.where(other, weighed.to(weights.dtype), weights)
         self.requests += int((ids < E).sum())
         self.hits += int(held[ids].sum())
-        return (s, ids, weights), {}
+        return ids, weights
 
 
 def require_margin(margin: float) -> float:

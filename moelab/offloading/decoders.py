@@ -33,7 +33,6 @@ class CpuDecoder:
         name: str,
         out: torch.Tensor,
         slot: int,
-        shard: int | None = None,
     ) -> None:
         """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a
         damaged chunk."""
@@ -44,7 +43,7 @@ class CpuDecoder:
         else:
             if len(self._scratch) < out.numel():
                 self._scratch = np.empty(out.numel(), np.uint8)
-            decode_tensor(chunks["e"], chunks["sm"], name, out, self._scratch, shard)
+            decode_tensor(chunks["e"], chunks["sm"], name, out, self._scratch)
 
 
 class CudaDecoder:
@@ -63,7 +62,6 @@ class CudaDecoder:
         name: str,
         out: torch.Tensor,
         slot: int,
-        shard: None = None,
     ) -> None:
         e, sm, size = chunks["e"], chunks["sm"], out.nbytes
         if self._host is None or self._host.numel() < size:

@@ -113,7 +113,7 @@ class Engine:
         self.loader, self._broken = loader, False
         self.controller = StepController(self.residency, loader.queue, gate, self.order, self.run)
         # The threads know the loader, not the engine, and end when nobody knows the engine.
-        self._at_end = weakref.finalize(self, loader.halt)
+        self._at_end = weakref.finalize(self, loader.end)
 
     def _restart(self) -> None:
         """After an error, or in a forked process: nothing is in memory, and threads are new."""
@@ -133,9 +133,8 @@ class Engine:
         self.closed = True
         self.loader.halt()
         with self._one:  # a layer that runs needs its memory until it has noticed
+            self.loader.end()
             self._at_end.detach()
-            self.loader.stop()
-            self.loader.free()
 
     # a layer
 
@@ -346,15 +345,7 @@ class Engine:
     @property
     def opens(self) -> bool:
         """Whether predictors shall listen in this forward pass: not where nobody would ask them."""
-        return bool(self.loader.queue.ahead) and self.gate.opens
-
-    @property
-    def gate(self) -> PrefetchGate:
-        return self.controller.gate
-
-    @gate.setter
-    def gate(self, gate: PrefetchGate) -> None:
-        self.controller.gate = gate
+        return bool(self.loader.queue.ahead) and self.controller.gate.opens
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.

@@ -24,7 +24,7 @@ import torch
 
 from moelab.progress import progress
 from moelab.store.layout import ExpertStore, run
-from moelab.store.reader import Chunks, Piece, Reader, aligned_buffer
+from moelab.store.reader import Chunks, Reader, aligned_buffer
 
 
 class Link:
@@ -171,12 +171,12 @@ class PinnedReader(Reader):
             )
         self.verify = False  # nobody else can write there
 
-    def plan(
-        self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
-    ) -> tuple[list[Chunks], list[Piece]]:
+    def read_parts(
+        self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
+    ) -> list[Chunks]:
         """As of `Reader`, where nothing is left to read: the buffers stay as they are."""
         if (whole := self._held.get((layer, expert))) is None:
-            return super().plan(layer, expert, parts, piece)
+            return super().read_parts(layer, expert, parts)
         found = []
         for part in parts:
             offset, length = run(whole.entries, part)
@@ -192,15 +192,8 @@ class PinnedReader(Reader):
                     self.store.stored_bytes(layer, expert, part),
                 )
             )
-        return found, [Piece((), chunks) for chunks in found if len(chunks.data)]
+        return found
 
     def held(self, layer: int, expert: int) -> Chunks:
         """An expert, whole."""
         return self._held[layer, expert]
-
-    def fill(self, piece: Piece) -> int:
-        return (
-            piece.of.nbytes
-            if (piece.of.layer, piece.of.expert) in self._held
-            else super().fill(piece)
-        )

@@ -108,8 +108,7 @@ class Load:
 
     keep : the state in which it will stay; None while it is prefetched.
     slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
-    todo : tensor, or (tensor, shard), → what is left: "decode", "recover", or "decompressing" while
-        that is under way.
+    todo : tensor → what is left: "decode", "recover", or "decompressing" while that is under way.
     busy : operations under way.    nbytes : bytes read so far.
     """
 
@@ -118,7 +117,7 @@ class Load:
     slots: dict[str, int]
     lacks: list[str]
     reads: set[str]
-    todo: dict[Any, str]
+    todo: dict[str, str]
     batch: Batch
     phase: Phase = Phase.WAITING
     busy: int = 0
@@ -177,9 +176,6 @@ class LoadQueue:
     held : slots of the experts that are in memory already.
     tensors : of an expert, which are decoded one by one; by default it is decoded as one.
     separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
-    workers : that decode; where there are more of them than tensors to decode, a tensor's shards
-        are decoded apart.
-    shards : how many there are of a tensor of a load.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     admitted : how many loads have got their slots so far: when it grows, there may be something new
         to do.
@@ -195,14 +191,11 @@ class LoadQueue:
         tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
         separable: Callable[[Load, str], bool] = lambda load, tensor: True,
         in_place: bool = False,
-        workers: int = 1,
-        shards: Callable[[Load, str], int] = lambda load, tensor: 1,
     ) -> None:
         if ahead < 0:
             raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
         self.tensors, self.separable, self.in_place = tensors, separable, in_place
-        self.workers, self.shards = workers, shards
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {
             kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS
@@ -300,42 +293,27 @@ class LoadQueue:
                     return load, kinds
         return None
 
-    def next_decode(self) -> tuple[Load, Any, str] | None:
-        """The most urgent (load, tensor or one of its shards, operation of `USES`) that can begin.
-        `decode_done` must follow."""
+    def next_decode(self) -> tuple[Load, str, str] | None:
+        """The most urgent (load, tensor, operation of `USES`) that can begin. `decode_done` must
+        follow."""
         for batch in self._batches():
             for load in batch.loads.values():
-                if load.decodable and (found := self._operation(batch, load)) is not None:
+                if load.decodable and (found := self._operation(load)) is not None:
                     load.busy += 1
                     return load, *found
         return None
 
-    def _operation(self, batch: Batch, load: Load) -> tuple[Any, str] | None:
+    def _operation(self, load: Load) -> tuple[str, str] | None:
         for tensor, stage in load.todo.items():
             if stage == "decompressing":
                 continue
             if "sm" not in load.reads:
                 del load.todo[tensor]
-                if stage == "decode" and (apart := self._apart(batch, load, tensor)):
-                    load.todo |= dict.fromkeys(apart[1:], stage)
-                    tensor = apart[0]
                 return tensor, stage
             if stage == "decode" and self.separable(load, tensor):
                 load.todo[tensor] = "decompressing"
                 return tensor, "decompress"
         return None
-
-    def _apart(self, batch: Batch, load: Load, tensor: Any) -> list[tuple[Any, int]]:
-        """The shards of a tensor that is about to be decoded, if there is not enough for all
-        workers without."""
-        if isinstance(tensor, tuple) or (n := self.shards(load, tensor)) == 1:
-            return []
-        left = 1
-        for other in batch.loads.values():
-            left += len(other.todo) if other.decodable else 0
-            if left >= self.workers:
-                return []
-        return [(tensor, shard) for shard in range(n)]
 
     def read_done(
         self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None
@@ -352,7 +330,7 @@ class LoadQueue:
         self._done(load, error)
 
     def decode_done(
-        self, load: Load, tensor: Any, operation: str, error: BaseException | None = None
+        self, load: Load, tensor: str, operation: str, error: BaseException | None = None
     ) -> None:
         if operation == "decompress":
             load.todo[tensor] = "recover"

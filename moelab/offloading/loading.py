@@ -47,8 +47,10 @@ class Bell:
         self._threads, self._tokens = threads, SimpleQueue()
         self.wait = self._tokens.get
 
-    def ring(self) -> None:
-        while self._tokens.qsize() < self._threads:
+    def ring(self, n: int | None = None) -> None:
+        """Wake n threads, or all."""
+        n = self._threads if n is None else min(n, self._threads)
+        while self._tokens.qsize() < n:
             self._tokens.put(None)
 
 
@@ -84,8 +86,6 @@ class Loader:
             tensors=lambda key: reader.store.layers[key.layer].tensors,
             separable=lambda load, name: two_stages and entries(*load.key)[name].separable,
             in_place=self.in_place,
-            workers=workers,
-            shards=lambda load, name: entries(*load.key)[name].shards if two_stages else 1,
         )
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._checked: set[tuple[ExpertKey, tuple[str, ...]]] = set()  # parts, when first read
@@ -111,11 +111,11 @@ class Loader:
         with self._lock:
             before = self.queue.admitted
             yield self.queue
-            admitted = self.queue.admitted != before
+            admitted = self.queue.admitted - before
             if admitted and self._sends:
                 self._send()
         if admitted and not self._sends:
-            self._disk.ring()
+            self._disk.ring(admitted if self.in_place else None)
             self._work.ring()
 
     def wait(self) -> ExpertKey:
@@ -161,20 +161,23 @@ class Loader:
         self.halt()
         for thread in self.threads:
             thread.join()
-        if self._sends:
+        if self._sends and self.slots is not None:
             self.slots.link.rest()
 
-    def free(self) -> None:
-        """Let go of files and memory, after `stop`."""
-        self.reader.close()
-        self.queue.held.clear()
-        self._chunks.clear()
-        self.slots = None
+    def end(self) -> None:
+        """Stop, and let go of files and memory. The garbage collector, which runs in any thread, may
+        ask one of these to: it tells the others, which end by themselves."""
+        self.halt()
+        if threading.current_thread() not in self.threads:
+            self.stop()
+            self.reader.close()
+            self.queue.held.clear()
+            self._chunks.clear()
+            self.slots = None
 
     def forked(self) -> None:
         """In a child process there are no threads, and their lock may be taken."""
         self._lock, self.threads = threading.Lock(), []
-        self.timeline.forked()
         self.halt(
             RuntimeError(
                 "the process was forked while this model was loading experts: run it again"
@@ -219,12 +222,12 @@ class Loader:
             error, end = caught, clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
-            begin, self._served = max(start, self._served), max(end, self._served)
             if error is None:
+                self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
+            if nbytes:
+                begin, self._served = max(start, self._served), max(end, self._served)
                 name = read_name(kinds)
                 self.timeline.add(Event("disk", name, *load.key, begin, self._served, nbytes))
-                for kind, part in zip(kinds, chunks):
-                    self._chunks[kind, load.slots[kind]] = part
             queue.read_done(load, kinds, nbytes, error)
         if not self.in_place:
             self._work.ring()
@@ -255,7 +258,7 @@ class Loader:
     def _chunks_of(self, load: Load, kind: str) -> Chunks:
         return self._chunks[kind, load.slots[kind]]
 
-    def _next_decode(self) -> tuple[Load, Any, str, dict[str, Chunks]] | None:
+    def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be
         another's."""
         if (found := self.queue.next_decode()) is None:
@@ -269,14 +272,13 @@ class Loader:
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, tensor, operation, chunks = found
             start, error = clock(), None
-            name, shard = tensor if isinstance(tensor, tuple) else (tensor, None)
             try:
                 # Checked here and not when they were read: decoding finds them cached.
                 for kind in chunks if self.reader.verify else ():
                     if kind in load.lacks:
-                        self.reader.check(chunks[kind], name, shard)
-                out = self.slots.tensors(load.slots["full"], load.key.layer)[name]
-                decode(operation, chunks, name, out, load.slots["full"], shard)
+                        self.reader.check(chunks[kind], tensor)
+                out = self.slots.tensors(load.slots["full"], load.key.layer)[tensor]
+                decode(operation, chunks, tensor, out, load.slots["full"])
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
             except BaseException as caught:
                 error = caught

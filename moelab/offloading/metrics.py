@@ -45,24 +45,18 @@ class Metrics:
         each sequence of the batch one token.
     throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
         runs from the end of the forward before to the end of this one, so sampling counts.
-    between_forwards : wall time inside the run that no forward covers: sampling, streaming, the
-        caller.
     wall : from the first forward's start to the last one's end.
-    prefill_tokens, decode_tokens : tokens that went in. read_bytes, read_bytes_per_prefill_token,
-    read_bytes_per_token : all reads; those of prefill over its tokens;
-        those of decoding over its tokens.
+    prefill_tokens, decode_tokens : tokens that went in.
+    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill over
+        its tokens; those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
     busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the
         forwards.
     read_rate : bytes a second over the time that the disk, or the link, is busy.
     overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when
         none does, below 0 when compute waits for more than the disk (decompression).
-    by_kind : {kind of event: seconds}, over all resources.
-    compute_share : {kind: share of the forwards' time}, of what compute does; "unaccounted" is the
-        rest: gaps between events. The shares sum to 1.
     hits, misses, evictions, rereads : requests for experts by the state they were found in ({"F":
-        …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F);
-        any_hit_rate : found at least in part.
+        …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F).
     prefetched : counts and bytes of the experts read ahead, and what became of them.
     peak_rss_bytes, major_faults : of the process, see `process`; None for a simulation.
     """
@@ -72,7 +66,6 @@ class Metrics:
     tpot_p10: float | None
     tpot_p90: float | None
     throughput: float | None
-    between_forwards: float
     wall: float
     prefill_tokens: int
     decode_tokens: int
@@ -85,23 +78,20 @@ class Metrics:
     utilisation: dict[str, float | None]
     read_rate: float | None
     overlap_efficiency: float | None
-    by_kind: dict[str, float]
-    compute_share: dict[str, float]
     hits: dict[str, int] | None = None
     misses: int | None = None
     evictions: int | None = None
     rereads: int | None = None
     hit_rate: float | None = None
-    any_hit_rate: float | None = None
     prefetched: dict[str, int] | None = None
     peak_rss_bytes: int | None = None
     major_faults: int | None = None
 
     def __repr__(self) -> str:
-        return f"<Metrics: {told(self)}>"
+        return f"<Metrics: {summary_line(self)}>"
 
 
-def told(found: Any) -> str:
+def summary_line(found: Any) -> str:
     """The four figures that are asked for first, as far as there are any, of `Metrics` or what has
     them."""
     parts = [
@@ -128,27 +118,13 @@ def metrics(
         "prefill" and "decode", or forwards that overlap or end before they start.
     counters, prefetched, process : of the residency, of prefetching, and `process()`, where there
     are any."""
-    forwards = [Forward(*forward) for forward in forwards]
-    for forward in forwards:
-        if forward.phase not in ("prefill", "decode") or forward.end < forward.start:
-            raise ValueError(
-                f"{forward}: a forward is 'prefill' or 'decode' and ends after it starts"
-            )
-    if any(after.start < before.end for before, after in pairwise(forwards)):
-        raise ValueError("the forwards overlap or are out of order; give them in order of time")
-
+    forwards = _in_order([Forward(*forward) for forward in forwards])
     starts = [forward.start for forward in forwards]
-    tokens, took, read, stall, busy, kinds, compute = (defaultdict(float) for _ in range(7))
-    for forward in forwards:
-        tokens[forward.phase] += forward.tokens
-        took[forward.phase] += forward.end - forward.start
+    read, stall, busy = (defaultdict(float) for _ in range(3))
     for event in events:
         duration = event.end - event.start
         at = bisect_right(starts, event.start) - 1
         phase = forwards[at].phase if at >= 0 else "before"
-        kinds[event.kind] += duration
-        if event.resource == "compute":
-            compute[event.kind] += duration
         if event.kind == "wait":
             stall[phase] += duration
         else:
@@ -156,77 +132,91 @@ def metrics(
         if event.kind.startswith("read"):
             read[phase] += event.bytes
 
-    inside = took["prefill"] + took["decode"]
-    decode = [forward.end - forward.start for forward in forwards if forward.phase == "decode"]
-    prefill = [forward.end - forward.start for forward in forwards if forward.phase == "prefill"]
-    decoding = sum(
-        after.end - before.end for before, after in pairwise(forwards) if after.phase == "decode"
-    )
-    if forwards and forwards[0].phase == "decode":
-        decoding += forwards[0].end - forwards[0].start
-    wall = forwards[-1].end - forwards[0].start if forwards else 0.0
-    total, reading = sum(read.values()), busy.get("disk", 0) + busy.get("link", 0)
+    prefill, decode = (_durations(forwards, phase) for phase in ("prefill", "decode"))
+    tokens = {phase: _tokens(forwards, phase) for phase in ("prefill", "decode")}
+    inside, total = sum(prefill) + sum(decode), sum(read.values())
+    waited, reading = sum(stall.values()), busy.get("disk", 0) + busy.get("link", 0)
     low, high = np.quantile(decode, [0.1, 0.9]).tolist() if decode else (None, None)
-    counts = {}
-    if counters is not None:
-        hits = {str(state.value): n for state, n in counters.hits.items()}
-        counts = {
-            "hits": hits,
-            "misses": counters.misses,
-            "evictions": counters.evictions,
-            "rereads": counters.rereads,
-            "hit_rate": _ratio(hits["F"], counters.requests),
-            "any_hit_rate": _ratio(sum(hits.values()), counters.requests),
-        }
     return Metrics(
         ttft=median(prefill) if prefill else None,
         tpot=median(decode) if decode else None,
         tpot_p10=low,
         tpot_p90=high,
-        throughput=_ratio(tokens["decode"], decoding),
-        between_forwards=wall - inside,
-        wall=wall,
-        prefill_tokens=int(tokens["prefill"]),
-        decode_tokens=int(tokens["decode"]),
+        throughput=_ratio(tokens["decode"], _decoding(forwards)),
+        wall=forwards[-1].end - forwards[0].start if forwards else 0.0,
+        prefill_tokens=tokens["prefill"],
+        decode_tokens=tokens["decode"],
         read_bytes=int(total),
         read_bytes_per_prefill_token=_ratio(read["prefill"], tokens["prefill"]),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
-        stall=sum(stall.values()),
+        stall=waited,
         stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
         utilisation={name: _ratio(seconds, inside) for name, seconds in sorted(busy.items())},
         read_rate=_ratio(total, reading),
-        overlap_efficiency=1 - sum(stall.values()) / reading if reading else None,
-        by_kind=dict(sorted(kinds.items())),
-        compute_share={name: seconds / inside for name, seconds in sorted(compute.items())}
-        | {"unaccounted": 1 - sum(compute.values()) / inside}
-        if inside
-        else {},
+        overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
-        **counts,
+        **({} if counters is None else _of_the_cache(counters)),
         **process,
     )
+
+
+def _in_order(forwards: list[Forward]) -> list[Forward]:
+    """The forwards; ValueError as of `metrics`."""
+    for forward in forwards:
+        if forward.phase not in ("prefill", "decode") or forward.end < forward.start:
+            raise ValueError(
+                f"{forward}: a forward is 'prefill' or 'decode' and ends after it starts"
+            )
+    if any(after.start < before.end for before, after in pairwise(forwards)):
+        raise ValueError("the forwards overlap or are out of order; give them in order of time")
+    return forwards
+
+
+def _durations(forwards: list[Forward], phase: str) -> list[float]:
+    return [forward.end - forward.start for forward in forwards if forward.phase == phase]
+
+
+def _tokens(forwards: list[Forward], phase: str) -> int:
+    return sum(forward.tokens for forward in forwards if forward.phase == phase)
+
+
+def _decoding(forwards: list[Forward]) -> float:
+    """Wall time of decoding: from the end of the forward before each decode step to its own end."""
+    ends = [forwards[0].start, *(forward.end for forward in forwards)] if forwards else []
+    return sum(
+        end - before
+        for (before, end), forward in zip(pairwise(ends), forwards)
+        if forward.phase == "decode"
+    )
+
+
+def _of_the_cache(counters: CacheCounters) -> dict[str, Any]:
+    hits = {str(state.value): n for state, n in counters.hits.items()}
+    return {
+        "hits": hits,
+        "misses": counters.misses,
+        "evictions": counters.evictions,
+        "rereads": counters.rereads,
+        "hit_rate": _ratio(hits["F"], counters.requests),
+    }
 
 
 def process() -> dict[str, int | None]:
     """Peak memory and page faults of this process since it began; None where the system does not
     tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
-    peak = faults = None
-    with suppress(OSError, TypeError):  # no /proc (macOS, Windows), or one that lacks the line
-        peak = 1024 * int(
-            re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]
-        )
     try:
         import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        faults = usage.ru_majflt
-        if peak is None and sys.platform == "darwin":
-            peak = usage.ru_maxrss
-    except ImportError:
-        pass  # Windows
-    return {"peak_rss_bytes": peak, "major_faults": faults}
+    except ImportError:  # Windows
+        return {"peak_rss_bytes": None, "major_faults": None}
+    usage, peak = resource.getrusage(resource.RUSAGE_SELF), None
+    with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
+        status = Path("/proc/self/status").read_text()
+        peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)[1])
+    if peak is None and sys.platform == "darwin":
+        peak = usage.ru_maxrss
+    return {"peak_rss_bytes": peak, "major_faults": usage.ru_majflt}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -182,7 +182,7 @@ def offload(
             delays = delays(store, model) if asked else None
         if not held:
             if callable(how.plan) and memory.sizes.sm:
-                memory = memory.planned(model, delays)
+                memory = replace(memory, pools=how.plan(model, memory, delays))
                 residency = memory.residency()
             slots = memory.slots()
             slots.touch()
@@ -202,7 +202,6 @@ class Memory:
     """How a budget is divided.
 
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
-    compact : whether experts of few bits are kept as they are.
     """
 
     store: ExpertStore
@@ -212,7 +211,6 @@ class Memory:
     budget: int
     kept: int
     sizes: Sizes
-    compact: bool
     pools: Pools
     staging: int
 
@@ -247,24 +245,7 @@ class Memory:
             room - scratch, sizes, L, E, pools, how.scope, how.workers, staging, ahead
         )
         kept = room - scratch - staging * sizes.in_flight
-        return cls(store, how, L, E, room, kept, sizes, compact, pools, staging)
-
-    def planned(self, model: Any, delays: Any) -> Memory:
-        """The same memory with the pools that a plan that is a function finds."""
-        how = self.how
-        pools = how.plan(
-            model,
-            self.store.spec,
-            self.kept,
-            self.sizes,
-            delays,
-            how.workers,
-            self.staging,
-            how.cache,
-            how.scope,
-            how.margin,
-        )
-        return replace(self, pools=pools)
+        return cls(store, how, L, E, room, kept, sizes, pools, staging)
 
     def residency(self) -> Residency:
         how = self.how
@@ -275,10 +256,10 @@ class Memory:
         return Slots(self.store, count, self.sizes, self.how.on)
 
     def reader(self) -> Reader:
-        how, reading = self.how, {"bandwidth": self.how.bandwidth, "verify": self.how.verify}
+        how = self.how
         if how.mode == "pinned":
-            return PinnedReader(self.store, how.on, **reading)
-        return Reader(self.store, how.mode, **reading)
+            return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
+        return Reader(self.store, how.mode, how.bandwidth, how.verify)
 
     def engine(
         self,

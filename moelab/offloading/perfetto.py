@@ -24,80 +24,49 @@ def trace_events(events: Iterable[Event], forwards: Sequence[Forward], kind: str
     """The document of a timeline whose times are `kind`: "measured" or "simulated"; time 0 is its
     first moment."""
     events = sorted(events, key=lambda event: (event.start, -event.end))
-    begin = min(
-        [event.start for event in events[:1]] + [forward.start for forward in forwards[:1]],
-        default=0.0,
-    )
+    begin = min([one.start for one in (*events[:1], *forwards[:1])], default=0.0)
     tracks = list(dict.fromkeys([*TRACKS, *sorted({event.resource for event in events})]))
-
-    def complete(
-        track: str, name: str, cat: str, start: float, end: float, **about: Any
-    ) -> dict[str, Any]:
-        return {
-            "ph": "X",
-            "pid": 1,
-            "tid": tracks.index(track),
-            "name": name,
-            "cat": cat,
-            "ts": 1e6 * (start - begin),
-            "dur": 1e6 * (end - start),
-            "args": about,
-        }
-
-    told = [
-        {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": f"moelab, {kind}"}}
-    ]
-    for number, track in enumerate(tracks):
-        told += [
-            {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": track}},
-            {
-                "ph": "M",
-                "pid": 1,
-                "tid": number,
-                "name": "thread_sort_index",
-                "args": {"sort_index": number},
-            },
-        ]
-    told += [
-        complete(
-            "forward passes", f"{of.phase} {number}", of.phase, of.start, of.end, tokens=of.tokens
+    rows = [_row("M", 0, "process_name", {"name": f"moelab, {kind}"})]
+    for track, name in enumerate(tracks):
+        rows.append(_row("M", track, "thread_name", {"name": name}))
+        rows.append(_row("M", track, "thread_sort_index", {"sort_index": track}))
+    for n, one in enumerate(forwards):
+        about = {"tokens": one.tokens}
+        rows.append(
+            _complete(0, f"{one.phase} {n}", one.phase, one.start - begin, one.end - begin, about)
         )
-        for number, of in enumerate(forwards)
-    ]
     for event in events:
-        where = (
-            f" {event.layer}" + f".{event.expert}" * (event.expert >= 0) if event.layer >= 0 else ""
-        )
-        told.append(
-            complete(
-                event.resource,
-                event.kind + where,
-                event.kind,
-                event.start,
-                event.end,
-                layer=event.layer,
-                expert=event.expert,
-                bytes=event.bytes,
-            )
+        about = {"layer": event.layer, "expert": event.expert, "bytes": event.bytes}
+        name, track = event.kind + _where(event), tracks.index(event.resource)
+        rows.append(
+            _complete(track, name, event.kind, event.start - begin, event.end - begin, about)
         )
     read = 0
     for event in sorted((event for event in events if event.bytes), key=lambda event: event.end):
         read += event.bytes
-        told.append(
-            {
-                "ph": "C",
-                "pid": 1,
-                "tid": 0,
-                "name": "bytes read",
-                "ts": 1e6 * (event.end - begin),
-                "args": {"bytes": read},
-            }
-        )
+        rows.append(_row("C", 0, "bytes read", {"bytes": read}, ts=1e6 * (event.end - begin)))
     return {
-        "traceEvents": told,
+        "traceEvents": rows,
         "displayTimeUnit": "ms",
         "otherData": {"kind": kind, "written by": "moelab"},
     }
+
+
+def _row(ph: str, track: int, name: str, args: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"ph": ph, "pid": 1, "tid": track, "name": name, "args": args, **more}
+
+
+def _complete(
+    track: int, name: str, category: str, start: float, end: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    """Something on a track from `start` to `end` in seconds."""
+    return _row("X", track, name, args, cat=category, ts=1e6 * start, dur=1e6 * (end - start))
+
+
+def _where(event: Event) -> str:
+    if event.layer < 0:
+        return ""
+    return f" {event.layer}" + (f".{event.expert}" if event.expert >= 0 else "")
 
 
 def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> Path:

@@ -65,8 +65,9 @@ class PrefetchGate:
 @contextmanager
 def ungated(engine: Any) -> Iterator[None]:
     """Meanwhile an engine prefetches in every token, whether or not it pays."""
-    kept, engine.gate = engine.gate, PrefetchGate(trials=False)
+    controller = engine.controller
+    kept, controller.gate = controller.gate, PrefetchGate(trials=False)
     try:
         yield
     finally:
-        engine.gate = kept
+        controller.gate = kept

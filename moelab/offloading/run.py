@@ -6,12 +6,11 @@ layers take 30 MB and not half a gigabyte of Python objects."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -65,6 +64,13 @@ class EngineSettings:
     scheduler: Any = "default"
     device: str = "cpu"
 
+    @property
+    def mean_bytes(self) -> tuple[float, float]:
+        """Of an expert's two reads; of a resident model's, all is in the first."""
+        pairs = [pair for layer in self.experts_bytes for pair in layer]
+        e, sm = zip(*pairs or [(self.spec.expert_bytes, 0)])
+        return fmean(e), fmean(sm)
+
 
 def experts_bytes(store: ExpertStore) -> ExpertsBytes:
     """What is read of each expert of a store, exact: experts compress differently."""
@@ -81,37 +87,25 @@ class Timeline:
     """Events in the order in which they were reported; iterating gives `Event`s.
 
     Every thread writes without a lock: one list grows by `append` and is packed by assigning to a
-    slice of it, and neither can be seen or interrupted halfway."""
+    slice of it, by the one thread that runs the model, and neither can be seen halfway."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        self._packing = threading.Lock()
         self.clear()
 
-    def forked(self) -> None:
-        """In a child process."""
-        self._packing = threading.Lock()
-
     def clear(self) -> None:
-        self._all: list[np.ndarray | Event] = []  # tables first, then what is not packed yet
+        self._all: list[np.ndarray | Event] = []
+        self._tables = 0  # at the head of the list; what follows is not packed yet
 
     def add(self, event: Event) -> None:
         self._all.append(event)
 
     def compact(self) -> None:
-        with self._packing:
-            self._compact()  # one line: see `Pipeline._locked`
-
-    def _compact(self) -> None:
-        found = self._all
-        end, begin = (
-            len(found),
-            sum(1 for _ in takewhile(lambda item: isinstance(item, np.ndarray), found)),
-        )
+        """Pack the events of the latest forward passes, once there are enough."""
+        begin, end = self._tables, len(self._all)  # what others add meanwhile stays behind
         if end - begin >= _BATCH:
-            found[begin:end] = [
-                self._pack(found[begin:end])
-            ]  # what others have added meanwhile stays behind it
+            self._all[begin:end] = [self._pack(self._all[begin:end])]
+            self._tables += 1
 
     def _pack(self, events: list[Event]) -> np.ndarray:
         number = self._names
@@ -164,18 +158,12 @@ class EngineRun:
 
     def copy(self) -> EngineRun:
         """What has happened so far, which stays as it is while the model goes on."""
-        made = copy(self)
-        made._residency, made.fetched, made.timeline = (
-            copy(self._residency),
-            copy(self.fetched),
-            Timeline(),
-        )
-        made._residency.counters = deepcopy(self.counters)
+        made = EngineRun(self.settings, copy(self._residency))
+        made._residency.counters, made.fetched = deepcopy(self.counters), copy(self.fetched)
         made.timeline._all, made.timeline._names = list(self.timeline._all), self.timeline._names
         made.forwards = list(self.forwards)
-        made.steps, made.predictions = (
-            list(of[: len(made.forwards)]) for of in (self.steps, self.predictions)
-        )
+        done = len(made.forwards)
+        made.steps, made.predictions = self.steps[:done], self.predictions[:done]
         return made
 
     def since(self, forward: int) -> EngineRun:
@@ -183,7 +171,6 @@ class EngineRun:
         made = self.copy()
         made.forget(forward)
         begin = made.forwards[0].start if made.forwards else float("inf")
-        made.timeline.clear()
         made.timeline._all = [event for event in self.timeline if event.end > begin]
         return made
 

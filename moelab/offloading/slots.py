@@ -45,7 +45,7 @@ class Sizes:
         if in_place if in_place is not None else store.in_place:
             return cls(max(run(entries, "both")[1] for entries in experts), 0, 0, True)
         return cls(
-            full=max(_offsets(entries)[1] for entries in experts),
+            full=max(places(entries, False)[1] for entries in experts),
             e=max(run(entries, "E")[1] for entries in experts),
             sm=max(run(entries, "SM")[1] for entries in experts),
         )
@@ -73,9 +73,8 @@ class Slots:
             kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
             for kind in on_host
         }
-        self._landing: dict[
-            int, np.ndarray
-        ] = {}  # slot of a GPU → what is read for it, and spare ones
+        #: slot of a GPU → what is read for it, and spare ones
+        self._landing: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
         if "full" in self._chunks:
             self._full = torch.from_numpy(self._chunks["full"])
@@ -83,14 +82,16 @@ class Slots:
             self._full = torch.empty(
                 count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device
             )
-        self._store, self._views, self._scratch, kinds = store, {}, {}, {}
+        self._store = store
+        self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of `tensors`
+        self._scratch: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # unpacked with `reuse`
         self._packed = self.sizes.in_place and not store.raw
-        self._matrices: dict[
-            int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]
-        ] = {}
+        self._tables: dict[int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]]
+        self._tables = {}  # of `matrices`, by layer
         # layer → a number that layers share whose experts have tensors of the same shapes
+        shapes: dict[tuple, int] = {}
         self._shapes = [
-            kinds.setdefault(tuple(layer.tensors.values()), len(kinds)) for layer in store.layers
+            shapes.setdefault(tuple(layer.tensors.values()), len(shapes)) for layer in store.layers
         ]
 
     @property
@@ -101,37 +102,30 @@ class Slots:
         """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU, which `land`
         copies it to."""
         size = getattr(self.sizes, kind)
-        if kind not in self._chunks:
-            if slot not in self._landing:
-                try:
-                    self._landing[slot] = self._spare.pop()
-                except IndexError:  # more are read at a time than ever before
-                    self._landing[slot] = host_memory(size, self.device, self)
-            return self._landing[slot]
-        return self._chunks[kind][slot * size : (slot + 1) * size]
+        if kind in self._chunks:
+            return self._chunks[kind][slot * size : (slot + 1) * size]
+        if slot not in self._landing:
+            spare = self._spare  # empty when more are read at a time than ever before
+            self._landing[slot] = spare.pop() if spare else host_memory(size, self.device, self)
+        return self._landing[slot]
+
+    def _full_slot(self, slot: int) -> torch.Tensor:
+        return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
 
     def land(self, slot: int, chunks: Chunks) -> None:
         """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
         memory."""
         with self.link.into(slot):
-            begin = slot * self.sizes.full
-            self._full[begin : begin + len(chunks.data)].copy_(
-                torch.from_numpy(chunks.data), non_blocking=True
-            )
+            there = self._full_slot(slot)[: len(chunks.data)]
+            there.copy_(torch.from_numpy(chunks.data), non_blocking=True)
         if (memory := self._landing.pop(slot, None)) is not None:
             self._spare.append(memory)
 
     def send(self, copies: list[tuple[Any, int, Chunks]]) -> None:
         """As `land` from pinned memory, of (what, slot, chunks), but only the GPU waits."""
-        size = self.sizes.full
         self.link.send(
-            (
-                what,
-                torch.from_numpy(chunks.data),
-                slot,
-                self._full[slot * size : slot * size + len(chunks.data)],
-            )
-            for what, slot, chunks in copies
+            (what, torch.from_numpy(one.data), slot, self._full_slot(slot)[: len(one.data)])
+            for what, slot, one in copies
         )
 
     def touch(self) -> None:
@@ -139,12 +133,8 @@ class Slots:
         there are none."""
         with ThreadPoolExecutor() as pool:
             for memory in self._chunks.values():
-                list(
-                    pool.map(
-                        lambda begin: memory[begin : begin + TOUCHED : ALIGN].fill(0),
-                        range(0, len(memory), TOUCHED),
-                    )
-                )
+                parts = [memory[i : i + TOUCHED : ALIGN] for i in range(0, len(memory), TOUCHED)]
+                list(pool.map(lambda part: part.fill(0), parts))
 
     def tensors(
         self, slot: int, layer: int, expert: int = 0, reuse: bool = False
@@ -156,17 +146,13 @@ class Slots:
         entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
-        memory = self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
-        if not self.sizes.in_place:
-            offsets, _ = _offsets(entries)
-            found = {name: _view(entry, memory[offsets[name] :]) for name, entry in entries.items()}
-        else:
-            found = {
-                name: _view(entry, memory[offset:])
-                if entry.codec is RAW
-                else self._unpacked(name, entry, memory[offset:end], reuse)
-                for name, (offset, end, entry) in _in_place(entries).items()
-            }
+        memory = self._full_slot(slot)
+        found = {
+            name: self._unpacked(name, entry, memory[begin:end], reuse)
+            if self._packed and entry.codec is not RAW
+            else memory[begin : begin + entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
+            for name, (begin, end, entry) in places(entries, self.sizes.in_place)[0].items()
+        }
         if not self._packed:
             self._views[key] = found
         return found
@@ -194,31 +180,26 @@ class Slots:
         if some are packed otherwise than others, or as kernels do not read them."""
         if self.link is not None:
             self.link.arrive(slots)
-        if layer not in self._matrices:
-            of = [
-                _matrices(entries, self.sizes.in_place)
-                for entries in self._store.layers[layer].experts
-            ]
-            rows = np.array([[one[name][1] for one in of] for name in of[0]])  # [names, experts, 4]
-            moves = np.zeros_like(rows)  # slots by which the columns move: addresses of memory
-            moves[..., 0], moves[..., 1] = (
-                1,
-                [[one[name][0] != "raw" for one in of] for name in of[0]],
-            )
-            codecs = [tuple(one[name][0] for name in of[0]) for one in of]
-            self._matrices[layer] = (
-                list(of[0]),
-                codecs,
-                rows + moves * self._full.data_ptr(),
-                moves * self.sizes.full,
-            )
-        names, codecs, rows, moves = self._matrices[layer]
+        if layer not in self._tables:
+            self._tables[layer] = self._table(layer)
+        names, codecs, rows, moves = self._tables[layer]
         (found, *others) = {codecs[expert] for expert in experts}
         if others or "" in found:
             return None
         chosen = np.array(experts)
-        places = moves.take(chosen, 1) * np.array(slots)[:, None] + rows.take(chosen, 1)
-        return {name: (codec, table) for name, codec, table in zip(names, found, places)}
+        where = moves.take(chosen, 1) * np.array(slots)[:, None] + rows.take(chosen, 1)
+        return {name: (codec, table) for name, codec, table in zip(names, found, where)}
+
+    def _table(self, layer: int) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
+        """Of a layer: names; each expert's codecs by name; rows in slot 0, and by how much they
+        move from slot to slot, int64 [names, experts, 4] both."""
+        of = [_rows(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
+        names, codecs = list(of[0]), [tuple(codec for codec, _ in one.values()) for one in of]
+        rows = np.array([[one[name][1] for one in of] for name in names])
+        moves = np.zeros_like(rows)  # the columns that are addresses: the first, packed, two
+        moves[..., 0] = 1
+        moves[..., 1] = [[one[name][0] != "raw" for one in of] for name in names]
+        return names, codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
 
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
@@ -231,39 +212,35 @@ def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
     }
 
 
-def _offsets(entries: dict[str, TensorEntry]) -> tuple[dict[str, int], int]:
-    """Where each joined tensor of an expert begins in a slot, and the slot's size."""
-    offsets, at = {}, 0
+def places(
+    entries: dict[str, TensorEntry], in_place: bool
+) -> tuple[dict[str, tuple[int, int, TensorEntry]], int]:
+    """(name → (begin, end in a slot, entry) of an expert's tensors, bytes of the slot): as they are
+    read, or joined, each at a multiple of 64."""
+    if in_place:
+        first, length = run(entries, "both")
+        chunks = {name: entry.planes[0][1][0] for name, entry in entries.items()}
+        return {
+            name: (chunk.offset - first, chunk.offset - first + chunk.length, entries[name])
+            for name, chunk in chunks.items()
+        }, length
+    found, at = {}, 0
     for name, entry in entries.items():
-        offsets[name] = at
+        found[name] = at, at + entry.nbytes, entry
         at += -(-entry.nbytes // 64) * 64
-    return offsets, aligned(at)
+    return found, aligned(at)
 
 
-def _in_place(entries: dict[str, TensorEntry]) -> dict[str, tuple[int, int, TensorEntry]]:
-    """name → (begin, end in a slot that the expert is read into, entry)."""
-    begin, found = run(entries, "both")[0], {}
-    for name, entry in entries.items():
-        (chunk,) = entry.planes[0][1]
-        found[name] = chunk.offset - begin, chunk.offset - begin + chunk.length, entry
-    return found
-
-
-def _matrices(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tuple[str, list[int]]]:
+def _rows(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tuple[str, list[int]]]:
     """name → (codec or format, "" for one that kernels do not read; its row of `Slots.matrices`,
     from the beginning of the slot on)."""
-    if not in_place:
-        return {name: ("raw", [offset, 0, 0, 0]) for name, offset in _offsets(entries)[0].items()}
     found = {}
-    for name, (offset, end, entry) in _in_place(entries).items():
-        kernel = entry.codec.kernel(entry.dtype, entry.shape)
-        row = entry.codec.row(offset, end - offset, entry.shape) if kernel else [offset, 0, 0, 0]
+    for name, (begin, end, entry) in places(entries, in_place)[0].items():
+        kernel = entry.codec.kernel(entry.dtype, entry.shape) if in_place else "raw"
+        packed = kernel not in ("", "raw")
+        row = entry.codec.row(begin, end - begin, entry.shape) if packed else [begin, 0, 0, 0]
         found[name] = kernel, row
     return found
-
-
-def _view(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
-    return memory[: entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
 
 
 def divide(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from moelab.parallel.exchange import Exchange, Grid
 from moelab.parallel.executors import AllGather, AllToAll, Deduplicated, Parallel
 from moelab.parallel.launch import PeerLost, connect, launch
-from moelab.parallel.sharding import Placement, ShardedExperts
+from moelab.parallel.sharding import ShardedExperts
 from moelab.registry import require
 
 #: name → executor
@@ -48,7 +48,6 @@ __all__ = [
     "Grid",
     "Parallel",
     "PeerLost",
-    "Placement",
     "ShardedExperts",
     "connect",
     "degree",

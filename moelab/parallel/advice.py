@@ -3,22 +3,17 @@ reasons.
 
 Source: AWS Neuron's MoE guide, "Configuring TP and EP". Few experts (≤ 32) balance badly over
 devices, so each is cut; many (≥ 64) are spread. A part of an expert should keep I ≥ 128, or the
-matrix unit idles. In between, and where a device would get several times the mean load, the two are
-combined with TP of 2 to 8. Where the rules disagree (our reading), a part never falls below 128 and
-a device holds at least one expert. Left out: the speed of links."""
+matrix unit idles. In between the two are combined with TP of 2 to 8. Where the rules disagree (our
+reading), a part never falls below 128 and a device holds at least one expert. Left out: skewed
+routing, and the speed of links."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moelab.parallel.eplb import measure
-from moelab.parallel.sharding import Placement
 from moelab.specs import MoESpec
 
 FEW, MANY, LEAST_I, HYBRID = 32, 64, 128, (2, 8)
-#: max/mean above which spreading alone is thought to suffer; the guide calls 3–4 the worst case
-SKEWED = 1.5
 
 
 @dataclass(frozen=True)
@@ -37,15 +32,10 @@ class Advice:
         return f"{self.kind}: tp = {self.tp}, ep = {self.ep}. " + " ".join(self.reasons)
 
 
-def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> Advice:
-    """How to spread experts over devices; `load` [E] counts tokens in the most skewed layer, None
-    for even routing."""
+def advise(spec: MoESpec, devices: int) -> Advice:
+    """How to spread experts over devices, with even routing."""
     if devices < 1:
         raise ValueError(f"devices is {devices}; there must be at least one")
-    if load is not None and len(load) != spec.E:
-        raise ValueError(
-            f"load has {len(load)} numbers, but {spec.name} has {spec.E} experts a layer"
-        )
     if devices == 1:
         return Advice(1, 1, ("One device holds everything.",))
     divisors = [tp for tp in range(1, devices + 1) if devices % tp == 0]
@@ -65,9 +55,6 @@ def advise(spec: MoESpec, devices: int, load: Sequence[float] | None = None) -> 
             if part >= LEAST_I
             else f"A part keeps only I = {part:.4g}, less than {LEAST_I}; fewer devices would do better."
         )
-    if load is not None and tp < devices:
-        tp, *more = _skew(spec, devices, tp, load, wide)
-        reasons += more
     return Advice(tp, devices // tp, tuple(reasons))
 
 
@@ -111,29 +98,3 @@ def _many(spec: MoESpec, devices: int, wide: list[int]) -> tuple[int, str]:
     return tp, (
         f"{many} would be spread, but {devices} devices are more than the experts, so tp is {tp}."
     )
-
-
-def _skew(
-    spec: MoESpec, devices: int, tp: int, load: Sequence[float], wide: list[int]
-) -> tuple[int, *tuple[str, ...]]:
-    """A larger tp where the load is skewed."""
-
-    def ratio(tp: int) -> float:
-        return measure(load, Placement.consecutive(spec.E, devices // tp)).ratio
-
-    first = ratio(tp)
-    seen = f"With this load the fullest of {devices // tp} groups gets {first:.2f} times the mean"
-    if first <= SKEWED:
-        return tp, f"{seen}: even enough (≤ {SKEWED})."
-    reasons = [f"{seen}."]
-    larger = [t for t in wide if tp < t <= HYBRID[1]]
-    best = next((t for t in larger if ratio(t) <= SKEWED), min(larger, key=ratio, default=tp))
-    if ratio(best) < first:
-        tp = best
-        reasons.append(
-            f"With tp = {tp} there are {devices // tp} groups, and it gets {ratio(tp):.2f} times the "
-            f"mean."
-        )
-    if ratio(tp) > SKEWED:
-        reasons.append("Redundant experts (moelab.parallel.eplb) would even out the rest.")
-    return tp, *reasons

@@ -1,45 +1,47 @@
-"""EPLB: which experts to hold twice, and where, so that every device computes about as much as the
-others.
+"""EPLB: which experts to hold twice, and where, so that every device would compute about as much as
+the others.
 
 Source: DeepSeek's Expert Parallelism Load Balancer, as published with DeepSeek-V3 and announced in
 AWS Neuron's MoE guide, "Future Optimizations". Spare places go to replicas (`replicate`), then
 replicas are packed onto devices (`pack`). Left out: the hierarchical form, which first packs groups
-of experts onto nodes, and moving replicas while a model runs.
+of experts onto nodes; and running on such a placement, whose replicas take the memory for which
+experts are spread here.
 
-    load [E], tokens or shares of them     devices · places = E + spare
+    load [E], tokens or shares of them     devices · places = E + spare     placement: the experts of each device
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate, chain
 from math import inf
 
-from moelab.parallel.sharding import Placement
+from moelab.experts.sharding import share
+
+#: the experts of each device; one may be on several devices, or twice on one
+Placement = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Balance:
-    placement: Placement
-    replicas: tuple[int, ...]  # [E], how often each expert is held
-    device_load: tuple[float, ...]  # of each device if replicas share their expert's load equally
-
-    @property
-    def ratio(self) -> float:
-        """Max/mean of the devices' loads."""
-        mean = sum(self.device_load) / len(self.device_load)
-        return max(self.device_load) / mean if mean else 1.0
+def consecutive(E: int, devices: int) -> Placement:
+    """Experts 0 … E−1 in order, as equally as can be, none twice."""
+    ends = [0, *accumulate(share(E, devices))]
+    return tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:]))
 
 
-def measure(load: Sequence[float], placement: Placement) -> Balance:
-    """How even any placement is under a load [E]."""
-    replicas = placement.replicas.tolist()
-    each = [value / n for value, n in zip(load, replicas, strict=True)]
-    device_load = tuple(sum(each[e] for e in held) for held in placement.devices)
-    return Balance(placement, tuple(replicas), device_load)
+def device_loads(load: Sequence[float], placement: Placement) -> list[float]:
+    """Of each device, if replicas share their expert's load equally."""
+    replicas = Counter(chain(*placement))
+    return [sum(load[e] / replicas[e] for e in experts) for experts in placement]
 
 
-def balance(load: Sequence[float], devices: int, spare: int = 0) -> Balance:
+def imbalance(load: Sequence[float], placement: Placement) -> float:
+    """Max/mean of the devices' loads."""
+    loads = device_loads(load, placement)
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+def balance(load: Sequence[float], devices: int, spare: int = 0) -> Placement:
     """Place E experts and `spare` replicas on devices, as many on each.
 
     load : tokens of each expert [E], as a calibration counted them; devices must divide E + spare.
@@ -56,8 +58,7 @@ def balance(load: Sequence[float], devices: int, spare: int = 0) -> Balance:
         )
     copies = [(e, load[e] / n) for e, n in enumerate(replicate(load, E + spare)) for _ in range(n)]
     bins = pack([weight for _, weight in copies], devices)
-    held = tuple(tuple(sorted(copies[i][0] for i in items)) for items in bins)
-    return measure(load, Placement(held, E))
+    return tuple(tuple(sorted(copies[i][0] for i in items)) for items in bins)
 
 
 def replicate(load: Sequence[float], places: int) -> list[int]:

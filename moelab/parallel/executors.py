@@ -6,8 +6,8 @@ of the tokens. They are sent to where their experts are, computed by `inner`, an
 back to the owner. Of a few tokens that every rank has (a decode step) no row is sent there: each
 rank computes its experts, and all gather all results.
 
-`AllToAll` with `moelab.models.eager` inside is bit-identical to one process where a matrix product
-does not depend on its number of rows, with one replica of each expert, uncut, for architectures
+`AllToAll` with `Exact` inside is bit-identical to one process where a matrix product
+does not depend on its number of rows, with experts uncut, for architectures
 that sum in the type of their hidden states (not Nemotron-H and Inkling 2). The others add partial
 sums: 1e-6 in fp32.
 
@@ -20,34 +20,29 @@ on virtual cores); routers run in sequence parallel (`moelab.parallel.volumes` h
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor
+from moelab.experts.executor import Exact, Executor
 from moelab.experts.sharding import share
 from moelab.parallel.exchange import FEW, Exchange, Grid, added, pack, unpack
-from moelab.parallel.sharding import Placement
+from moelab.parallel.sharding import owners
 
 
 class Parallel(Executor):
     """Base: the ownership of tokens, and where experts are. The tally counts what this rank
     computed.
 
-    placements : for each layer, which experts each ep rank holds; see `eplb` for redundant ones.
-    inner : runs this rank's rows: (x, ids, weights, experts) → [T, H].
+    inner : runs this rank's rows; by default as transformers' eager does.
     """
 
-    def __init__(
-        self, grid: Grid, placements: Sequence[Placement], inner: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, grid: Grid, inner: Executor | None = None) -> None:
         super().__init__()
-        self.grid, self.placements, self.inner = grid, placements, inner
-        self._calls = 0
-        if isinstance(inner, Executor):
-            self.tally, self.lossless = inner.tally, inner.lossless
+        inner = inner or Exact()
+        self.grid, self.inner = grid, inner
+        self.tally, self.lossless = inner.tally, inner.lossless
         if not self.lossless and type(self) is not AllGather:
             raise ValueError(
                 f"{type(inner).__name__} drops tokens by how many a whole step has, and here a rank sees "
@@ -74,7 +69,7 @@ class Parallel(Executor):
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """What this rank's experts add to tokens that all of its peers have."""
         mine = self.ranks(ids, experts) == self.grid.ep.rank
-        return self.compute(x, torch.where(mine, ids, experts.num_experts), weights, experts)
+        return self.inner(x, torch.where(mine, ids, experts.num_experts), weights, experts)
 
     def run_own(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """For the tokens that this rank owns, each rank its own: [T_own, H]."""
@@ -93,16 +88,9 @@ class Parallel(Executor):
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """For the tokens of all `peers`; parts of sums if they share experts."""
 
-    def ranks(self, ids: Tensor, experts: Any, start: int = 0) -> Tensor:
-        """The ep rank of each choice [T, K], `ep.size` for the id E; replicas take turns."""
-        self._calls += 1
-        return self.placements[experts.layer].assign(ids, self._calls + start)
-
-    def compute(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if not isinstance(self.inner, Executor):
-            n = int((ids < experts.num_experts).sum())
-            self.count(n, n, n)
-        return self.inner(x, ids, weights, experts).to(x.dtype)
+    def ranks(self, ids: Tensor, experts: Any) -> Tensor:
+        """The ep rank of each choice [T, K], `ep.size` for the id E."""
+        return owners(experts.num_experts, self.grid.ep.size).to(ids.device)[ids]
 
 
 class AllGather(Parallel):
@@ -127,7 +115,7 @@ class AllToAll(Parallel):
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep = self.grid.ep
-        token, choice, send = by_rank(self.ranks(ids, experts, ep.rank), ep.size)
+        token, choice, send = by_rank(self.ranks(ids, experts), ep.size)
         receive, send = ep.counts(send).tolist(), send.tolist()
         expert = ids[token, choice]
         which = torch.stack([expert, choice], 1).int()
@@ -135,7 +123,7 @@ class AllToAll(Parallel):
         rows, which, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
         eager = torch.argsort(which[:, 1], stable=True)  # all first choices, then the second …
         y = torch.empty_like(rows)
-        y[eager] = self.compute(rows[eager], which[eager, :1].long(), w[eager], experts)
+        y[eager] = self.inner(rows[eager], which[eager, :1].long(), w[eager], experts)
         y = ep.all_to_all(y, receive, send, "combine")
         return _summed(x, expert, token, y, experts)
 
@@ -146,7 +134,7 @@ class AllToAll(Parallel):
         token, choice, counts = by_rank(self.ranks(ids, experts), ep.size)
         sizes, expert = counts.tolist(), ids[token, choice]
         t, k = token.split(sizes)[ep.rank], choice.split(sizes)[ep.rank]
-        y = self.compute(x[t], ids[t, k, None], weights[t, k, None], experts)
+        y = self.inner(x[t], ids[t, k, None], weights[t, k, None], experts)
         return _summed(x, expert, token, ep.all_gather(y, sizes, "result"), experts)
 
 
@@ -173,13 +161,13 @@ class Deduplicated(Parallel):
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep, E = self.grid.ep, experts.num_experts
-        to = self.ranks(ids, experts, ep.rank)
+        to = self.ranks(ids, experts)
         wanted = to == torch.arange(ep.size, device=ids.device)[:, None, None]  # [W, T, K]
         rank, token = wanted.any(-1).nonzero(as_tuple=True)  # by rank, then token
         send = torch.bincount(rank, minlength=ep.size)
         receive, send = ep.counts(send).tolist(), send.tolist()
         parts = x[token], torch.where(wanted[rank, token], ids[token], E).int(), weights[token]
         rows, chosen, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
-        y = ep.all_to_all(self.compute(rows, chosen.long(), w, experts), receive, send, "combine")
+        y = ep.all_to_all(self.inner(rows, chosen.long(), w, experts), receive, send, "combine")
         wide = torch.promote_types(x.dtype, torch.float32)
         return torch.zeros_like(x, dtype=wide).index_add_(0, token, y.to(wide)).to(x.dtype)

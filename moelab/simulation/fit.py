@@ -10,8 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import fmean, median
 
 import numpy as np
@@ -23,29 +21,25 @@ from moelab.specs import Event
 
 LONG = 3
 DECODES = (*USES, "check")
-#: of all n, the share that calls of n experts must have to be believed
-OFTEN = 0.1
 
 
 def fitted(run: EngineRun) -> Machine:
     """The machine of a run; ValueError if the run has read no experts."""
-    samples = _Samples()
-    for pass_, events in _by_forward(run).items():
-        samples.add(
-            run.forwards[pass_].tokens,
-            run.forwards[pass_].phase == "decode",
-            events,
-            dict(run.steps[pass_]),
-            {layer for layer, _ in run.predictions[pass_]},
-        )
-    predict = samples.predicting()
+    compute = _Compute()
+    for n, events in _by_forward(run).items():
+        predicted = {layer for layer, _ in run.predictions[n]}
+        compute.add(run.forwards[n].tokens, events, dict(run.steps[n]), predicted)
+    predict = compute.predicting()
+    before = defaultdict(list)
+    for tokens, _, asked, seconds in compute.other:
+        before[tokens].append(seconds - predict * asked)
     return Machine(
-        _delays(run, samples),
+        _delays(run, compute),
         run.settings.workers,
-        other=_line(samples.before_layers(predict)),
-        head=_line(samples.head),
-        decide=_means(samples.decide),
-        handover=_mean(samples.handover),
+        other=_line(before),
+        head=_line(compute.head),
+        decide=_means(compute.decide),
+        handover=_mean(compute.handover),
         predict=predict,
     )
 
@@ -60,8 +54,7 @@ def _by_forward(run: EngineRun) -> dict[int, list[Event]]:
     return found
 
 
-@dataclass
-class _Samples:
+class _Compute:
     """Seconds of what compute does, forward by forward.
 
     other : (tokens, layer, whether a predictor was asked, seconds) before a layer's experts.
@@ -70,105 +63,73 @@ class _Samples:
     together : experts of one token in one call, by their number.
     """
 
-    other: list[tuple[int, int, bool, float]] = field(default_factory=list)
-    head: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    decide: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    handover: list[float] = field(default_factory=list)
-    alone: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    together: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    def __init__(self) -> None:
+        self.other: list[tuple[int, int, bool, float]] = []
+        self.handover: list[float] = []
+        self.head, self.decide, self.alone, self.together = (defaultdict(list) for _ in range(4))
 
     def add(
         self,
         tokens: int,
-        decoding: bool,
         events: Sequence[Event],
-        steps: Mapping[int, Mapping[int, int]],
+        routed: Mapping[int, Mapping[int, int]],
         predicted: set[int],
     ) -> None:
-        """One forward: its events, what each layer routed, and the layers that were predicted."""
-        if decoding:
-            self.handover += _handovers(events)
-        loads = defaultdict(set)
+        """One forward: its events, {expert: tokens} of each layer, and the layers that were
+        predicted."""
+        loaded: dict[tuple[int, int], float] = {}  # (layer, expert) → the end of loading it
         for event in events:
-            if event.resource != "compute" and event.expert in steps.get(event.layer, ()):
-                loads[event.layer].add(event.expert)
+            if event.resource != "compute":
+                loaded[event[2:4]] = max(event.end, loaded.get(event[2:4], 0.0))
         compute = [event for event in events if event.resource == "compute"]
-        for event, then in pairwise([*compute, None]):
-            if event.kind == "other" and event.layer < 0:
-                self.head[tokens].append(event.end - event.start)
+        for before, event, after in zip([None, *compute], compute, [*compute[1:], None]):
+            seconds = event.end - event.start
+            if event.kind == "wait":
+                since = max(loaded.get(event[2:4], event.end), event.start)
+                self.handover.append(max(event.end - since, 0.0))
+            elif event.kind == "expert" and event.layer in routed:
+                gap = event.start - before.end if before and before.kind != "other" else 0.0
+                self._add_experts(event, seconds, gap, routed[event.layer], compute)
+            elif event.kind == "other" and event.layer < 0:
+                self.head[tokens].append(seconds)
             elif event.kind == "other":
                 asked = event.layer + 1 in predicted
-                self.other.append((tokens, event.layer, asked, event.end - event.start))
-                if then is not None and then.layer == event.layer and event.layer in steps:
-                    self.decide[len(loads[event.layer])].append(then.start - event.end)
-        before = {then: event.end for event, then in pairwise(compute) if event.kind != "other"}
-        for layer, routed in steps.items():
-            found = [e for e in compute if e.kind == "expert" and e.layer == layer]
-            self._experts(found, routed, before)
+                self.other.append((tokens, event.layer, asked, seconds))
+                if after is not None and after.layer == event.layer in routed:
+                    loads = sum((event.layer, e) in loaded for e in routed[event.layer])
+                    self.decide[loads].append(after.start - event.end)
 
-    def _experts(
-        self, found: list[Event], routed: Mapping[int, int], before: Mapping[Event, float]
+    def _add_experts(
+        self,
+        event: Event,
+        seconds: float,
+        gap: float,
+        routed: Mapping[int, int],
+        compute: list[Event],
     ) -> None:
-        """A layer's computations; one of expert −1 is of all experts that are not computed alone."""
-        for event in found:
-            if event.expert >= 0:
-                since = before.get(event, event.start)
-                self.alone[routed[event.expert]].append(event.end - since)
-            elif max(routed.values()) == 1:
-                self.together[len(routed) - len(found) + 1].append(event.end - event.start)
+        """One expert, or −1 for all of a layer's that are not computed by themselves."""
+        if event.expert >= 0:
+            self.alone[routed[event.expert]].append(gap + seconds)
+        elif max(routed.values()) == 1:
+            calls = sum(e.kind == "expert" and e.layer == event.layer for e in compute)
+            self.together[len(routed) - calls + 1].append(seconds)
 
     def predicting(self) -> float:
         """How much longer a layer takes in a decode step that asks a predictor; the first, which
         embeds, is left out."""
         least = min((tokens for tokens, *_ in self.other), default=0)
-        found: tuple[list[float], list[float]] = [], []
-        for tokens, layer, asked, seconds in self.other:
-            if tokens == least and layer:
-                found[asked].append(seconds)
-        return max(_mean(found[True]) - _mean(found[False]), 0.0) if all(found) else 0.0
-
-    def before_layers(self, predict: float) -> dict[int, list[float]]:
-        """Seconds before a layer's experts without predicting, the mean layer's, by tokens."""
-        by_layer: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for tokens, layer, asked, seconds in self.other:
-            by_layer[tokens][layer].append(seconds - predict * asked)
-        return {
-            tokens: [fmean(map(_mean, layers.values()))] * sum(map(len, layers.values()))
-            for tokens, layers in by_layer.items()
-        }
+        asked, not_asked = (
+            [s for tokens, layer, a, s in self.other if tokens == least and layer and a is which]
+            for which in (True, False)
+        )
+        return max(_mean(asked) - _mean(not_asked), 0.0) if asked and not_asked else 0.0
 
 
-def _handovers(events: Sequence[Event]) -> list[float]:
-    """Of experts that were waited for, the seconds from the last read to the end of the wait in
-    which nobody worked on them or, for want of a worker, could have."""
-    reads, decodes, found = {}, [event for event in events if event.kind in DECODES], []
-    for event in events:
-        if event.kind.startswith("read"):
-            reads[event.layer, event.expert] = event.end
-    for wait in (event for event in events if event.kind == "wait"):
-        key = wait.layer, wait.expert
-        if (read := reads.get(key, wait.end)) >= wait.end:
-            continue
-        mine = [
-            i
-            for i, one in enumerate(decodes)
-            if (one.layer, one.expert) == key and read <= one.start < wait.end
-        ]
-        if mine and mine[0] and decodes[mine[0] - 1].end > read:
-            continue  # it queued for a worker
-        since = max(read, wait.start)  # a prefetched one may have been there for long
-        begun, ended = since, since
-        if mine:
-            begun, ended = decodes[mine[0]].start, max(decodes[i].end for i in mine)
-        found.append(max(begun - since, 0.0) + max(wait.end - max(ended, since), 0.0))
-    return found
-
-
-def _delays(run: EngineRun, samples: _Samples) -> Delays:
-    """An expert's parts, by bytes: what was read and decoded of all experts."""
+def _delays(run: EngineRun, compute: _Compute) -> Delays:
+    """An expert's parts, by the bytes of all that was read and decoded."""
     rates, decoding, operations, nbytes = defaultdict(list), defaultdict(float), 0, 0
     for event in run.timeline:
-        if event.kind.startswith("read") and event.bytes:
+        if event.bytes:
             rates[event.kind].append((event.end - event.start) / event.bytes)
             nbytes += event.bytes
         elif event.kind in DECODES:
@@ -179,14 +140,12 @@ def _delays(run: EngineRun, samples: _Samples) -> Delays:
             "this run has read no experts, so nothing is known of reading them: give device=, or record "
             "a run in less memory"
         )
-    pairs = [pair for layer in run.settings.experts_bytes for pair in layer]
-    e_bytes, sm_bytes = (round(fmean(pair[part] for pair in pairs)) for part in (0, 1))
-    whole = _mean([rate for of in rates.values() for rate in of])
+    e_bytes, sm_bytes = run.settings.mean_bytes
     loads = nbytes / (e_bytes + sm_bytes)
     decode, apart = sum(decoding.values()) / loads, decoding["decompress"] + decoding["recover"]
     recover = decode * decoding["recover"] / apart if apart else 0.0
-    base, token = _line(samples.alone)
-    often = OFTEN * sum(map(len, samples.together.values()))
+    whole = _mean([rate for of in rates.values() for rate in of])
+    base, token = _line(compute.alone)
     return Delays(
         e_read=e_bytes * (_mean(rates["read E"]) or whole),
         sm_read=sm_bytes * (_mean(rates["read SM"]) or whole),
@@ -195,12 +154,10 @@ def _delays(run: EngineRun, samples: _Samples) -> Delays:
         expert_base=base,
         expert_token=token,
         N=max(1, round(operations / loads)),
-        e_bytes=e_bytes,
-        sm_bytes=sm_bytes,
+        e_bytes=round(e_bytes),
+        sm_bytes=round(sm_bytes),
         experts_bytes=run.settings.experts_bytes,
-        together=_means(
-            {n: of for n, of in samples.together.items() if n > 1 and len(of) >= often}
-        ),
+        together=tuple((n, seconds) for n, seconds in _means(compute.together) if n > 1),
     )
 
 

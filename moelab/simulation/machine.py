@@ -22,8 +22,7 @@ DISK = -1
 class SimulatedMachine:
     """Disk, workers and compute with a clock.
 
-    Workers take tensors, or shards of the last ones, as the engine's do; here all are of equal
-    size. Compute runs the experts that are FULL in ascending order, or in one go where
+    Workers take tensors, as the engine's do; here all are of equal size. Compute runs the experts that are FULL in ascending order, or in one go where
     `Delays.together` says so, then the others as they are loaded. Time passes in `run` and `spend`
     only, and what is under way goes on from layer to layer. An expert that compute waits for comes
     `Machine.handover` later.
@@ -54,8 +53,6 @@ class SimulatedMachine:
                 if state is not State.MISSED
             },
             tensors=lambda key: tensors,
-            workers=machine.workers,
-            shards=lambda load, tensor: self.delays.K,
         )
         #: seconds of an operation on one tensor
         self._seconds = {
@@ -128,13 +125,13 @@ class SimulatedMachine:
         self._begin("disk", DISK, read_name(kinds), *load.key, self.now, seconds, then, nbytes)
 
     def _decode(self, load: Load, tensor: Any, operation: str) -> None:
-        worker, parts = heappop(self._idle), self.delays.K if isinstance(tensor, tuple) else 1
+        worker = heappop(self._idle)
 
         def then() -> None:
             heappush(self._idle, worker)
             self.queue.decode_done(load, tensor, operation)
 
-        seconds = self._seconds[operation] / parts
+        seconds = self._seconds[operation]
         self._begin(f"worker {worker}", worker, operation, *load.key, self.now, seconds, then)
 
     def _compute_experts(self, keys: list[ExpertKey]) -> None:

@@ -4,16 +4,13 @@ slots in simulated time.
 `StepController` decides from the sequence of steps alone, so whatever the engine hits, evicts and
 reads on these steps, the simulator does too; only the clock differs. What takes how long is a
 `Machine`: found in a recorded run (`moelab.simulation.fit`), or in the figures of a device card.
-Left out: sampling between two forwards, and padding tokens of a batch, which a trace doesn't
-have."""
+Left out: sampling between two forwards."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from moelab.cache.policies import Belady
@@ -22,7 +19,7 @@ from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.offloading import perfetto
 from moelab.offloading.load_queue import Order, PrefetchCounts, plain_order
-from moelab.offloading.metrics import Forward, Metrics, metrics, told
+from moelab.offloading.metrics import Forward, Metrics, metrics, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import slot_counts
@@ -33,7 +30,6 @@ from moelab.simulation.costs import Machine, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
 from moelab.simulation.machine import SimulatedMachine
 from moelab.specs import DeviceSpec, Event
-from moelab.trace import PREFILL, RoutingTrace
 
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
@@ -74,7 +70,9 @@ class Simulation:
     hit_rate = property(lambda self: self.metrics().hit_rate)
 
     def __repr__(self) -> str:
-        return f"<Simulation of {len(self.forwards)} forward passes: {told(self.metrics())}>"
+        return (
+            f"<Simulation of {len(self.forwards)} forward passes: {summary_line(self.metrics())}>"
+        )
 
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see
@@ -101,7 +99,7 @@ def simulate(
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
-    steps : a run's, or those of a trace (`steps_of`).
+    steps : a run's.
     forwards : (…, tokens, phase) of each forward.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
@@ -278,9 +276,7 @@ def machine_of(
 def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None) -> Machine:
     """`delays_of` for experts as the run's store has them, compressed or not."""
     settings, spec = run.settings, run.settings.spec
-    pairs = [pair for layer in settings.experts_bytes for pair in layer] or [(spec.expert_bytes, 0)]
-    e_bytes, sm_bytes = (fmean(pair[part] for pair in pairs) for part in (0, 1))
-    half = spec.expert_bytes / 2
+    (e_bytes, sm_bytes), half = settings.mean_bytes, spec.expert_bytes / 2
     if spec.dtype == "bfloat16" and sm_bytes and e_bytes < half:
         if decompress_gbs is None and "decompress_gbs" not in device.figures:
             decompress_gbs = half / fitted(run).delays.decompress / 1e9
@@ -293,49 +289,6 @@ def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None)
             device, spec, stored, spec.expert_bytes, settings.dense_bytes
         )
     return Machine(replace(delays, experts_bytes=settings.experts_bytes), other=other)
-
-
-def steps_of(
-    trace: RoutingTrace, batch: int = 1
-) -> tuple[list[list[tuple[int, dict[int, int]]]], list[tuple[int, str]]]:
-    """What the engine would be asked for: steps, and tokens and phase of each forward.
-
-    Sequences run in groups of `batch`, in order: one forward for the prompts of a group, then one
-    for each further token of all its sequences in lockstep; one that has ended drops out.
-    ValueError for a batch below 1."""
-    if batch < 1:
-        raise ValueError(f"the batch is {batch} sequences; it must be at least 1")
-    rows: dict[
-        int, tuple[list[int], list[int]]
-    ] = {}  # sequence → its prompt's rows, its decoded rows
-    for row, (sequence, phase) in enumerate(zip(trace.sequence.tolist(), trace.phase.tolist())):
-        rows.setdefault(sequence, ([], []))[phase != PREFILL].append(row)
-    passes: list[tuple[list[int], str]] = []  # rows and phase of each forward
-    sequences = [rows[sequence] for sequence in sorted(rows)]
-    for first in range(0, len(rows), batch):
-        group = sequences[first : first + batch]
-        passes.append(([row for prompt, _ in group for row in prompt], "prefill"))
-        passes += [
-            ([decoded[n] for _, decoded in group if n < len(decoded)], "decode")
-            for n in range(max(len(decoded) for _, decoded in group))
-        ]
-
-    E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
-    for members, phase in passes:
-        if members:
-            counts = [
-                Counter(e for row in members for e in ids[row][layer] if e != E)
-                for layer in range(trace.spec.L)
-            ]
-            steps.append(
-                [
-                    (layer, dict(sorted(count.items())))
-                    for layer, count in enumerate(counts)
-                    if count
-                ]
-            )
-            forwards.append((len(members), phase))
-    return steps, forwards
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:

@@ -31,6 +31,8 @@ from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predicto
 from moelab.trace import DECODE, PREFILL
 
 MODES = ("hint", "speculative", "router-free")
+#: (x [T, H], ids [T, K], weights [T, K]) → ids, weights
+Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -68,6 +70,8 @@ class Speculation(AbstractContextManager):
         self.layers, self._none = discover(model), predictor.spec.E
         #: the module of each layer whose first argument is the residual
         self._entries = [of.entry for of in streams(model)] if predictor.reads_residual else []
+        self._residuals: dict[int, Tensor] = {}  # r of each layer, in this pass
+        self._predicted: dict[int, Prediction] = {}  # for each layer, in this pass
         self._hooks, self._predicting = Patches(), False
         self.reset()
         self._end()
@@ -122,30 +126,16 @@ class Speculation(AbstractContextManager):
 
     def _attach(self, layer: MoELayer, patches: Patches) -> None:
         if self._entries:
-            told = partial(self._residuals_seen, layer.index)
+            see = partial(self._residuals.__setitem__, layer.index)
 
             def of_entry(_m: nn.Module, args: tuple) -> None:
-                told(args[0])
+                see(args[0])
 
-            patches.hook(
-                self._entries[layer.index].register_forward_pre_hook, Listener(told, of_entry)
-            )
-        patches.hook(
-            layer.router.register_forward_pre_hook,
-            lambda _m, args: self._inputs.__setitem__(layer.index, args[0]),
-        )
-        # First of all hooks on the experts, so that a recording's sees what is executed.
-        patches.hook(
-            layer.experts.register_forward_pre_hook,
-            lambda _m, args, kwargs: (self._before(layer, *args, *kwargs.values()), {}),
-            with_kwargs=True,
-            prepend=True,
-        )
+            register = self._entries[layer.index].register_forward_pre_hook
+            patches.hook(register, Listener(see, of_entry))
+        intercept(patches, layer, partial(self._before, layer))
         if self.mode == "router-free":
             patches.wrap(layer.router, "forward", lambda below: partial(self._routed, layer, below))
-
-    def _residuals_seen(self, layer: int, r: Tensor) -> None:
-        self._residuals[layer] = r
 
     # ---------------------------------------------------------------------------------------------
     # one forward pass
@@ -166,22 +156,19 @@ class Speculation(AbstractContextManager):
     def _end(self) -> None:
         self._running, self._phase = False, PREFILL
         self._real: Tensor | None = None  # which of the T tokens are no padding; None: all
-        self._residuals: dict[int, Tensor] = {}  # r and the router's input of each layer
-        self._inputs: dict[int, Tensor] = {}
-        self._predicted: dict[int, Prediction] = {}
+        self._residuals.clear()
+        self._predicted.clear()
 
     @property
     def _executes(self) -> bool:
         return self._running and self.mode != "hint" and (self.prefill or self._phase == DECODE)
 
-    @torch.no_grad()
     def _before(
-        self, layer: MoELayer, s: Tensor, ids: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the experts of a layer are to run with (Algorithm 1)."""
-        seen = self._inputs.pop(layer.index, None)
-        if not self._running or seen is None:  # a part of the model was called by itself
-            return s, ids, weights
+        self, layer: MoELayer, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the experts of a layer are to run with, whose router's input is x (Algorithm 1)."""
+        if not self._running:  # a part of the model was called by itself
+            return ids, weights
         index, mine = layer.index, self._predicted.get(layer.index)
         executes = mine is not None and self._executes
         if not (executes and self.mode == "router-free"):  # the true router has run
@@ -190,17 +177,16 @@ class Speculation(AbstractContextManager):
                 self._count(index, mine[0], true)
         if executes:
             ids, weights = mine  # lines 6–7
-        r = self._residuals.pop(index) if self._entries else seen
         if (target := self.predictor.targets.get(index)) is None:
-            return s, ids, weights
-        seen, r = (x.reshape(len(ids), -1) for x in (seen, r))
-        prediction = self.predictor.predict(index, seen, r, ids, weights)  # line 8
+            return ids, weights
+        r = self._residuals.pop(index).reshape(len(ids), -1) if self._entries else x
+        prediction = self.predictor.predict(index, x, r, ids, weights)  # line 8
         if prediction is not None:
             check(prediction, len(ids), self.predictor)
             self._predicted[target.index] = prediction
             if (prefetch := getattr(_executor(layer), "prefetch", None)) is not None:
                 prefetch(target.index, prediction[0])  # line 9
-        return s, ids, weights
+        return ids, weights
 
     def _observe(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
         """Tell the predictor what a router chose, ids and weights [T, K]; returns the ids, E for
@@ -232,6 +218,27 @@ class Speculation(AbstractContextManager):
             return None, weights, ids
         # A dialect's block wants the dialect's own form; what is in it, `_before` replaces.
         return ask(layer, x, weights.new_zeros(len(ids), self._none))
+
+
+def intercept(patches: Patches, layer: MoELayer, change: Change) -> None:
+    """Run a layer's experts with `change(x, ids, weights)` in place of the ids and weights that
+    they are called with; x [T, H] is what its router has seen."""
+    seen: list[Tensor] = []
+
+    def of_router(_m: nn.Module, args: tuple) -> None:
+        seen[:] = [args[0]]
+
+    @torch.no_grad()
+    def of_experts(_m: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if not seen:
+            return None
+        s, ids, weights = *args, *kwargs.values()
+        return (s, *change(seen.pop().reshape(len(ids), -1), ids, weights)), {}
+
+    patches.hook(layer.router.register_forward_pre_hook, of_router)
+    # First of all hooks on the experts, so that a recording's sees what is executed.
+    register = layer.experts.register_forward_pre_hook
+    patches.hook(register, of_experts, with_kwargs=True, prepend=True)
 
 
 def _executor(layer: MoELayer) -> Any:

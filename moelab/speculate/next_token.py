@@ -50,13 +50,10 @@ class NextToken:
     discount: float
     model_id: str
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_tables", self.W.numpy())
-
     def expected(self, layer: int, s: np.ndarray, u: np.ndarray) -> np.ndarray:
         """ŷ [E] of a layer, from the router inputs s [T, H] of the tokens that go on and recent
         uses u [E]."""
-        H, W = s.shape[-1], self._tables[layer]
+        H, W = s.shape[-1], self.W[layer].numpy()
         return s.mean(0) @ W[:H] + u @ W[H:-1] + W[-1]
 
     @property
@@ -133,14 +130,12 @@ def lately(chosen: Tensor, half_life: float) -> Tensor:
 def coming(chosen: Tensor, sequence: Tensor, discount: float) -> tuple[Tensor, Tensor]:
     """(y of every token [T, E], whether it is the last of its sequence [T], after which nothing is
     known)."""
-    y, last = torch.zeros_like(chosen), torch.ones(len(chosen), dtype=torch.bool)
+    last = torch.ones(len(chosen), dtype=torch.bool)
     last[:-1] = sequence[1:] != sequence[:-1]
-    for t in range(len(chosen) - 2, -1, -1):
+    y = chosen.clone()  # after its end a sequence is taken to go on like its last token
+    for t in reversed(range(len(chosen) - 1)):
         if not last[t]:
-            # what comes after the end of a sequence is taken to go on like its last token
-            y[t] = (1 - discount) * chosen[t + 1] + discount * (
-                chosen[t + 1] if last[t + 1] else y[t + 1]
-            )
+            y[t] = (1 - discount) * chosen[t + 1] + discount * y[t + 1]
     return y, last
 
 
@@ -152,13 +147,13 @@ def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
         some = x[rows].double()
         return some.T @ some, some.T @ y[rows].double()
 
-    def solved(of: tuple[Tensor, Tensor], strength: float) -> Tensor:
-        gram, target = of[0].clone(), of[1]
-        gram.diagonal().add_(strength * gram.diagonal().mean())
-        return torch.linalg.solve(gram, target).float()
+    def solved(gram: Tensor, target: Tensor, strength: float) -> Tensor:
+        level = torch.eye(len(gram), dtype=gram.dtype) * (strength * gram.diagonal().mean())
+        return torch.linalg.solve(gram + level, target).float()
+
+    def error(strength: float) -> float:
+        return float((x[held_out] @ solved(*part, strength) - y[held_out]).square().sum())
 
     part, rest = products(~held_out), products(held_out)
-    errors = {
-        s: float((x[held_out] @ solved(part, s) - y[held_out]).square().sum()) for s in RIDGES
-    }
-    return solved((part[0].add_(rest[0]), part[1] + rest[1]), min(errors, key=errors.get))
+    best = min(RIDGES, key=error)
+    return solved(part[0] + rest[0], part[1] + rest[1], best)

@@ -3,8 +3,7 @@
 
 Tokens are packed into blocks of B, each of one expert; a static number N of blocks holds every
 routing. Padded slots load no token, consecutive blocks of one expert load its weights once and are
-one product [m·B, H], and blocks without any token are not computed. Each kind of skipping can be
-switched off, so that its effect is counted.
+one product [m·B, H], and blocks without any token are not computed, unless `skip_blocks` is off.
 
     blocks_e = ⌈n_e/B⌉    slot of a choice = rank within its expert + B · (blocks before that expert)
     block_to_expert [N]    token position table [N, B], −1 where a slot is empty
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch, zeros
-from moelab.static.blocks import PROVISION
+from moelab.static.blocks import blocks_by_code
 from moelab.static.sharding import Sharding
 
 
@@ -51,11 +50,11 @@ class BlockMap:
         return (self.tokens >= 0).any(1)
 
 
-def block_map(ids: Tensor, E: int, B: int, provision: str = "code") -> BlockMap:
+def block_map(ids: Tensor, E: int, B: int) -> BlockMap:
     """Map the choices ids [T, K] to blocks of B; within an expert, tokens keep their order."""
     T, K = ids.shape
     d = dispatch(ids, E)
-    N = PROVISION[provision](T, K, E, B) if T else 0
+    N = blocks_by_code(T, K, E, B) if T else 0
     before = torch.cat([d.counts.new_zeros(1), (-(-d.counts // B)).cumsum(0)])  # [E + 1]
     # The blocks of experts 0 … e end at before[e + 1]: a block's expert is how many of these ends
     # it has passed.
@@ -71,7 +70,6 @@ class Blockwise(Executor):
     """Experts in blocks of fixed size; lossless.
 
     block_size : B. The SDK's is 512; a CPU needs tens of rows a weight.
-    provision : the formula of N, in `PROVISION`.
     sharding : how virtual cores share the work; None is one core.
 
     Attributes, summed over calls:
@@ -82,32 +80,17 @@ class Blockwise(Executor):
     """
 
     def __init__(
-        self,
-        block_size: int = 64,
-        *,
-        provision: str = "code",
-        skip_tokens: bool = True,
-        skip_weights: bool = True,
-        skip_blocks: bool = True,
-        sharding: Sharding | None = None,
+        self, block_size: int = 64, *, skip_blocks: bool = True, sharding: Sharding | None = None
     ) -> None:
         super().__init__()
-        if block_size < 1 or provision not in PROVISION:
-            raise ValueError(
-                f"block_size={block_size} must be at least 1, and provision={provision!r} one of "
-                f"{', '.join(PROVISION)}"
-            )
-        self.block_size, self.provision, self.sharding = block_size, provision, sharding
-        self.skip_tokens, self.skip_weights, self.skip_blocks = (
-            skip_tokens,
-            skip_weights,
-            skip_blocks,
-        )
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size} must be at least 1")
+        self.block_size, self.skip_blocks, self.sharding = block_size, skip_blocks, sharding
         self.blocks = self.live = self.computed = self.reduced = 0
         self.row_loads, self.weight_loads = Loads(), Loads()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        m = block_map(ids, experts.num_experts, self.block_size, self.provision)
+        m = block_map(ids, experts.num_experts, self.block_size)
         live = m.live
         todo = (live.nonzero().flatten() if self.skip_blocks else torch.arange(len(live))).tolist()
         executed = int((m.tokens >= 0).sum())
@@ -126,18 +109,13 @@ class Blockwise(Executor):
     ) -> Tensor:
         """What one core contributes by computing some blocks: [T, H]."""
         out, of = zeros(x, weights, experts), m.block_to_expert.tolist()
-        for _key, group in groupby(
-            blocks, key=(lambda b: of[b]) if self.skip_weights else (lambda b: (of[b], b))
-        ):
-            run = list(group)
-            expert_weights = experts.weights(of[run[0]])
+        for expert, group in groupby(blocks, key=of.__getitem__):
+            run, expert_weights = list(group), experts.weights(expert)
             tokens, choices = m.tokens[run].flatten(), m.choices[run].flatten()
             used = (tokens >= 0).nonzero().flatten()
             t, w = tokens[used], weights.new_zeros(len(tokens))
             w[used] = weights[t, choices[used]]
-            rows = (
-                x.new_zeros(len(tokens), x.shape[1]) if self.skip_tokens else x[tokens.clamp(min=0)]
-            )
+            rows = x.new_zeros(len(tokens), x.shape[1])
             rows[used] = x[t]
             if self.sharding is None or self.sharding.on == "block":
                 y = experts.weighted(rows, w, expert_weights)
@@ -145,7 +123,6 @@ class Blockwise(Executor):
                 y, exchanged = self.sharding.weighted(rows, w, expert_weights, experts)
                 self.reduced += exchanged
             out.index_add_(0, t, y[used].to(out.dtype))
-            loaded = len(used) if self.skip_tokens else len(tokens)
-            self.row_loads.add(loaded, len(tokens) - loaded)
+            self.row_loads.add(len(used), len(tokens) - len(used))
             self.weight_loads.add(1, len(run) - 1)
         return out.to(x.dtype)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from moelab.registry import require
+from moelab.specs import MoESpec
 
 RULES = ("topk", "paper")
 MULTIPLE = 16  # of capacities
@@ -145,3 +146,14 @@ def _layers_of(counts: Any) -> np.ndarray:
             f"counts must be [E] or [L, E], not negative, and not {list(counts.shape)}"
         )
     return counts
+
+
+def executor_options(name: str, spec: MoESpec, calibration: Any = None) -> dict[str, Any]:
+    """Options of the executors "tiered" and "grouped" for a model: capacities that follow from a
+    calibration or, without, from a uniform popularity, and that pad rather than drop."""
+    counts = np.ones((spec.L, spec.E)) if calibration is None else calibration.counts()
+    tiers = capacity_tiers(counts, int(counts[0].sum()) // spec.K or 1, 256)
+    if name == "tiered":
+        return {"overflow": "pad", "capacities": [of.capacity for of in tiers]}
+    groups = [form_groups(of, layer, size=4) for of, layer in zip(tiers, counts)]
+    return {"overflow": "pad", "groups": groups}

@@ -66,13 +66,15 @@ def nbytes(dtype: str, shape: Iterable[int]) -> int:
 
 
 class Stored(NamedTuple):
-    """A tensor in a safetensors file: its type by safetensors' name, and where in the file its
-    bytes begin."""
+    """A tensor in a safetensors file, or a part of one: its type by safetensors' name, where in the
+    file its bytes begin, its key there, and which of the tensor's weights is its first."""
 
     file: Path
     dtype: str
     shape: Shape
     begin: int
+    key: str = ""
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -92,12 +94,9 @@ class Stored(NamedTuple):
 
     def slice(self, i: int) -> Stored:
         """Its part [i:i+1]."""
-        return Stored(
-            self.file,
-            self.dtype,
-            (1, *self.shape[1:]),
-            self.begin + i * (self.nbytes // self.shape[0]),
-        )
+        shape, n = (1, *self.shape[1:]), prod(self.shape[1:])
+        begin = self.begin + i * nbytes(self.dtype, shape)
+        return Stored(self.file, self.dtype, shape, begin, self.key, i * n)
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -127,7 +126,7 @@ def read_header(file: Path) -> dict[str, Stored]:
                 f"Write it again"
             )
         begin = 8 + size + entry["data_offsets"][0]
-        found[key] = Stored(file, dtype, tuple(entry["shape"]), begin)
+        found[key] = Stored(file, dtype, tuple(entry["shape"]), begin, key)
     return found
 
 

@@ -372,10 +372,8 @@ class ExpertFiles:
         """The files that hold a layer's experts."""
         raise NotImplementedError
 
-    def extents(self, parts: list[Any]) -> list[Iterable[Extent]]:
-        """What to read for `Chunks` that follow each other in the file. Each of the list can be
-        read by another thread, a list in it also in any order, and what is an iterator in its
-        own."""
+    def extents(self, parts: list[Any]) -> Iterable[Extent]:
+        """What to read, one after another, for `Chunks` that follow each other in the file."""
         raise NotImplementedError
 
     @property
@@ -543,9 +541,9 @@ class ExpertStore(ExpertFiles):
     def paths(self, layer: int) -> list[Path]:
         return [self._paths[layer]]
 
-    def extents(self, parts: list[Any]) -> list[Iterable[Extent]]:
-        first, memory = parts[0], [memoryview(part.data) for part in parts]
-        return [[(self._paths[first.layer], first.offset, memory)]]
+    def extents(self, parts: list[Any]) -> Iterable[Extent]:
+        memory = [memoryview(part.data) for part in parts]
+        return [(self._paths[parts[0].layer], parts[0].offset, memory)]
 
     @property
     def weights_bytes(self) -> int:

@@ -22,11 +22,11 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,10 +42,8 @@ from moelab.store.layout import (
     MAKES_NO_SENSE,
     PARTS,
     ExpertFiles,
-    Extent,
     StoreError,
     TensorEntry,
-    aligned,
     run,
 )
 
@@ -125,13 +123,6 @@ class Chunks:
         """Plane `i` of a tensor, as views of `data`."""
         codec, chunks = self.entries[name].planes[i]
         return Plane(codec, tuple(self.data[c.offset - self.offset :][: c.length] for c in chunks))
-
-
-class Piece(NamedTuple):
-    """Of what is read of an expert, something that one thread reads, in this order."""
-
-    extents: Iterable[Extent]
-    of: Chunks
 
 
 class Reader:
@@ -215,31 +206,14 @@ class Reader:
     ) -> list[Chunks]:
         """Read "E", "SM" or both, in this order, into a buffer each, in one request; without
         `check`."""
-        found, pieces = self.plan(layer, expert, parts)
-        for piece in pieces:
-            self.fill(piece)
-        return found
-
-    def plan(
-        self, layer: int, expert: int, parts: dict[str, np.ndarray | None], piece: int | None = None
-    ) -> tuple[list[Chunks], list[Piece]]:
-        """What `read_parts` reads, but not yet read, and the pieces to `fill`, in any order and by
-        any thread.
-
-        piece : cut what lies together in a file into equal ones of at most so many bytes, a
-        multiple of `ALIGN`."""
         found = [self._chunks(layer, expert, part, buffer) for part, buffer in parts.items()]
-        filled, pieces = [chunks for chunks in found if len(chunks.data)], []
-        for extents in self.store.extents(filled) if filled else ():
-            if piece and isinstance(extents, list):
-                pieces += [
-                    Piece([(path, offset + at, some)], filled[0])
-                    for path, offset, views in extents
-                    for at, some in _pieces(views, piece)
-                ]
-            else:
-                pieces.append(Piece(extents, filled[0]))
-        return found, pieces
+        filled = [chunks for chunks in found if len(chunks.data)]
+        total, requests, start = 0, 0, time.perf_counter()
+        for path, offset, views in self.store.extents(filled) if filled else ():
+            total += sum(map(len, views))
+            requests += self._read_extent(path, offset, views, filled[0])
+        self._count(total, requests, start)
+        return found
 
     def _chunks(self, layer: int, expert: int, part: str, buffer: np.ndarray | None) -> Chunks:
         """A part that is still to be read, in its buffer."""
@@ -256,15 +230,6 @@ class Reader:
                 f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one"
             )
         return Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes)
-
-    def fill(self, piece: Piece) -> int:
-        """Read a piece; returns its bytes. Raises StoreError, OSError as `read`."""
-        total, requests, start = 0, 0, time.perf_counter()
-        for path, offset, views in piece.extents:
-            total += sum(map(len, views))
-            requests += self._read_extent(path, offset, views, piece.of)
-        self._count(total, requests, start)
-        return total
 
     def _count(self, total: int, requests: int, start: float) -> None:
         """Wait as long as throttling says, and count."""
@@ -365,23 +330,6 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _pieces(views: list[memoryview], most: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """The views in equal pieces of at most so many bytes, but for alignment: (where it begins, its
-    views)."""
-    total = sum(map(len, views))
-    size = aligned(-(-total // max(-(-total // most), 1)))
-    at, piece, room = 0, [], size
-    for view in views:
-        while len(view):
-            piece.append(view[:room])
-            view, room = view[room:], room - len(piece[-1])
-            if not room:
-                yield at, piece
-                at, piece, room = at + size, [], size
-    if piece:
-        yield at, piece
 
 
 def _close(files: dict[Any, int]) -> None:

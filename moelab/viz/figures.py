@@ -73,6 +73,7 @@ def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> 
 
 
 def hover(template: str, name: str) -> str:
+    """A hover text with the name of the series beside it."""
     return f"{template}<extra>{name}</extra>"
 
 

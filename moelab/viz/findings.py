@@ -281,10 +281,12 @@ def dropping(results: Mapping[str, Any]) -> Figure:
 
 
 def bench(name: str) -> Callable[[Path], Any]:
+    """Reads the results of a bench below a folder of results."""
     return lambda root: read_json(root / "bench" / f"{name}.json", BenchFile)["results"]
 
 
 def notebook(name: str) -> Callable[[Path], Any]:
+    """Reads a notebook's baseline metrics below a folder of results."""
     return lambda root: read_json(root / "baseline" / f"{name}.json", MetricsFile)["metrics"]
 
 

@@ -26,11 +26,11 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import Calibration
 from moelab.models.identity import identity
+from moelab.offloading.offload import Memory
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
-from moelab.specs import MoESpec
 from moelab.trace import DECODE
 from moelab.zipmoe import selection
 from moelab.zipmoe.affinity import default_order
@@ -78,17 +78,7 @@ def shares_of(calibration: Calibration) -> np.ndarray:
 
 
 def auto_pools(
-    calibration: Calibration | None,
-    model: Any,
-    spec: MoESpec,
-    room: int,
-    sizes: Sizes,
-    delays: Delays,
-    workers: int,
-    staging: int,
-    policy: Any,
-    scope: str,
-    margin: float | None,
+    calibration: Calibration | None, model: Any, memory: Memory, delays: Delays
 ) -> Pools:
     """What plan="auto" keeps, once a model is open: the fastest of `best_pools`. ValueError without
     a calibration, or for another model's."""
@@ -97,17 +87,17 @@ def auto_pools(
             "plan='auto' divides the memory by how popular experts are: give calibration=, which "
             "`moelab calibrate MODEL FILE` makes"
         )
-    shares = shares_of(calibration.require(identity(model), spec))
+    how, shares = memory.how, shares_of(calibration.require(identity(model), memory.store.spec))
     return best_pools(
         shares,
         drawn(shares, WARM + TIMED),
-        room,
-        sizes,
-        Machine(delays, workers),
-        staging=staging,
-        policy=policy,
-        scope=scope,
-        margin=margin,
+        memory.kept,
+        memory.sizes,
+        Machine(delays, how.workers),
+        staging=memory.staging,
+        policy=how.cache,
+        scope=how.scope,
+        margin=how.margin,
     )[0].pools
 
 

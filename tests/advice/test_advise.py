@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moelab import advise, names, open_model
 from moelab.__main__ import build_parser
+from moelab.advice.answer import in_units
 from moelab.advice.model import AS_IS, FORMS, Model, find_model
 from moelab.advice.ways import Way, front, hit_rates, possible, zipf
 from moelab.bench.limits import uniform_hit_rate
@@ -207,3 +208,27 @@ def test_the_front_is_what_nothing_beats(points):
             )
             beaten |= a != b and a[0] <= b[0] and a[1] <= b[1] and a[2] <= b[2]
         assert (way in kept) == (not beaten)
+
+
+def test_a_column_is_in_the_unit_in_which_its_least_is_not_below_one():
+    rows = [
+        {"name": "a", "memory, B": 5_468_400, "TPOT, s": 0.2354, "written, B": 0, "rate": 0.83878},
+        {
+            "name": "b",
+            "memory, B": 16 * 10**9,
+            "TPOT, s": 2.4644,
+            "written, B": 46_503_987_200,
+            "rate": 4144.3,
+        },
+    ]
+    assert in_units(rows) == [
+        {"name": "a", "memory, MB": "5.47", "TPOT, ms": "235", "written, GB": "0", "rate": "0.839"},
+        {
+            "name": "b",
+            "memory, MB": "16,000",
+            "TPOT, ms": "2,460",
+            "written, GB": "46.5",
+            "rate": "4,140",
+        },
+    ]
+    assert in_units([]) == []

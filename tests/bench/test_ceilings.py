@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from moelab.bench.limits import belady_hits, compulsory_misses, request_count, static_hits
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
-from moelab.specs import State
 
 SMALL = st.lists(
     st.tuples(
@@ -90,17 +89,6 @@ def test_no_policy_is_above(name, scope, steps, capacity, margin):
         <= request_count(steps) - compulsory_misses(steps)
     )
     assert residency.counters.misses - residency.counters.rereads == compulsory_misses(steps)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=60), st.integers(1, 8))
-@settings(max_examples=100, deadline=None)
-def test_beladys_policy_reaches_it_when_nothing_is_pinned(requests, capacity):
-    """Steps of one expert: no other expert of the step is in the way."""
-    steps = [(layer, {expert: 1}) for layer, expert in requests]
-    residency = Residency(3, 6, Pools(F=capacity), Belady(steps))
-    for step in steps:
-        residency.begin(*step)
-    assert residency.counters.hits[State.FULL] == belady_hits(steps, capacity)
 
 
 def test_edges():

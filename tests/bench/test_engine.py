@@ -22,8 +22,8 @@ from moelab.bench import (
     peers,
     scale,
 )
+from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.convert import convert
-from moelab.checkpoint.synthesize import synthesize
 from moelab.specs import MoESpec
 from moelab.viz.scale_figure import beside_memory
 

@@ -8,7 +8,7 @@ import torch
 
 from moelab import convert
 from moelab.bench import gpu
-from moelab.checkpoint.synthesize import synthesize
+from moelab.bench.synthesize import synthesize
 from moelab.offloading.link import PinnedReader
 from moelab.specs import MoESpec
 from tests.offloading.test_link import CPU, Ordered

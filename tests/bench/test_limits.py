@@ -1,71 +1,29 @@
 """Limits: numbers computed by hand, and that no small simulation of what they bound gets past
 them."""
 
-from collections import OrderedDict
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.bench import limits
 from moelab.bench.limits import LayerRecord
+from moelab.cache.residency import Pools, Residency
 from moelab.offloading.budget import kv_bytes
-from moelab.specs import Event, MoESpec
+from moelab.specs import Event, MoESpec, State
 
 SPEC = MoESpec(
     "toy", "toy", num_layers=4, moe_layers=(1, 2, 3), E=8, K=2, H=100, I=50, kv_heads=2, head_dim=16
 )
 
 
-def lru(requests, capacity):
-    """Hits of a global LRU, one request at a time."""
-    cache, hits = OrderedDict(), 0
-    for key in requests:
-        if key in cache:
-            hits += 1
-            cache.move_to_end(key)
-        else:
-            cache[key] = True
-            if len(cache) > capacity:
-                cache.popitem(last=False)
-    return hits
-
-
-def routings(L, E, K, tokens):
-    """Strategy: [tokens][L] sets of K of E experts."""
-    layer = st.sets(st.integers(0, E - 1), min_size=K, max_size=K)
-    return st.lists(st.lists(layer, min_size=L, max_size=L), min_size=1, max_size=tokens)
-
-
-@given(routings(3, 8, 2, 12), st.integers(0, 2))
-def test_no_lru_up_to_the_cliff_ever_hits(routing, fewer):
-    requests = [
-        (layer, e)
-        for token in routing
-        for layer, chosen in enumerate(token)
-        for e in sorted(chosen)
-    ]
-    assert lru(requests, limits.lru_cliff(SPEC) - fewer) == 0
-
-
-def test_the_cliff_is_no_lower():
-    assert limits.lru_cliff(SPEC) == 4
-    requests = [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (2, 1),
-        (0, 1),
-        (0, 2),
-    ]  # expert 1 last, then first
-    assert lru(requests, 4) == 0 and lru(requests, 5) == 1
-
-
-def test_uniform_routing_hits_the_share_that_fits():
-    assert limits.uniform_hit_rate(SPEC, 6) == 0.25
-    assert limits.uniform_hit_rate(SPEC, 1000) == 1
+@given(st.lists(st.lists(st.permutations(range(8)), min_size=3, max_size=3), max_size=12))
+def test_no_lru_up_to_the_cliff_ever_hits(tokens):
+    residency = Residency(3, 8, Pools(F=limits.lru_cliff(SPEC)), "lru")
+    for token in tokens:
+        for layer, chosen in enumerate(token):
+            for expert in sorted(chosen[:2]):
+                residency.begin(layer, {expert: 1})
+    assert limits.lru_cliff(SPEC) == 4 and residency.counters.hits[State.FULL] == 0
 
 
 def test_kv_bytes_by_hand():
@@ -78,22 +36,6 @@ def test_kv_bytes_by_hand():
 def test_values_out_of_range_are_refused(rate, steps):
     with pytest.raises(ValueError, match="must be positive"):
         limits.on_demand_limit([], rate, steps)
-
-
-def test_on_demand_by_hand():
-    read_bound = LayerRecord(
-        bytes=4_000_000, other_s=0.001, expert_s=0.003, decompress_s=0.006
-    )  # reads 4 ms
-    decode_bound = LayerRecord(
-        bytes=1_000_000, other_s=0.001, expert_s=0.002, decompress_s=0.010
-    )  # 5 ms on two
-    hit = LayerRecord(other_s=0.001, expert_s=0.002)
-    assert limits.on_demand_limit([read_bound], 1e9, workers=2) == pytest.approx(0.005)
-    assert limits.on_demand_limit([decode_bound], 1e9, workers=2) == pytest.approx(0.006)
-    assert limits.on_demand_limit([hit], 1e9) == pytest.approx(0.003)
-    assert limits.on_demand_limit(
-        [read_bound, decode_bound, hit] * 2, 1e9, 2, workers=2
-    ) == pytest.approx(0.014)
 
 
 RECORDS = st.lists(

@@ -9,7 +9,7 @@ import moelab
 from moelab.bench import static
 from moelab.experts.executor import Tally
 from moelab.static.static import CapacityFactor, Tiered
-from moelab.trace import PREFILL
+from moelab.trace import DECODE, PREFILL
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_blocks_are_counted_as_they_run():
 
 def test_unique_experts_of_a_batch(trace):
     found, E, K = static.unique_experts(trace, (1, 2)), trace.spec.E, trace.spec.K
-    decode = trace.decode
+    decode = trace.select(trace.phase == DECODE)
     steps = [
         set(decode.ids[decode.sequence == s][i, layer].tolist())
         for s in range(trace.sequences)

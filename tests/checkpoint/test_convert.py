@@ -4,10 +4,8 @@ are survived."""
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
-import os
 import subprocess
 import sys
 
@@ -18,17 +16,17 @@ from hypothesis import strategies as st
 
 from moelab import open_model
 from moelab.__main__ import main as moelab_main
+from moelab.bench.synthesize import synthesize
 from moelab.checkpoint import convert as converting
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.restore import places, restore
-from moelab.checkpoint.synthesize import synthesize
 from moelab.models import plug
 from moelab.store.layout import StoreError
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import main as verify_main
 from moelab.store.verify import verify
-from tests.checkpoint.stores import identity_of, open_store
+from tests.checkpoint.stores import identity_of
 from tests.models import tiny
 from tests.store.faults import small_checkpoint
 
@@ -39,16 +37,6 @@ def source_of(name, folder, **changes):
         if changes
         else tiny.save_few(name, folder)
     )
-
-
-def same_tensors(a, b):
-    first, second = a.state_dict(), b.state_dict()
-    assert first.keys() == second.keys()
-    assert not [
-        k
-        for k in first
-        if first[k].dtype != second[k].dtype or not torch.equal(first[k], second[k])
-    ]
 
 
 def files(folder):
@@ -134,44 +122,6 @@ def test_places_of_source_tensors(shape, dim, dtype, how):
         ]
         assert got == source.reshape(-1).tolist()
     assert dtype == torch.uint8 or places([("x", 0, -1 - first[None])], made, lambda _: "") is None
-
-
-def test_files_of_a_store_are_closed(tmp_path):
-    store = convert(small_checkpoint(tmp_path / "m"), tmp_path / "s")
-
-    def opened():
-        return sum(
-            os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(tmp_path))
-            for fd in os.listdir("/proc/self/fd")
-        )
-
-    if not os.path.isdir("/proc/self/fd"):
-        pytest.skip("needs /proc")
-    before = opened()
-    with StoreExperts(store, mode="buffered") as source:
-        source(0, 0), source(1, 0)
-        assert opened() == before + 2
-    assert opened() == before
-    model = open_store(store, mode="buffered")
-    model(torch.arange(9)[None])
-    assert opened() > before
-    del model
-    gc.collect()
-    assert opened() == before
-
-
-def test_tied_weights_and_shards(tmp_path):
-    torch.manual_seed(0)
-    source = tiny.save("qwen2_moe", tmp_path / "m", torch.bfloat16, tie_word_embeddings=True)
-    model = open_model(source)
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
-    for folder in (source, tmp_path / "sharded"):
-        store = convert(folder, tmp_path / (folder.name + "-store"))
-        assert "lm_head.weight" not in store.weights
-        restored = open_model(restore(store, tmp_path / (folder.name + "-restored")))
-        same_tensors(model, restored)
-        assert restored.lm_head.weight.data_ptr() == restored.model.embed_tokens.weight.data_ptr()
 
 
 def test_refusals(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def every_way(folder: Path, scratch: Path):
     for name, place in places.items():
         for options in ({}, {"experts": "external"}, {"memory": "50%"}):
             with open_model(place, **options) as model:
-                yield (name, options), logits(model)
+                yield f"{name} {options}", logits(model)
 
 
 # -------------------------------------------------------------------------------------------------------------

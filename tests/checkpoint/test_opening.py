@@ -16,10 +16,10 @@ import moelab
 from moelab import open_model
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.measure import in_process
+from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.opening import require_tokenizer
-from moelab.checkpoint.synthesize import synthesize
 from moelab.files import small_model
 from moelab.models import discover, plug, unplug
 from moelab.specs import MoESpec
@@ -93,20 +93,8 @@ print(json.dumps(process()["peak_rss_bytes"] - before))
 
 def test_peak_memory_of_external_experts_does_not_hold_them(tmp_path):
     """Of 100 MB of experts."""
-    spec = MoESpec(
-        "two layers",
-        "qwen3_moe",
-        2,
-        (0, 1),
-        32,
-        4,
-        1024,
-        256,
-        vocab=1024,
-        heads=8,
-        kv_heads=2,
-        head_dim=128,
-    )
+    sizes = {"E": 32, "K": 4, "H": 1024, "I": 256, "vocab": 1024, "heads": 8, "kv_heads": 2}
+    spec = MoESpec("two layers", "qwen3_moe", 2, (0, 1), **sizes, head_dim=128)
     write_unstacked(synthesize(tmp_path / "stacked", spec), tmp_path / "model")
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert in_process(OPEN, tmp_path / "model") < size / 2

@@ -142,15 +142,6 @@ def test_it_is_the_model_that_transformers_dequantises(kind, group, tmp_path):
     )
 
 
-def test_rounded_again(tmp_path):
-    """What transformers makes of it is rounded."""
-    source, plain = packed.save(tmp_path / "m", "awq", 32, symmetric=False)
-    found, expected = (
-        convert(place, tmp_path / place.name / "s", quantize="int8") for place in (source, plain)
-    )
-    assert torch.equal(logits(open_model(found.folder)), logits(open_model(expected.folder)))
-
-
 KEY = "model.layers.2.mlp.experts.5.up_proj."
 
 
@@ -159,7 +150,7 @@ KEY = "model.layers.2.mlp.experts.5.up_proj."
     [
         ({KEY + "scales": None}, "experts.5.up_proj.scales is missing"),
         ({KEY + "qzeros": torch.zeros(3, 8, dtype=torch.int32)}, r"qzeros is I32 \[3, 8\], unlike"),
-        ({"model.layers.0.self_attn.q_proj.g_idx": None}, "q_proj.weight is .* cannot be made of"),
+        ({"model.layers.0.self_attn.q_proj.g_idx": None}, "q_proj.weight cannot be made of"),
         (
             {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(4, 64, dtype=torch.int32)},
             "cannot be made of",

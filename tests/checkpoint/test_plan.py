@@ -83,7 +83,8 @@ def test_a_changed_tensor_is_refused_by_name(name, tmp_path):
         groups: dict[str, list] = {}
         for what, changed in changes(key, tensors, experts):
             groups.setdefault(what, []).append(changed)
-        made = {p.target for plans in plan.experts for p in plans.values() if key in p.keys}
+        parts = [p for layer in plan.experts for expert in layer for p in expert.values()]
+        made = {p.target for p in parts if key in p.keys}
         for what in rng.sample(sorted(groups), depth(1, len(groups))):
             write(folder, changed := rng.choice(groups[what]))
             names = [key, *made, *(changed.keys() - tensors.keys())]

@@ -3,14 +3,11 @@ byte."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-import moelab
 from moelab import open_model
 from moelab.__main__ import main
 from moelab.checkpoint import convert as converting
@@ -48,8 +45,10 @@ def logits(model):
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("name", fewbit.FORMATS)
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name, architecture",
+    [("int8", "qwen3_moe"), ("fp8", "gpt_oss"), ("mxfp4", "qwen3_moe"), ("int4", "gpt_oss")],
+)
 def test_a_rounded_model_is_eager_on_its_rounded_weights(name, architecture, tmp_path):
     """However it is opened; biases, and down_proj of 24 inputs, keep their bits."""
     source = tiny.save(architecture, tmp_path / "m", torch.bfloat16)
@@ -84,8 +83,10 @@ def test_a_rounded_model_is_eager_on_its_rounded_weights(name, architecture, tmp
         convert(store.folder, tmp_path / "t")
 
 
-@pytest.mark.parametrize("name", fewbit.FORMATS)
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name, architecture",
+    [("int8", "qwen3_moe"), ("fp8", "gpt_oss"), ("mxfp4", "qwen3_moe"), ("int4", "gpt_oss")],
+)
 def test_kernels_multiply_it_as_it_lies(name, architecture, tmp_path):
     """Of 64 and 128 inputs, in slots of the stored bytes: the rounded model within bf16's
     tolerance."""
@@ -112,23 +113,6 @@ def test_kernels_multiply_it_as_it_lies(name, architecture, tmp_path):
         assert model.moelab.engine.loader.slots.sizes.in_place and torch.equal(
             logits(model), expected
         )
-
-
-def test_a_rounded_store_is_as_small_as_its_format(tmp_path):
-    source = small_checkpoint(tmp_path / "m")  # H 64, I 96
-    for name, bits in {"int8": 8.5, "mxfp4": 4.25, "int4": 4.5}.items():
-        row = convert(source, tmp_path / name, quantize=name).table()[-1]
-        assert row["codec"] == name and row["fraction"] == bits / 16
-
-
-def test_what_was_counted_on_the_source_serves_the_rounded_model(tmp_path):
-    source = small_checkpoint(tmp_path / "m")
-    calibration = moelab.calibrate(moelab.record(open_model(source), [[5, 6, 7]]))
-    store = convert(source, tmp_path / "s", quantize="int4").folder
-    with open_model(store, memory="60%", calibration=calibration) as model:
-        assert model.moelab
-    with pytest.raises(ValueError, match="belongs to m"):
-        open_model(small_checkpoint(tmp_path / "n", seed=1), calibration=calibration)
 
 
 def test_cut_off_it_goes_on_to_the_same_bytes_and_not_in_another_format(tmp_path, monkeypatch):
@@ -191,8 +175,6 @@ def test_on_the_way_it_is_converted_once(tmp_path, monkeypatch, capsys):
     "name, scales",
     [
         ("qwen3_moe", torch.float32),
-        ("qwen3_moe", torch.bfloat16),
-        ("deepseek_v3", torch.float32),
         ("deepseek_v3", torch.float8_e8m0fnu),
     ],
 )
@@ -247,17 +229,6 @@ def test_a_published_store_takes_no_more_than_its_checkpoint(name, tmp_path):
     assert stored == few and SOURCE_LAYOUT in store.files
 
 
-def test_rounded_again_from_few_bits(tmp_path):
-    """What has the format already is kept; another one rounds what transformers makes of it."""
-    source = tiny.save_mxfp4(tmp_path / "m")
-    same, other = (
-        convert(source, tmp_path / "s", quantize="mxfp4"),
-        convert(source, tmp_path / "t", quantize="int8"),
-    )
-    assert torch.equal(logits(open_model(same.folder)), logits(open_model(source)))
-    assert torch.equal(logits(open_model(other.folder)), logits(rounded(source, "int8")))
-
-
 def test_fp8_in_other_blocks_is_dequantised(tmp_path):
     """Still exact; the store holds bf16, and gives other files of the same model."""
     source = tiny.save_fp8(tmp_path / "m", block=64)
@@ -266,12 +237,3 @@ def test_fp8_in_other_blocks_is_dequantised(tmp_path):
     expected = logits(open_model(source))
     assert torch.equal(logits(open_model(store.folder)), expected)
     assert torch.equal(logits(open_model(restore(store, tmp_path / "r"))), expected)
-
-
-def test_scales_of_no_blocks_are_refused(tmp_path):
-    source = tiny.save_fp8(tmp_path / "m")
-    cfg = json.loads((source / "config.json").read_text())
-    cfg["quantization_config"]["weight_block_size"] = [64, 64]
-    (source / "config.json").write_text(json.dumps(cfg))
-    with pytest.raises(ValueError, match="with scales .4, 2. of that name"):
-        open_model(source)

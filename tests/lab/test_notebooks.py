@@ -8,13 +8,13 @@ from shutil import copyfile
 
 import pytest
 
-from moelab.checkpoint.synthesize import TOKENIZER, synthesize
+from moelab.bench.synthesize import TOKENIZER, synthesize
 from moelab.files import CHECKOUT, small_model
 from moelab.lab.results import KINDS
 from moelab.lab.runner import is_side_by_side, notebooks
 from moelab.parallel.launch import HEAVY
 from moelab.specs import MoESpec
-from tests.depth import STRESS
+from tests.depth import STRESS, depth
 from tests.models import tiny
 
 nbformat = pytest.importorskip("nbformat")
@@ -120,7 +120,7 @@ def foreign(tmp_path_factory):
 @pytest.mark.stress
 @pytest.mark.parametrize(
     "path",
-    [path for path in notebooks() if STRESS or path.stem == "03_cache_planning"],
+    depth([], notebooks()),
     ids=lambda path: path.stem,
 )
 def test_smoke_run_of_another_model(path, foreign, tmp_path):

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from moelab.__main__ import main
-from moelab.files import CHECKOUT, finished_runs, remove_leftovers
+from moelab.comparison import finished_runs
+from moelab.files import CHECKOUT, remove_leftovers
 from moelab.lab.runner import (
     NotebookFailed,
     check_parameters,

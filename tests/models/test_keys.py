@@ -147,17 +147,6 @@ def test_a_relative_path_is_from_where_one_stood(source, tmp_path, monkeypatch, 
         )
 
 
-def test_a_store_that_cannot_be_kept_says_where_else(source, tmp_path, monkeypatch):
-    """As in pypa/pip issue 7488."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file"))
-    with (
-        pytest.warns(UserWarning, match="MOELAB_CACHE"),
-        pytest.raises(OSError, match="set MOELAB_CACHE to another"),
-    ):
-        moelab.open_model(source, quantize="int4")
-
-
 def test_threads_that_want_the_same_store_at_first_wait_for_one(source):
     with ThreadPoolExecutor(4) as threads:
         stores = [*threads.map(lambda _: kept_store(source, quantize="int8"), range(8))]

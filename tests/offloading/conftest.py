@@ -13,5 +13,5 @@ def qwen(tmp_path_factory):
     experts."""
     folder = tmp_path_factory.mktemp("qwen")
     tiny.save("qwen3_moe", folder / "model", torch.bfloat16, max_position_embeddings=1024)
-    convert(folder / "model", folder / "store")
+    convert(folder / "model", folder / "store", codec="huffman")
     return folder / "model", folder / "store"

@@ -21,7 +21,7 @@ from moelab.registry import make
 from moelab.speculate import Speculation
 from tests.depth import depth
 from tests.models import tiny
-from tests.offloading.test_offload import DELAYS, assert_equal, generate, jitter, threads
+from tests.offloading.test_offload import assert_equal, generate, jitter, threads
 
 #: how a model is set up: (codec, mode of speculation, options of `offload`)
 SETUPS = [
@@ -57,7 +57,7 @@ def set_up(folder, codec, mode, options):
     """(an offloaded model, one that must give the same)."""
     reference = open_model(folder / "model")
     with ExitStack() as stack:
-        model = offload(folder / codec, "10MB", delays=DELAYS, **({"plan": Pools(F=4)} | options))
+        model = offload(folder / codec, "10MB", **({"plan": Pools(F=4)} | options))
         stack.callback(model.moelab.close)
         if mode:
             stack.enter_context(Speculation(model, make("predictor", "router", model), mode))
@@ -117,7 +117,7 @@ def ending(model, how, at=3):
             how()
         return engine(x, ids, weights, experts)
 
-    plug(model, executor=executor)
+    plug(model, engine=executor)
     return ran
 
 
@@ -137,7 +137,7 @@ def test_ctrl_c_comes_between_two_layers_and_keeps_what_is_in_memory(folder):
             generate(model, seed=1)
         assert len(ran) == 3 and len(before) >= 12
         assert model.moelab.engine.loader.queue.held.keys() >= before.keys()
-        plug(model, executor=model.moelab.engine)
+        plug(model, engine=model.moelab.engine)
         assert_equal(model, reference, seed=9, new=3)
 
 
@@ -150,7 +150,7 @@ def test_another_handler_and_other_threads_are_left_alone(folder):
             generate(model, new=3)
             assert got == ["mine"]
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            plug(model, executor=model.moelab.engine)
+            plug(model, engine=model.moelab.engine)
             thread = threading.Thread(target=generate, args=(model,))
             thread.start()
             with pytest.raises(KeyboardInterrupt):
@@ -184,7 +184,7 @@ def test_cancel_ends_the_generations_that_run_and_nothing_else(folder):
 
 
 def test_opening_and_closing_that_are_interrupted_leave_no_thread(folder, monkeypatch):
-    model = offload(folder / "huffman", 0.5, delays=DELAYS)
+    model = offload(folder / "huffman", 0.5)
     generate(model, batch=1, new=2)
     loader = model.moelab.engine.loader
 
@@ -199,5 +199,5 @@ def test_opening_and_closing_that_are_interrupted_leave_no_thread(folder, monkey
     assert not threads()
     monkeypatch.setattr("moelab.offloading.offload.Session", lambda *_: interrupted())
     with pytest.raises(KeyboardInterrupt):
-        offload(folder / "huffman", 0.5, delays=DELAYS)
+        offload(folder / "huffman", 0.5)
     assert not threads()

@@ -15,7 +15,7 @@ import torch
 from moelab import convert, open_model, simulate
 from moelab.experts.located import locate
 from moelab.models.seam import discover
-from moelab.offloading.link import Link, PinnedReader, host_memory
+from moelab.offloading.link import Link, PinnedReader
 from moelab.store.layout import PARTS, ExpertStore, StoreError
 from moelab.store.reader import Reader
 from tests.models import tiny
@@ -121,11 +121,13 @@ def on(model, device, **options):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"mode": "pinned"}, {"mode": "pinned", "prefetch": "router"}, {"workers": 2}],
-    ids=lambda options: "-".join(map(str, options.values())),
+    "memory, options",
+    [
+        (0.3, {"workers": 2}),
+        (0.3, {"mode": "pinned", "prefetch": "router"}),
+        (1.0, {"mode": "pinned"}),
+    ],
 )
-@pytest.mark.parametrize("memory", [0.3, 1.0])
 def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms, opened):
     reference = open_model(forms["model"], device=device)
     with opened(forms[form], memory, device, **options) as lm:
@@ -192,17 +194,14 @@ def test_a_damaged_store_is_not_pinned(forms, tmp_path):
         PinnedReader(store, CPU)
 
 
-def test_only_a_gpu_can_be_pinned_for(forms):
+def test_only_a_gpu_can_be_pinned_for_and_its_link_is_not_throttled(forms):
     with pytest.raises(ValueError, match="CUDA"):
         open_model(forms["raw"], memory=0.5, mode="pinned")
+    with pytest.raises(ValueError, match="bandwidth"):
+        PinnedReader(ExpertStore(forms["raw"]), CPU, bandwidth=1e9)
     for device in ("meta", "tpu", "cuda:99"):
         with pytest.raises(ValueError, match=device):
             open_model(forms["raw"], memory=0.5, device=device)
-
-
-def test_a_link_is_not_throttled(forms):
-    with pytest.raises(ValueError, match="bandwidth"):
-        PinnedReader(ExpertStore(forms["raw"]), CPU, bandwidth=1e9)
 
 
 def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
@@ -223,7 +222,7 @@ def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
 def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
     with open_model(forms["raw"], memory=memory, executor="fast") as lm, torch.no_grad():
         lm(torch.arange(3, 9)[None])
-        experts = discover(lm)[0].experts
+        experts = discover(lm)[0].seam
         hit = np.array(
             [0]
             if memory is None
@@ -231,15 +230,3 @@ def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
         )
         assert locate(experts, hit, torch.bfloat16) is not None
         assert locate(experts, hit, torch.bfloat16, "cuda") is None
-
-
-def test_host_memory_is_aligned():
-    for n in (1, 4097, 1 << 20):
-        memory = host_memory(n, CPU, None)
-        assert len(memory) == n and not memory.ctypes.data % 4096
-
-
-def test_discovered_layers_are_those_of_the_engine(forms, opened):
-    with opened(forms["bf12"], 0.5, "cpu", mode="pinned") as lm:
-        of = lm.moelab.engine.loader.slots.matrices([1, 2], 0, [3, 4])
-        assert {codec for codec, _ in of.values()} == {"bf12"} and len(discover(lm)) == 2

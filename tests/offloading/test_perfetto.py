@@ -2,8 +2,6 @@
 run, once."""
 
 import json
-from collections import defaultdict
-from itertools import pairwise
 
 import pytest
 
@@ -77,18 +75,6 @@ def test_every_event_is_there_once_on_the_track_of_its_resource(simulation, tmp_
     ]
     assert [e["name"] for e in passes] == [f"decode {n}" for n in range(5)]
     assert document["otherData"]["kind"] == "simulated"
-
-
-def test_nothing_on_a_track_overlaps_and_the_counter_ends_at_all_bytes(simulation, tmp_path):
-    document, tracks = opened(simulation.to_perfetto(tmp_path / "trace.json")), defaultdict(list)
-    for event in document["traceEvents"]:
-        tracks[event["ph"], event["tid"]].append(event)
-    for (ph, _), events in tracks.items():
-        if ph == "X":
-            events.sort(key=lambda event: event["ts"])
-            assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(events))
-    counted = [event["args"]["bytes"] for event in tracks["C", 0]]
-    assert counted == sorted(counted) and counted[-1] == simulation.metrics().read_bytes
 
 
 def test_a_run_without_events_says_so(tmp_path):

@@ -19,7 +19,7 @@ from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from tests.depth import in_turn
 from tests.models import tiny
-from tests.offloading.test_offload import DELAYS, assert_equal, jitter
+from tests.offloading.test_offload import assert_equal, jitter
 from tests.timelines import check
 
 
@@ -40,7 +40,7 @@ def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", torch.bfloat16))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", codec=codec).folder)
     for budget, ahead, guess in ((4 * Sizes.of(store).in_flight, 3, "random"), (0.75, 2, "router")):
-        offloaded = offload(store, budget, ahead=ahead, delays=DELAYS)
+        offloaded = offload(store, budget, ahead=ahead)
         jitter(offloaded, random.Random(0))
         with (
             offloaded.moelab as offloading,
@@ -69,7 +69,7 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
     reference, decisions = open_model(model), []
     options = {"plan": plan or Pools(F=5), "cache": "zipmoe", "workers": workers}
     for room in (0, ahead):
-        offloaded = offload(store, "10MB", **options, staging=staging, ahead=room, delays=DELAYS)
+        offloaded = offload(store, "10MB", **options, staging=staging, ahead=room)
         jitter(offloaded, chance)
         with Speculation(offloaded, make("predictor", guess, offloaded, ahead=distance), "hint"):
             for seed in range(2):
@@ -84,7 +84,7 @@ def test_guesses_decide_nothing(qwen, chance, plan, workers, staging, ahead, dis
 def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twice(qwen):
     model, store = qwen
     resident = open_model(model)
-    offloaded = offload(store, "10MB", plan=Pools(F=2), ahead=8, delays=DELAYS)
+    offloaded = offload(store, "10MB", plan=Pools(F=2), ahead=8)
     with (
         Speculation(resident, make("predictor", "router", resident), "speculative"),
         Speculation(offloaded, make("predictor", "router", offloaded), "speculative"),
@@ -108,7 +108,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
     """All eight experts of layer 1 are announced; those that the layer didn't need have been read
     for nothing."""
     model, store = qwen
-    offloaded = offload(store, "10MB", plan=Pools(), ahead=8, delays=DELAYS)
+    offloaded = offload(store, "10MB", plan=Pools(), ahead=8)
     engine, reader = offloaded.moelab.engine, offloaded.moelab.engine.loader.reader
     size = {}
 
@@ -121,7 +121,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
             time.sleep(1e-3)
         return result
 
-    plug(offloaded, executor=announcing)
+    plug(offloaded, engine=announcing)
     with torch.inference_mode():
         offloaded(torch.tensor([[5]]))
     found = offloaded.moelab.metrics().prefetched
@@ -145,7 +145,7 @@ def test_the_bytes_of_wrong_guesses_are_counted(qwen):
 def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, needed):
     model, store = qwen
     prompt = torch.tensor([[7, 8]])
-    with offload(store, "10MB", plan=Pools(), ahead=8, delays=DELAYS) as offloaded:
+    with offload(store, "10MB", plan=Pools(), ahead=8) as offloaded:
         engine, reader, failed = offloaded.moelab.engine, offloaded.moelab.engine.loader.reader, []
         with torch.inference_mode():
             offloaded(prompt)
@@ -168,14 +168,14 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
             return result
 
         reader.plan = failing
-        plug(offloaded, executor=announcing)
+        plug(offloaded, engine=announcing)
         with torch.inference_mode():
             if needed:
                 with pytest.raises(OSError, match="experts-00001"):
                     offloaded(prompt)
             else:
                 offloaded(prompt)
-        plug(offloaded, executor=engine)
+        plug(offloaded, engine=engine)
         assert_equal(offloaded, open_model(model))
         nothing_is_lost(offloaded)
 
@@ -185,7 +185,7 @@ def test_a_prefill_needs_no_guesses(qwen):
     announcing them."""
     model, store = qwen
     offloaded, reference = (
-        offload(store, "10MB", plan=Pools(F=1), ahead=4, delays=DELAYS),
+        offload(store, "10MB", plan=Pools(F=1), ahead=4),
         open_model(model),
     )
     assert_equal(offloaded, reference, prompt=60, new=2)

@@ -3,12 +3,10 @@ eager bit for bit.
 
     python -m tests.offloading.test_stress 1000
 
-Each one draws a model (two architectures, with and without shared experts), a codec, a budget from
-the least that works to everything, pools, policy, scope, margin, workers, staging, good or bad
-predictions to prefetch one or two layers ahead, batch, lengths and padding; reads and workers are
-delayed at random by up to some milliseconds. It stops at the first output that differs from
-eager's, and with the stacks of all threads if one generation takes longer than a minute.
-Cancelling, errors of the disk and damaged stores have tests of their own."""
+Each one draws a codec, a budget from the least that works to everything, pools, policy, scope,
+margin, workers, staging, good or bad predictions to prefetch one or two layers ahead, batch, lengths
+and padding; reads and workers are delayed at random. It stops at the first output that differs from
+eager's, and with the stacks of all threads if one generation takes too long."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moelab import open_model
+from moelab import convert, open_model
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.offloading.decoders import CpuDecoder
@@ -36,93 +34,47 @@ from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.registry import make
-from moelab.simulation.costs import Delays
 from moelab.speculate import Speculation
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 from tests.depth import depth
+from tests.models import tiny
 
-_COMMON = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-    "moe_intermediate_size": 24,
-    "intermediate_size": 48,
-}
-MODELS = {
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "head_dim": 8,
-        "mlp_only_layers": [1],
-    },
-    "qwen2_moe": {
-        "num_experts": 12,
-        "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 40,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-}
-CODECS = ("raw", "zstd-huffman", "huffman")
+MODELS = ("qwen3_moe", "qwen2_moe")
+CODECS = ("raw", "bf12", "zstd-huffman", "huffman")
 WATCHDOG = 300  # seconds that one generation may take
-
-
-def save(folder: Path, model_type: str, seed: int = 0) -> Path:
-    """A random bf16 checkpoint of a tiny model."""
-    from transformers import AutoConfig
-
-    from moelab.models import compat
-
-    config = AutoConfig.for_model(model_type, **_COMMON, **MODELS[model_type], dtype="bfloat16")
-    torch.manual_seed(seed)
-    model = compat.model_class(config)._from_config(config, dtype=torch.bfloat16)
-    for parameter in model.parameters():  # the usual 0.02 leaves logits near zero
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
-    return folder
 
 
 def draw(rng: random.Random, store: ExpertStore) -> dict[str, Any]:
     """Options of `offload`, all that are allowed being about equally likely."""
-    L, E = store.spec.L, store.spec.E
-    workers, staging = rng.randint(1, 4), rng.choice((None, 1, 2, 5))
+    everyone = store.spec.L * store.spec.E
+    workers, staging, ahead = (
+        rng.randint(1, 4),
+        rng.choice((None, 1, 2, 5)),
+        rng.choice((0, 1, 3, 8)),
+    )
     options = {
         "workers": workers,
         "staging": staging,
+        "ahead": ahead,
         "cache": rng.choice([p for p in POLICIES if p not in NEEDS]),
         "scope": rng.choice(("model", "layer")),
         "margin": rng.choice((None, 0, 1, 4)),
         "mode": rng.choice(("auto", "buffered")),
         "verify": rng.random() < 0.5,
     }
-    sizes, ahead = Sizes.of(store), rng.choice((0, 0, 1, 3, 8))
-    options["ahead"] = ahead
-    least = (ahead + (staging or 1)) * sizes.in_flight
+    sizes, loads = Sizes.of(store), ahead + (staging or workers + 2)
     if rng.random() < 0.5:  # whole experts only
-        everything = L * E * sizes.full + (ahead + (staging or workers + 2)) * sizes.in_flight
-        return options | {
-            "budget": round(rng.choice((least, everything, rng.uniform(least, everything))))
-        }
-    copies = L if options["scope"] == "layer" else 1
-    pools = Pools(
-        **{name: rng.choice((0, rng.randint(0, L * E // (2 * copies)))) for name in "FCSE"}
-    )
+        least = (ahead + (staging or 1)) * sizes.in_flight
+        everything = everyone * sizes.full + loads * sizes.in_flight
+        budget = round(rng.choice((least, everything, rng.uniform(least, everything))))
+        return options | {"budget": budget}
+    copies = store.spec.L if options["scope"] == "layer" else 1
+    most = everyone // (2 * copies)
+    pools = Pools(**{name: rng.choice((0, rng.randint(0, most))) for name in "FCSE"})
     sizes = Sizes.of(store, False if pools.C or pools.S or pools.E else None)
-    spare = rng.choice((0, 5 * sizes.in_flight))
-    room = (
-        copies * pools.nbytes(sizes.full, sizes.sm, sizes.e)
-        + (ahead + (staging or workers + 2)) * sizes.in_flight
-    )
-    return options | {"plan": pools, "budget": max(2, room + spare)}
+    room = copies * pools.nbytes(sizes.full, sizes.sm, sizes.e) + loads * sizes.in_flight
+    return options | {"plan": pools, "budget": max(2, room + rng.choice((0, 5 * sizes.in_flight)))}
 
 
 def draw_inputs(rng: random.Random) -> dict[str, Any]:
@@ -155,7 +107,8 @@ def output(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tens
 
 @contextmanager
 def held_up(rng: random.Random) -> Iterator[None]:
-    """Reads and workers take a random while longer."""
+    """Reads and workers take a random while longer; if it takes too long, the process ends with
+    the stacks of all threads."""
     longest = rng.choice((0, 1e-4, 1e-3, 5e-3))
 
     def slow(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,88 +119,46 @@ def held_up(rng: random.Random) -> Iterator[None]:
 
         return slowed
 
-    with ExitStack() as stack:
-        for owner, names in ((Reader, ("plan", "fill")), (CpuDecoder, ("__call__",))):
-            for name in names:
-                stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
-        yield
-
-
-@contextmanager
-def _watched() -> Iterator[None]:
-    """Ends the process with the stacks of all threads if this takes longer than `WATCHDOG`."""
     faulthandler.dump_traceback_later(WATCHDOG, exit=True)
-    try:
+    with ExitStack() as stack:
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        for owner, name in ((Reader, "read_parts"), (CpuDecoder, "__call__")):
+            stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
         yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
     """`n` generations; returns how many of each kind there were, and the cache's counts over all.
 
-    Raises AssertionError, with the options, at the first output that differs from eager's.
-    """
-    from moelab.checkpoint.convert import convert
-
+    Raises AssertionError, with the options, at the first output that differs from eager's."""
     rng, tried, counts = random.Random(seed), Counter(), Counter()
-    delays = Delays(1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-4)
     with tempfile.TemporaryDirectory() as temporary:
         folder, references, stores = Path(temporary), {}, []
-        for model_type in MODELS:
-            checkpoint = save(folder / model_type, model_type)
-            references[model_type] = open_model(checkpoint)
+        for name in MODELS:
+            references[name] = open_model(tiny.save(name, folder / name, torch.bfloat16))
             stores += [
-                (model_type, convert(checkpoint, folder / f"{model_type}-{codec}", codec))
+                (name, convert(folder / name, folder / f"{name}-{codec}", codec))
                 for codec in CODECS
             ]
         for i in progress(range(n), "stress", unit="generations"):
-            model_type, store = rng.choice(stores)
+            name, store = rng.choice(stores)
             options, inputs = draw(rng, store), draw_inputs(rng)
-            said = (
-                f"generation {i} of seed {seed}: {model_type}, {store.codec}, {options}, "
-                f"ids {list(inputs['inputs'].shape)}, {inputs['max_new_tokens']} new"
-            )
-            wanted = output(references[model_type], inputs)
+            said = f"generation {i} of seed {seed}: {name}, {store.codec}, {options}"
+            wanted = output(references[name], inputs)
+            guess, distance = rng.choice(("router", "random", "previous")), rng.choice((1, 1, 2))
             with (
-                _watched(),
                 held_up(rng),
-                (model := offload(store, delays=delays, **options)).moelab as offloading,
-                Speculation(
-                    model,
-                    make(
-                        "predictor",
-                        rng.choice(("router", "random", "previous")),
-                        model,
-                        ahead=rng.choice((1, 1, 2)),
-                    ),
-                    "hint",
-                ),
+                (model := offload(store, **options)).moelab as session,
+                Speculation(model, make("predictor", guess, model, ahead=distance), "hint"),
             ):
-                runs = rng.choice((1, 1, 2))  # the second one finds a cache that is not empty
-                for _ in range(runs):
+                for _ in range(rng.choice((1, 1, 2))):  # then a cache that is not empty
                     assert all(map(torch.equal, output(model, inputs), wanted)), (
                         f"{said}: not eager's output"
                     )
-                found = offloading.residency.counters
-            tried.update(
-                [
-                    model_type,
-                    store.codec,
-                    options["cache"],
-                    options["scope"] + " scope",
-                    f"{options['workers']} workers",
-                    "pools" if "plan" in options else "whole experts only",
-                    "prefetching" if options["ahead"] else "on demand",
-                ]
-            )
+                found = session.residency.counters
+            tried.update([name, str(store.codec), options["cache"], options["scope"] + " scope"])
             counts.update(
-                {
-                    "generations": runs,
-                    "hits": sum(found.hits.values()),
-                    "misses": found.misses,
-                    "evictions": found.evictions,
-                }
+                hits=sum(found.hits.values()), misses=found.misses, evictions=found.evictions
             )
     return {
         "all equal to eager": True,
@@ -259,7 +170,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
 
 @pytest.mark.stress
 def test_stress_finds_nothing_and_counts():
-    n = depth(2, 300)
+    n = depth(3, 300)
     found = stress(n)
     assert found["all equal to eager"] and found["set-ups"] == n and found["misses"] > 0
 
@@ -267,12 +178,12 @@ def test_stress_finds_nothing_and_counts():
 def test_stress_notices_a_wrong_weight(monkeypatch):
     right = CpuDecoder.__call__
 
-    def wrong(self, kind, chunks, name, out, shard=None):
-        right(self, kind, chunks, name, out, shard)
+    def wrong(self, kind, chunks, name, out, slot):
+        right(self, kind, chunks, name, out, slot)
         out.add_(1)
 
     monkeypatch.setattr(CpuDecoder, "__call__", wrong)
-    monkeypatch.setitem(globals(), "CODECS", ["huffman"])  # a raw store is not decoded
+    monkeypatch.setitem(globals(), "CODECS", ["huffman"])  # others are not decoded
     monkeypatch.setitem(globals(), "draw", lambda rng, store: {"budget": 1.0})
     with pytest.raises(AssertionError, match="not eager's"):
         stress(1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moelab.models import discover, eager
-from moelab.parallel import VARIANTS, Exchange, Grid, Placement, ShardedExperts, degree
+from moelab.models import discover
+from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
 from moelab.registry import make
 from tests.experts import toy
 
@@ -35,13 +35,13 @@ def tokens_and_logits(model) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generate_all(cases):
-    """[(folder, variant, dtype, executor, options)] → [(tokens, logits, bytes of experts, tally)]."""
+    """[(folder, variant, dtype, executor)] → [(tokens, logits, bytes of experts, tally)]."""
     from moelab.parallel.opening import open_parallel
 
     made = []
-    for folder, variant, dtype, name, options in cases:
-        inner = make("executor", name) if name else eager
-        model = open_parallel(folder, variant, inner=inner, dtype=dtype, **options)
+    for folder, variant, dtype, name in cases:
+        inner = make("executor", name) if name else None
+        model = open_parallel(folder, variant, inner=inner, dtype=dtype)
         tokens, logits = tokens_and_logits(model)
         tally = discover(model)[0].seam.executor.tally
         made.append((tokens, logits, model.shards.nbytes, tally))
@@ -55,22 +55,21 @@ def open_with(folder, options):
 
 
 def run_all(cases):
-    """[(experts, routing, way, placement or None)] → [(output, output of own tokens, what was sent
-    for those, choices computed)]."""
+    """[(experts, routing, way)] → [(output, output of own tokens, what was sent for those, choices
+    computed)]."""
     made = []
-    for experts_options, routing_options, way, placement in cases:
+    for experts_options, routing_options, way in cases:
         experts, (ids, weights), x = toy_layer(experts_options, routing_options)
         grid = Grid(degree(way, dist.get_world_size()))
-        placements = [placement or Placement.consecutive(experts.num_experts, grid.ep.size)]
         experts.source = ShardedExperts(
             [experts],
             lambda _, e: experts.own(e),
-            placements,
             grid.ep.rank,
+            grid.ep.size,
             grid.tp.rank,
             grid.tp.size,
         )
-        executor = VARIANTS[way](grid, placements, eager)
+        executor = VARIANTS[way](grid)
         y = executor.run(x, ids, weights, experts)
         computed = executor.tally.executed
         grid.traffic.clear()

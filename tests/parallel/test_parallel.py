@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from moelab import open_model
 from moelab.bench.parallel import rows_by_loop
-from moelab.calibration import Calibration
 from moelab.experts import EXECUTORS
 from moelab.experts.sharding import on_intermediate, share
 from moelab.models import eager, plug
-from moelab.models.identity import identity
-from moelab.parallel import VARIANTS, Placement, ShardedExperts, degree, launch
-from moelab.parallel.eplb import balance
+from moelab.parallel import VARIANTS, ShardedExperts, degree, launch
 from moelab.parallel.exchange import FEW, pack, unpack
+from moelab.parallel.sharding import owners
 from moelab.registry import make
 from tests.experts import toy
 from tests.models import tiny
@@ -41,7 +39,7 @@ def test_a_whole_generation_is_that_of_one_process(tmp_path):
     cases += [(n, "tp", FP32) for n in ("qwen3_moe", "gpt_oss", "llama4_text", "small")]
     cases += [(n, v, FP32) for n in ("qwen3_moe", "llama4_text") for v in ("ep", "ep-dedup")]
     paths = {name: tiny.save(name, tmp_path / name) for name in tiny.ARCHITECTURES}
-    made = launch(ranks.generate_all, 2, [(paths.get(n), v, d, None, {}) for n, v, d in cases])
+    made = launch(ranks.generate_all, 2, [(paths.get(n), v, d, None) for n, v, d in cases])
     alone = {}
     for i, (name, variant, dtype) in enumerate(cases):
         if (name, dtype) not in alone:
@@ -60,20 +58,17 @@ def test_a_whole_generation_is_that_of_one_process(tmp_path):
             assert made_held == pytest.approx(held / 2, rel=rel), (name, variant)
 
 
-def test_every_variant_and_executor_and_placement(tmp_path):
+def test_every_variant_and_executor(tmp_path):
     """On four ranks: results and counts are those of one process."""
     folder = tiny.save("qwen3_moe", tmp_path / "model")
     model = open_model(folder, dtype=FP32)
-    counts = torch.randint(1, 99, (2, model.spec.L, model.spec.E))
-    by = {"calibration": Calibration(counts, (99, 99), model.spec, identity(model)), "spare": 4}
     inner = [name for name in EXECUTORS if name not in ("tiered", "grouped", "int8")]
-    cases = [(variant, None, {}) for variant in VARIANTS]
-    cases += [(variant, None, by) for variant in ("ep", "ep-a2a", "ep-dedup", "auto")]
-    cases += [(v, name, {}) for v in ("ep", "tp") for name in inner]
-    cases += [("ep-a2a", name, {}) for name in inner if name != "capacity"]
-    made = launch(ranks.generate_all, 4, [(folder, v, FP32, *rest) for v, *rest in cases])
+    cases = [(variant, None) for variant in (*VARIANTS, "auto")]
+    cases += [(v, name) for v in ("ep", "tp") for name in inner]
+    cases += [("ep-a2a", name) for name in inner if name != "capacity"]
+    made = launch(ranks.generate_all, 4, [(folder, v, FP32, name) for v, name in cases])
     alone = {}
-    for i, (variant, name, _) in enumerate(cases):
+    for i, (variant, name) in enumerate(cases):
         if name not in alone:
             plug(model, executor := make("executor", name or "exact"))
             alone[name] = *ranks.tokens_and_logits(model), executor.tally
@@ -89,17 +84,12 @@ def test_every_variant_and_executor_and_placement(tmp_path):
     assert alone["capacity"][2].dropped  # it had something to drop
 
 
-def test_options_that_do_not_fit(tmp_path):
-    for options in (
-        {"parallel": "ep", "spare": 2},
-        {"parallel": "tp", "spare": 2},
-        {"parallel": "auto", "tp": 2},
-    ):
-        with pytest.raises(RuntimeError, match="--calibration|leave it out"):
-            launch(ranks.open_with, 2, None, options)
+def test_options_that_do_not_fit():
+    with pytest.raises(RuntimeError, match="leave it out"):
+        launch(ranks.open_with, 2, None, {"parallel": "auto", "tp": 2})
     for way in ("ep-a2a", "ep-dedup", "tp-ep"):
         with pytest.raises(ValueError, match="drops tokens.*ep or tp"):
-            VARIANTS[way](None, (), make("executor", "capacity"))
+            VARIANTS[way](None, make("executor", "capacity"))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -107,18 +97,14 @@ def test_options_that_do_not_fit(tmp_path):
 
 
 def cases():
-    """(experts' options, routing's options, way, placement)."""
-    odd, skewed = dict(E=10, H=18, I=13), dict(T=37, E=10, K=3, skew=1.0)
-    redundant = balance([1 / (e + 1) for e in range(10)], 4, spare=6).placement
+    """(experts' options, routing's options, way)."""
     for way in VARIANTS:
         for layout in toy.LAYOUTS:
-            yield odd | {"layout": layout}, skewed, way, None
+            yield dict(E=10, H=18, I=13, layout=layout), dict(T=37, E=10, K=3, skew=1.0), way
         for T in (0, 1, 3, 16):
-            yield dict(E=8, H=16, I=8), dict(T=T, E=8, K=2), way, None
-        if way.startswith("ep"):
-            yield odd, skewed, way, redundant
+            yield dict(E=8, H=16, I=8), dict(T=T, E=8, K=2), way
     for way in ("ep-dedup", "tp"):  # more ranks than experts, and than I
-        yield dict(E=2, H=16, I=3), dict(T=9, E=2, K=2), way, None
+        yield dict(E=2, H=16, I=3), dict(T=9, E=2, K=2), way
 
 
 def test_a_layer_of_every_kind():
@@ -126,25 +112,24 @@ def test_a_layer_of_every_kind():
     todo = list(cases())
     made = launch(ranks.run_all, 4, todo)
     for i, what in enumerate(todo):
-        experts_options, routing_options, way, placement = what
+        experts_options, routing_options, way = what
         experts, (ids, weights), x = ranks.toy_layer(experts_options, routing_options)
         oracle = toy.naive(x, ids, weights, experts)
         layer = [rank[i] for rank in made]
         for y, *_ in layer:
             assert y.dtype == x.dtype and y.shape == x.shape, what
             assert torch.allclose(y.double(), oracle, rtol=0, atol=2e-5), what
-            if way == "ep-a2a" and not placement:
+            if way == "ep-a2a":
                 assert torch.equal(y, eager(x, ids, weights, experts)), what
         own = torch.cat([own for _, own, _, _ in layer])
         assert torch.allclose(own, layer[0][0], atol=1e-5), what
-        if not placement and (len(x) > FEW or way == "ep-a2a"):
+        if len(x) > FEW or way == "ep-a2a":
             assert torch.equal(own, layer[0][0]), what
         tp = degree(way, 4)
         computed = sum(computed for *_, computed in layer)
         assert computed == tp * int((ids < experts.num_experts).sum()), what
-        if not placement:
-            to = Placement.consecutive(experts.num_experts, 4 // tp).assign(ids).tolist()
-            assert rows_sent(layer, x) == 2 * [rows_by_loop(way, to, 4, tp)], what
+        to = owners(experts.num_experts, 4 // tp)[ids].tolist()
+        assert rows_sent(layer, x) == 2 * [rows_by_loop(way, to, 4, tp)], what
 
 
 def rows_sent(layer, x):
@@ -189,8 +174,7 @@ def test_parts_of_an_expert_add_up(layout, parts, H, I):
 
 def test_what_cannot_be_cut_or_is_elsewhere_is_refused():
     experts = toy.make_experts(4, 4, 4)
-    placements = [Placement.consecutive(4, 2)]
-    source = ShardedExperts([experts], lambda _, e: experts.own(e), placements, device=1)
+    source = ShardedExperts([experts], lambda _, e: experts.own(e), rank=1, W=2)
     assert torch.equal(source(0, 3)["down_proj"], experts.module.down_proj[3])
     with pytest.raises(KeyError, match="another rank"):
         source(0, 0)

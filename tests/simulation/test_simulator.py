@@ -22,11 +22,9 @@ from moelab.simulation.simulator import (
     ordered,
     replay,
     simulate,
-    steps_of,
 )
 from moelab.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.store.layout import run as stored
-from moelab.trace import DECODE, PREFILL, RoutingTrace
 from moelab.zipmoe.affinity import naive_order
 from moelab.zipmoe.tasks import execute
 from tests.models import tiny
@@ -331,83 +329,6 @@ def test_wrong_predictions_by_hand(other, reads, end):
 
 
 # ------------------------------------------------------------------------------ traces and cards
-
-
-def trace(lengths, seed=1):
-    """Sequences with (prompt, decoded) tokens; some experts dropped (the id E)."""
-    draw = torch.Generator().manual_seed(seed)
-    rows = [
-        (sequence, phase)
-        for sequence, (prompt, decoded) in enumerate(lengths)
-        for phase, n in ((PREFILL, prompt), (DECODE, decoded))
-        for _ in range(n)
-    ]
-    T = len(rows)
-    ids = torch.rand(T, L, E + 1, generator=draw).argsort(-1)[..., :K].to(torch.int16)
-    position = torch.tensor(
-        [sum(rows[i][0] == rows[t][0] for i in range(t)) for t in range(T)], dtype=torch.int32
-    )
-    return RoutingTrace(
-        ids,
-        torch.zeros(T, L, K),
-        torch.tensor([p for _, p in rows], dtype=torch.uint8),
-        torch.tensor([s for s, _ in rows], dtype=torch.int32),
-        position,
-        torch.zeros(T, dtype=torch.int32),
-        SPEC,
-        "none",
-    )
-
-
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_steps_of_a_trace(batch):
-    lengths = [(4, 3), (2, 5), (3, 0)]
-    recorded = trace(lengths)
-    steps, forwards = steps_of(recorded, batch)
-    expected = []
-    for first in range(0, 3, batch):
-        group = range(first, min(first + batch, 3))
-        for n in range(-1, max(lengths[s][1] for s in group)):
-            rows = [
-                t
-                for t in range(len(recorded))
-                if int(recorded.sequence[t]) in group
-                and (
-                    recorded.phase[t] == PREFILL
-                    if n < 0
-                    else recorded.phase[t] == DECODE
-                    and int(recorded.position[t]) == lengths[int(recorded.sequence[t])][0] + n
-                )
-            ]
-            counts = torch.zeros(L, E + 1, dtype=int)
-            for t in rows:
-                for layer in range(L):
-                    counts[layer, recorded.ids[t, layer].long()] += 1
-            expected.append(
-                (
-                    (len(rows), "prefill" if n < 0 else "decode"),
-                    [
-                        (layer, {e: int(counts[layer, e]) for e in range(E) if counts[layer, e]})
-                        for layer in range(L)
-                        if counts[layer, :E].any()
-                    ],
-                )
-            )
-    assert list(zip(forwards, steps, strict=True)) == expected
-    total = sum(
-        (
-            torch.tensor([[e.get(x, 0) for x in range(E)] for _, e in forward])
-            for forward in steps
-            if len(forward) == L
-        ),
-        torch.zeros(L, E, dtype=int),
-    )
-    assert all(len(forward) == L for forward in steps) and torch.equal(total, recorded.counts())
-
-
-def test_no_batch_below_one():
-    with pytest.raises(ValueError, match="batch is 0 sequences"):
-        steps_of(trace([(1, 1)]), 0)
 
 
 def card(**figures):

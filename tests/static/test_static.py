@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from moelab import models
 from moelab.checkpoint.opening import open_checkpoint
-from moelab.experts import EXECUTORS
-from moelab.registry import make
 from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered, capacity_of
-from moelab.static.tiers import Group, capacity_tiers, form_groups
+from moelab.static.tiers import Group
 from tests.experts.toy import make_experts, make_routing, naive
 from tests.models import tiny
 from tests.static.test_neuron import cases
@@ -158,48 +156,6 @@ def test_the_capacity_factor_drops_the_last_of_its_order(case, factor, order):
         assert executor.tally.slots == E * C and C <= T
 
 
-def made_with_a_plan(name, E, capacity):
-    """An executor of the registry; those that drop, with these capacities."""
-    if name in ("tiered", "grouped"):
-        plan = (
-            {"capacities": [capacity]}
-            if name == "tiered"
-            else {"groups": [partition(E, capacity, 3)]}
-        )
-        return make("executor", name, **plan, order="router")
-    return make("executor", name, **{"factor": 0.6} if name == "capacity" else {})
-
-
-@pytest.mark.parametrize("name", EXECUTORS)
-def test_counts_are_of_what_was_really_computed(name):
-    """Expert e gives 1 in column e and 0 elsewhere, so the result says who was computed by whom,
-    and how often."""
-    E, T, K, dropped = 8, 40, 3, 0
-    experts = make_experts(E, 16, 6, "ungated bias")
-    for parameter in experts.module.parameters():
-        parameter.zero_()
-    experts.module.down_proj_bias.copy_(torch.eye(E, 16))
-    for seed in range(6):
-        ids, _ = make_routing(T, E, K, seed / 2, seed)
-        ids[torch.rand(T, K, generator=torch.Generator().manual_seed(seed)) < 0.2] = E
-        executor = made_with_a_plan(name, E, [4, 9, 30, 2, 0, 7, 5, 40])
-        done = executor(torch.randn(T, 16), ids, torch.ones(T, K), experts)
-        asked = torch.tensor([[sum(int(of) == e for of in row) for e in range(E)] for row in ids])
-        assert (
-            (done[:, :E] <= asked).all()
-            and not done[:, E:].any()
-            and torch.equal(done, done.round())
-        )
-        tally = executor.tally
-        assert (tally.routed, tally.executed) == (
-            int(asked.sum()),
-            int(done.sum()),
-        ) and tally.slots >= tally.executed
-        dropped += int(asked.sum() - done.sum())
-        assert tally.dropped == int(asked.sum() - done.sum())
-    assert (dropped == 0) == made_with_a_plan(name, E, [1] * E).lossless
-
-
 @pytest.mark.parametrize(
     "T, K, E, factor, C",
     [
@@ -215,17 +171,6 @@ def test_capacities_by_factor(T, K, E, factor, C):
     assert capacity_of(T, K, E, factor) == C
 
 
-@pytest.mark.parametrize("order", ["router", "token", "random"])
-def test_a_decode_step_is_never_dropped(order):
-    experts, x = make_experts(4, 6, 4), torch.randn(1, 6)
-    for ids in (torch.tensor([[0, 3]]), torch.tensor([[2, 2]])):
-        weights = torch.tensor([[0.5, 0.5]])
-        executor = Tiered([[1, 1, 1, 1]], order=order)
-        got, expected = executor(x, ids, weights, experts).double(), naive(x, ids, weights, experts)
-        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
-        assert executor.tally.dropped == 0
-
-
 def test_a_group_runs_whole_or_not_at_all():
     """The paper's example, §4.2: (64, 32, 32, 0) tokens in slices of 64."""
     experts = make_experts(8, 6, 4)
@@ -235,19 +180,6 @@ def test_a_group_runs_whole_or_not_at_all():
     assert (
         executor.tally.slots == 4 * 64 and executor.tally.executed == 128 and executor.launched == 1
     )
-
-
-def test_tiers_from_calibration_fit_together():
-    T, E, K, chunk = 600, 16, 2, 128
-    ids, weights = make_routing(T, E, K, 1.0, 3)
-    counts = torch.bincount(ids.flatten(), minlength=E)
-    tiers = capacity_tiers(counts, T, chunk)
-    experts, x = make_experts(E, 6, 4), torch.randn(T, 6)
-    one = Tiered([of.capacity for of in tiers], order="router", chunk=chunk)
-    many = Grouped([form_groups(tiers[0], counts, 4)], order="router", chunk=chunk)
-    torch.testing.assert_close(one(x, ids, weights, experts), many(x, ids, weights, experts))
-    assert one.tally.executed == many.tally.executed and one.tally.slots <= many.tally.slots
-    assert 0 < one.tally.dropped < one.tally.routed
 
 
 @pytest.mark.parametrize(
@@ -308,34 +240,6 @@ def test_saliency_is_the_norm_of_the_attention_output(name, tmp_path):
             )
     for hook in hooks:
         hook.remove()
-
-
-def test_saliency_follows_generation_and_undoes_itself(tmp_path):
-    (model, layers), lengths = opened(tmp_path), []
-
-    class Watched(Saliency):
-        def __getitem__(self, layer):
-            found = super().__getitem__(layer)
-            lengths.append(len(found))
-            return found
-
-    E = layers[0].experts.num_experts
-    saliency = Watched(model, layers)
-    models.plug(model, executor := Tiered([[2] * E] * len(layers), saliency=saliency, chunk=8))
-    prompt = torch.randint(3, 90, (1, 10), generator=torch.Generator().manual_seed(0))
-    with saliency:
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=3,
-            do_sample=False,
-            eos_token_id=None,
-        )
-    assert lengths == [10] * len(layers) + [1] * len(layers) * 2
-    assert executor.tally.dropped > 0 and set(executor.by_layer) == set(range(len(layers)))
-    assert not any(module._forward_hooks for module in model.modules())
-    with pytest.raises(KeyError, match="with saliency"):
-        model(prompt)
 
 
 def test_padded_tiers_and_groups_give_the_models_own_tokens(tmp_path):

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
+from moelab.static.tiers import Tiers, capacity_tiers, form_groups
 
 counts_strategy = st.lists(st.integers(0, 1000), min_size=1, max_size=24).filter(any)
 
@@ -73,34 +72,6 @@ def test_the_papers_example_and_the_factor_k_that_its_formula_lacks():
     assert set(paper.capacity[:4]) == {64}  # loads of 75 and more exceed all levels
 
 
-def test_four_times_the_mean_gives_the_papers_one_two_and_four():
-    """§1: "top quartile gets 4x base capacity"; PhiMoE, chunks of 256: 32, 64 and 128, the
-    capacities of §5.1."""
-    counts = np.array([128] + [40] * 4 + [20] * 11)
-    counts[-1] += 512 - counts.sum()  # 256 tokens, top-2, 16 experts
-    (tiers,) = capacity_tiers(counts, 256, 256)
-    assert tiers.levels == (128, 64, 32)
-
-
-def test_layers_are_apart_and_torch_counts_do():
-    counts = torch.tensor([[30, 10, 10, 10], [15, 15, 15, 15]])
-    first, second = capacity_tiers(counts, 30, 480)
-    assert first.levels[0] == 480 and second.levels == (240,)
-    assert [first, second] == [capacity_tiers(row.numpy(), 30, 480)[0] for row in counts]
-
-
-def test_more_slack_drops_less_and_pads_more():
-    rng = np.random.default_rng(0)
-    loads = rng.multinomial(512, rng.dirichlet(np.full(16, 3.0)), size=64)
-    dropped, slots = [], []
-    for slack in (0.6, 1.0, 1.4, 2.0):
-        capacity = np.array(capacity_tiers(loads.sum(0), 64 * 256, 256, slack=slack)[0].capacity)
-        dropped.append(np.maximum(loads - capacity, 0).sum())
-        slots.append(capacity.sum())
-    assert dropped == sorted(dropped, reverse=True) and dropped[0] > dropped[-1]
-    assert slots == sorted(slots) and slots[0] < slots[-1]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
@@ -125,18 +96,6 @@ def test_groups_hold_every_expert_once_in_equal_tiers_hot_with_hot(experts, size
         flat = [counts[e] for group in of_level for e in group.experts]
         assert flat == sorted(flat, reverse=True)
         assert all(len(group.experts) == limit for group in of_level[:-1])
-
-
-def test_only_the_named_experts_are_grouped():
-    tiers = Tiers((32, 16), (16, 32, 16, 16))
-    assert form_groups(tiers, [5, 9, 7, 7], 2, experts=[0, 2, 3]) == [
-        Group((2, 3), 16),
-        Group((0,), 16),
-    ]
-
-
-def test_rounding_up():
-    assert [round_up(n, 16) for n in (0, 0.1, 16, 16.01, 33)] == [16, 16, 16, 32, 48]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import shutil
 
-from moelab.store import layout
-from moelab.store.layout import ALIGN, INDEX, ExpertStore, StoreError, aligned, run, seal, unseal
+import pytest
+
+from moelab.store.layout import ALIGN, INDEX, ExpertStore, StoreError, run, seal, unseal
 from tests.store.test_writer import expert, write
 
 
@@ -18,10 +17,7 @@ def folder(tmp_path_factory):
 
 def reseal(folder, tmp_path, change):
     """A copy of the store whose index was changed by someone who sealed it again."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in folder.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    copy = shutil.copytree(folder, tmp_path / "copy")
     fields = unseal((copy / INDEX).read_bytes(), copy / INDEX)
     fields.pop("sha256")
     change(fields)
@@ -39,14 +35,8 @@ def test_what_the_store_says_of_itself(folder):
     } == {name: (6, 6 * t.nbytes) for name, t in truth.items()}
     assert rows["all experts"]["count"] == 6
     assert rows["all experts"]["bytes"] == 6 * sum(t.nbytes for t in truth.values())
-    stored = sum(
-        c.length
-        for e in range(3)
-        for i in range(2)
-        for entry in store.entries(i, e).values()
-        for _, plane in entry.planes
-        for c in plane
-    )
+    entries = [entry for i in range(2) for e in range(3) for entry in store.entries(i, e).values()]
+    stored = sum(entry.stored() for entry in entries)
     assert rows["all experts"]["E_bytes"] + rows["all experts"]["SM_bytes"] == stored
     assert rows["up"]["fraction"] < 0.75  # the exponents of bf16 are compressible
 
@@ -71,19 +61,6 @@ def test_any_changed_byte_of_the_index_is_seen(folder, tmp_path):
         broken = raw[:i] + bytes([raw[i] ^ 4]) + raw[i + 1 :]
         with pytest.raises(StoreError, match="does not match its own checksum"):
             unseal(broken, tmp_path)
-
-
-@settings(max_examples=40)
-@given(
-    st.dictionaries(
-        st.text(), st.none() | st.integers() | st.text() | st.lists(st.text()), min_size=1
-    )
-)
-def test_seals_hold(fields):
-    fields.pop("sha256", None)
-    if fields:
-        unsealed = unseal(seal(fields)[0], INDEX)
-        assert {key: unsealed[key] for key in fields} == fields
 
 
 @pytest.mark.parametrize(
@@ -128,18 +105,3 @@ def test_refusals(folder, tmp_path):
     for key in ((2, 0), (-1, 0), (0, 3), (0, -1)):
         with pytest.raises(LookupError, match="2 layers of 3 experts"):
             store.entries(*key)
-
-
-def test_checksums_differ_for_every_flipped_bit():
-    data = bytes(range(256))
-    for name, checksum in layout.CHECKSUMS.items():
-        seen = {
-            checksum(data[: i // 8] + bytes([data[i // 8] ^ 1 << i % 8]) + data[i // 8 + 1 :])
-            for i in range(2048)
-        }
-        assert len(seen | {checksum(data)}) == 2049 and all(len(x) == 16 for x in seen), name
-
-
-@given(st.integers(0, 1 << 40))
-def test_aligned(n):
-    assert aligned(n) % ALIGN == 0 and 0 <= aligned(n) - n < ALIGN

@@ -6,63 +6,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.store import bits, stages
+from moelab.store import stages
 from moelab.store.codecs import CODECS, compress_tensor
+from moelab.store.headers import NAMES
 from moelab.store.layout import Chunk, StoreError, TensorEntry
 from moelab.store.reader import Chunks
 
 
 def chunks_of(tensor, codec, K):
     """(E-chunks, SM-chunks) of a tensor as a reader would give them, by concatenation."""
-    packed, parts, planes = compress_tensor(tensor, codec, K), {"E": b"", "SM": b""}, []
-    for i, plane in enumerate(packed.planes):
+    parts, planes = {"E": b"", "SM": b""}, []
+    for i, plane in enumerate(compress_tensor(tensor, codec, K).planes):
         part, found = "SM" if i else "E", []
         for shard in plane.shards:
-            data = bytes(shard)
-            found.append(Chunk(len(parts[part]), len(data), ""))
-            parts[part] += data
+            found.append(Chunk(len(parts[part]), len(shard), ""))
+            parts[part] += bytes(shard)
         planes.append((plane.codec, tuple(found)))
-    entries = {
-        "w": TensorEntry(
-            "BF16" if tensor.dtype == torch.bfloat16 else "F16",
-            tuple(tensor.shape),
-            "",
-            tuple(planes),
-        )
-    }
+    entries = {"w": TensorEntry(NAMES[tensor.dtype], tuple(tensor.shape), "", tuple(planes))}
     return [
         Chunks(0, 0, part, entries, np.frombuffer(data, np.uint8), 0, len(data))
         for part, data in parts.items()
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 70_000),
-    st.sampled_from([name for name in CODECS if name != "raw"]),
+    st.sampled_from([name for name in CODECS if name not in ("raw", "bf12")]),
     st.integers(1, 3),
     st.sampled_from([torch.bfloat16, torch.float16]),
-    st.integers(0, 9),
 )
-def test_two_stages_give_the_tensor(n, codec, K, dtype, seed):
-    tensor = (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+def test_two_stages_give_the_tensor(n, codec, K, dtype):
+    tensor = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).to(dtype)
     e, sm = chunks_of(tensor, codec, K)
-    if not e.entries["w"].separable:  # too small, or not worth compressing
-        return
-    out = torch.full_like(tensor, float("nan"))
-    stages.decompress(e, "w", out)
-    stages.recover(sm, "w", out)
-    assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
-
-
-@given(st.integers(0, 40_000), st.integers(0, 9))
-def test_joining_in_place_is_joining(n, seed):
-    rng = np.random.default_rng(seed)
-    exponents, rest = (rng.integers(0, 256, n, np.uint8) for _ in range(2))
-    words = np.empty(n, np.uint16)
-    words.view(np.uint8)[n:] = exponents
-    stages._recover(rest, words)
-    assert np.array_equal(words, bits.join(exponents, rest, np.empty_like(words)))
+    if e.entries["w"].separable:  # large enough, and worth compressing
+        stages.decompress(e, "w", out := torch.full_like(tensor, float("nan")))
+        stages.recover(sm, "w", out)
+        assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
 
 
 def test_a_damaged_chunk_is_named():

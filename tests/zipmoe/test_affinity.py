@@ -29,22 +29,11 @@ def test_blocks_are_a_permutation_of_the_tasks(tasks, workers):
 
 
 @given(task_sets(), st.integers(1, 4))
-def test_the_order_of_the_tasks_given_does_not_matter(tasks, workers):
-    assert schedule(tasks[::-1], workers) == schedule(tasks, workers)
-
-
-@given(task_sets(), st.integers(1, 4))
 def test_tasks_of_a_type_keep_their_order_within_a_block(tasks, workers):
     for block in schedule(tasks, workers):
         for type_1 in (True, False):
             ranks = [(-task.p, task.expert, task.tensor) for task in block if task.type_1 == type_1]
             assert ranks == sorted(ranks)  # non-increasing p, tasks of an expert together
-
-
-@given(task_sets(), st.integers(1, 4))
-def test_blocks_without_a_base_of_type_1_come_last(tasks, workers):
-    founded = [any(task.type_1 for task in block) for block in schedule(tasks, workers)]
-    assert founded == sorted(founded, reverse=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -68,14 +57,6 @@ def test_a_block_ends_when_the_workers_lag(tasks, workers):
             busy[busy.index(min(busy))] = end
         for k, end in enumerate(sorted(busy)[:K], 1):
             assert end - io_end >= k * v - 1e-9 * (1 + end)
-
-
-@given(task_sets(), st.integers(1, 4))
-def test_one_block_whenever_no_worker_can_lag(tasks, workers):
-    # chunks arrive more slowly than one worker decompresses them, and none is in memory at the
-    # start
-    slow = [task._replace(state=State.MISSED, v=2.0, c=1.0) for task in tasks]
-    assert len(schedule(slow, workers)) == 1
 
 
 def test_type_1_by_itself_is_ordered_by_tokens():
@@ -116,16 +97,6 @@ def test_blocks_follow_when_decompression_is_slow():
     )
     found = order([request(e, 1, "M") for e in range(3)], slow_workers, workers=1)
     assert found.reads == [(0, "both"), (1, "both"), (2, "both")]
-
-
-def test_type_2_alone_is_scheduled():
-    slow_workers = Delays(
-        e_read=1.0, sm_read=1.0, decompress=9.0, recover=0.0, expert_base=1.0, expert_token=1.0
-    )
-    found = order(
-        [request(0, 1, "C"), request(1, 2, "S"), request(2, 3, "C")], slow_workers, workers=1
-    )
-    assert found.decode == [2, 1, 0] and found.io == [(1, "E")]
 
 
 @given(requests(), delays, st.integers(1, 4))

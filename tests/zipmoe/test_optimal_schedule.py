@@ -14,7 +14,6 @@ from moelab.zipmoe.optimal_schedule import (
     critical_path,
     optimum,
     random_instance,
-    ratio_study,
 )
 from moelab.zipmoe.tasks import Task, makespan, operations
 from tests.zipmoe.instances import task_sets
@@ -98,26 +97,6 @@ def test_waiting_can_be_best():
     much = Task(1, 0, State.SM, u=0.0, v=1.0, c=10.0, K=1, p=50.0)
     assert optimum([little, much], 1) == 1 + 10 + 50 + 1
     assert makespan([[little, much]], 1) == 10 + 10 + 50
-
-
-def test_simple_cases():
-    task = Task(0, 0, State.MISSED, u=3.0, v=1.0, c=2.0, K=2, p=4.0)
-    assert optimum([], 2) == 0.0
-    assert optimum([task], 1) == 9.0
-    with pytest.raises(ValueError, match="workers"):
-        optimum([task], 0)
-
-
-def test_the_study():
-    found, rng, ratios = ratio_study(40, seed=3), random.Random(3), []
-    for tasks, workers in (random_instance(rng) for _ in range(40)):
-        ratios.append(makespan(schedule(tasks, workers), workers) / optimum(tasks, workers))
-        assert ratios[-1] + 1e-9 >= 1 and ratios[-1] <= 3 - 1 / workers
-    assert found["violations"] == 0 and found["worst"] == max(ratios)
-    assert (
-        found["mean"] == pytest.approx(sum(ratios) / 40)
-        and found["optimal"] == sum(r <= 1 + 1e-9 for r in ratios) / 40
-    )
 
 
 def test_bounds_by_hand():

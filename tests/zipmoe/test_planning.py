@@ -17,10 +17,7 @@ from moelab.simulation.costs import Delays
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import (
-    hit_patterns,
-    interval_hits,
     makespan,
-    pattern_probabilities,
     plan,
     reading,
 )
@@ -119,30 +116,6 @@ def test_a_plan_equals_the_four_loops(layer, seconds, workers, budget, pools):
         assert ours.ratios == max(equals)  # ties: most in F, then C, then S
 
 
-@settings(max_examples=25, deadline=None)
-@given(layers(), st.data())
-def test_probabilities_of_patterns_equal_enumeration(layer, data):
-    f, k = layer
-    E, q = len(f), selection_probabilities(f, k)
-    cuts = sorted(data.draw(st.lists(st.integers(0, E), min_size=4, max_size=4)))
-    sizes = tuple(b - a for a, b in zip([0, *cuts], cuts))
-    truth, total = {}, 0.0
-    for chosen in itertools.combinations(range(E), k):
-        p = math.prod(q[i] if i in chosen else 1 - q[i] for i in range(E))
-        h = tuple(sum(a <= i < b for i in chosen) for a, b in zip([0, *cuts], cuts))
-        truth[h], total = truth.get(h, 0) + p, total + p
-    patterns = hit_patterns(k)
-    found = pattern_probabilities(interval_hits(q, k), patterns, sizes)
-    assert np.allclose(
-        found, [truth.get(tuple(h), 0) / total for h in patterns.tolist()], rtol=1e-12, atol=1e-15
-    )
-    assert found.sum() == pytest.approx(1, abs=1e-12) and len(patterns) == math.comb(k + 4, 4)
-    means = np.append(
-        found @ patterns, k - found @ patterns.sum(1)
-    )  # hits in each pool, and misses
-    assert np.allclose(means, [f[a:b].sum() for a, b in zip([0, *cuts], [*cuts, E])], atol=1e-8)
-
-
 def scheduled(h, k, d, workers):
     """The best of all orders of a layer: one disk, workers that decode whole experts, one thread
     that computes."""
@@ -176,19 +149,6 @@ def test_the_makespan_is_never_above_the_best_schedule(seconds, workers, h):
     assert (
         makespan(np.array([h]), k, seconds, workers)[0] <= scheduled(h, k, seconds, workers) + 1e-9
     )
-
-
-def test_the_makespan_of_plain_cases():
-    d, slow, busy = Seconds(), Seconds(decompress=3.5), Seconds(compute=3.0)
-    for h, d, expected in (  # noqa: B020
-        ((4, 0, 0, 0), d, 4 * 1.5),  # computing is all there is
-        ((0, 4, 0, 0), d, 1.25 + 4 * 1.5),  # both workers begin with one expert
-        ((3, 0, 0, 0), busy, 4 * 3),  # computing, in spite of the disk
-        ((0, 0, 0, 0), d, 16 + 1.25 + 1.5),  # the disk, then one decoding and expert
-        ((0, 0, 0, 1), d, 15 + 0.25 + 1.5),  # or recovery: the exponents were there
-        ((0, 0, 0, 0), slow, 16 + 0.25 + 1.5),
-    ):  # or were read before all SM-chunks
-        assert makespan(np.array([h]), 4, d, 2)[0] == expected
 
 
 # ------------------------------------------------------------------------------------- planned
@@ -225,11 +185,6 @@ def test_more_memory_and_more_pools_are_never_slower_and_all_of_it_leaves_comput
         assert plan(F, budget, SIZES, K, Seconds(), 2).seconds <= min(
             plan(F, budget, SIZES, K, Seconds(), 2, pools).seconds for pools in "FCSE"
         )
-
-
-def test_a_slow_disk_wants_compressed_experts_and_slow_decompression_full_ones():
-    assert plan(F, 36, SIZES, K, Seconds(decompress=0.01), 2).pools.F == 0
-    assert plan(F, 36, SIZES, K, Seconds(decompress=1e3), 2).pools.F == 3
 
 
 @settings(max_examples=30, deadline=None)

@@ -84,6 +84,7 @@ class ConvertedModel:
 
     @cached_property
     def plan(self) -> ANEPlan:
+        """The plan by which the model was converted."""
         return ANEPlan.from_dict(self.manifest["plan"])
 
     @property
@@ -225,10 +226,12 @@ class AttentionGraph:
 
 
 def attention_file(layer: int) -> str:
+    """Where a decoder layer's attention lies in a converted model."""
     return f"layers/{layer:03d}/attention.mlpackage"
 
 
 def group_file(layer: int, index: int) -> str:
+    """Where a group of a decoder layer's experts lies in a converted model."""
     return f"layers/{layer:03d}/group{index:02d}.mlpackage"
 
 

@@ -182,6 +182,7 @@ def verdict(kind: str) -> tuple[str, str]:
 
 
 def dilated(function: Function, package: Package) -> Found:
+    """Convolutions with dilations, which run on the CPU."""
     for op in _of_type(function, "conv", "conv_transpose"):
         dilations = function.constant(op, "dilations")
         if dilations is not None and np.any(np.asarray(dilations) > 1):
@@ -189,6 +190,7 @@ def dilated(function: Function, package: Package) -> Found:
 
 
 def dynamic_index(function: Function, package: Package) -> Found:
+    """Slices and gathers at places that are known only at run time."""
     for op in function.ops:
         for parameter in ("begin", "end", "size") if op.type.startswith("slice_") else ():
             if parameter in op.inputs and op.inputs[parameter] not in function.constants:
@@ -199,6 +201,7 @@ def dynamic_index(function: Function, package: Package) -> Found:
 
 
 def dynamic_shape(function: Function, package: Package) -> Found:
+    """Inputs whose shape is flexible or unknown; the ANE runs static graphs."""
     for value in function.inputs:
         if kind := function.flexible.get(value.name):
             yield value.name, f"its shape is flexible ({kind[0]}); the ANE runs static graphs"
@@ -207,6 +210,7 @@ def dynamic_shape(function: Function, package: Package) -> Found:
 
 
 def integers(function: Function, package: Package) -> Found:
+    """Operations in integers where the ANE computes in fp16."""
     for op in function.ops:
         other = [v.dtype for v in op.outputs if v.dtype not in (*FLOAT_BYTES, "fp64")]
         if other and verdict(op.type)[0] == "supported" and not op.type.startswith("const"):
@@ -214,6 +218,7 @@ def integers(function: Function, package: Package) -> Found:
 
 
 def alignment(function: Function, package: Package) -> Found:
+    """Operands of products whose axes do not fill what the ANE reads at once."""
     for op in _of_type(function, "conv", "matmul"):
         given = (op.inputs.get(parameter) for parameter in ("x", "y"))
         for name in (*(name for name in given if isinstance(name, str)), op.outputs[0].name):
@@ -235,6 +240,7 @@ def alignment(function: Function, package: Package) -> Found:
 
 
 def padding(function: Function, package: Package) -> Found:
+    """Values whose last axis is padded in memory to many times their bytes."""
     for value in _activations(function):
         last = value.shape[-1] if value.shape else 0
         if isinstance(last, int) and last and len(value.shape) > 2 and _elements(value) > 1024:
@@ -252,6 +258,7 @@ def padding(function: Function, package: Package) -> Found:
 
 
 def channels(function: Function, package: Package) -> Found:
+    """Values with an axis wider than the ANE takes."""
     for value in _activations(function):
         width = max((n for n in value.shape if isinstance(n, int)), default=0)
         if width > MAX_CHANNELS:
@@ -259,12 +266,14 @@ def channels(function: Function, package: Package) -> Found:
 
 
 def tiny(function: Function, package: Package) -> Found:
+    """Graphs with so few multiply-adds that Core ML leaves them on the CPU."""
     work = sum(_macs(function, op) for op in _of_type(function, "conv", "linear", "matmul"))
     if work < TINY_MACS:
         yield "function", f"only {work:,} multiply-adds; tiny graphs are left on the CPU"
 
 
 def per_block(function: Function, package: Package) -> Found:
+    """Weights with a scale for each block, where the ANE takes one a channel."""
     for op in _of_type(function, "constexpr_blockwise_shift_scale"):
         scale, data = (function.values[op.inputs[name]].shape for name in ("scale", "data"))
         if sum(s > 1 for s in scale) > 1 or any(1 < s < d for s, d in zip(scale, data)):

@@ -292,6 +292,7 @@ class Outcome(NamedTuple):
 
     @property
     def point(self) -> tuple[float, float, float, float]:
+        """(share dropped, share padded, TTFT in s, energy in mJ a token)."""
         return self.dropped, self.padded, self.ttft_s, self.mj_per_token
 
 

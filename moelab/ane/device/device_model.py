@@ -92,10 +92,12 @@ class Prefill:
 
     @property
     def total(self) -> Cost:
+        """Time and energy of attention, experts and what the host does between them."""
         return self.attention + self.experts + self.host
 
     @property
     def ttft_s(self) -> float:
+        """Seconds to the first token."""
         return self.total.ms / 1e3
 
     @property
@@ -105,6 +107,7 @@ class Prefill:
 
     @property
     def cpu_s(self) -> float:
+        """Seconds that the CPU is busy."""
         return self.total.cpu_ms / 1e3
 
 

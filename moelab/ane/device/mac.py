@@ -142,6 +142,7 @@ class PackageProbe:
 
     @property
     def devices(self) -> Counter[str]:
+        """Operations by the device on which Core ML places them."""
         return Counter(p.device for p in self.placements)
 
     @property

@@ -114,6 +114,7 @@ class Residual(NamedTuple):
 
     @property
     def error(self) -> float:
+        """Relative error of the fit."""
         return self.fitted / self.given - 1
 
 

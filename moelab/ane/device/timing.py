@@ -89,6 +89,7 @@ class Timing(NamedTuple):
 
     @property
     def median(self) -> float:
+        """Median seconds of the repeats."""
         return statistics.median(self.seconds)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from moelab.parallel import volumes
 from moelab.static import blocks
 from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS
-from moelab.table import ms, percent, slug
+from moelab.table import ms, percent
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.viz.notebook import interact, show
 from moelab.viz.story import static_figures as figures
@@ -78,7 +79,7 @@ def padding(run: Run, test: RoutingTrace, step: int, seed: int) -> None:
         f"{percent(uniform[8], 0)} and {percent(uniform[512], 0)}. All N blocks of the "
         "model's routing lie above its filled ones.",
     )
-    counted = static.count_blocks(test.prefill.ids[:step], spec.E)
+    counted = static.count_blocks(test.ids[test.phase == PREFILL][:step], spec.E)
     run.table("Blocks of one step, counted while they ran", tables.blocks(counted))
     if not all(one.as_formula for one in counted):
         raise AssertionError("the executor computed other slots than the formula's")
@@ -581,11 +582,14 @@ def balance(
     """Load of 8 ranks by way of placing experts: placed by the calibration, counted on test
     prompts."""
     placed = parallel.placed(calibration.counts(PREFILL), test.counts())  # 8 ranks, 8 spare places
-    ratios = {name: [one.ratio for one in of] for name, of in placed.items()}
+    ratios = {
+        name: [max(loads) / (sum(loads) / len(loads)) for loads in of]
+        for name, of in placed.items()
+    }
     hardest = ratios["in order"].index(max(ratios["in order"]))
     run.figure(
         "balance",
-        figures.balance({name: of[hardest].device_load for name, of in placed.items()}),
+        figures.balance({name: of[hardest] for name, of in placed.items()}),
         caption=f"Load of 8 ranks in layer {hardest}, the least even, of {test.spec.name} "
         f"({test.spec.E} experts): placed by the calibration, counted on test prompts (exact).",
         alt="Groups of three bars for each of eight ranks, one for each way of placing experts. "
@@ -642,3 +646,8 @@ def turning(E: int, K: int, seed: int) -> None:
             options=[1, 16, 128, 512, 2048, 4096], value=512, description="tokens of a step"
         ),
     )
+
+
+def slug(name: str) -> str:
+    """A name as part of a metric's: "groups of 8, prune" → "groups_of_8_prune"."""
+    return "_".join(re.findall(r"[\w-]+", name))

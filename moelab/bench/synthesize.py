@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab import registry
+from moelab import configs, registry
 from moelab.arguments import number, whole
 from moelab.cards import load_model
 from moelab.checkpoint import deepseek
@@ -93,27 +93,14 @@ def config_of(spec: MoESpec) -> Any:
     from transformers import AutoConfig
 
     deepseek.register()
-    dense = [i for i in range(spec.num_layers) if i not in spec.moe_layers]
-    wanted = {
-        "num_hidden_layers": spec.num_layers,
-        "hidden_size": spec.H,
-        "vocab_size": spec.vocab,
-        "dtype": "bfloat16",
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "n_routed_experts": spec.E,
-        "num_local_experts": spec.E,
-        "num_experts": spec.E,
-        "num_experts_per_tok": spec.K,
-        "moe_intermediate_size": spec.I,
-        "intermediate_size": spec.dense_I or spec.I,
-        "v_head_dim": spec.head_dim,
-        "intermediate_size_mlp": spec.dense_I or spec.I,
-        "n_shared_experts": spec.shared_I // spec.I or None,
-        "shared_expert_intermediate_size": spec.shared_I,
+    known, dense = AutoConfig.for_model(spec.model_type), set(range(spec.num_layers))
+    dense -= set(spec.moe_layers)
+    facts = {name: getattr(spec, name) for name in configs.NAMES if name != "shared_count"}
+    facts |= {"dense_I": spec.dense_I or spec.I, "shared_count": spec.shared_I // spec.I or None}
+    wanted = {name: value for fact, value in facts.items() for name in configs.NAMES[fact]}
+    wanted |= {
         "first_k_dense_replace": spec.moe_layers[0],
-        "mlp_only_layers": dense,
+        "mlp_only_layers": sorted(dense),
         "decoder_sparse_step": 1,
         "moe_layers": list(spec.moe_layers),
         "mlp_layer_types": ["dense" if i in dense else "sparse" for i in range(spec.num_layers)],
@@ -122,12 +109,9 @@ def config_of(spec: MoESpec) -> Any:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    known = AutoConfig.for_model(spec.model_type)
     if not hasattr(known, "moe_intermediate_size") or spec.model_type == "llama4_text":
         wanted["intermediate_size"] = spec.I  # the experts' own name for it
-    if not hasattr(known, "v_head_dim"):
-        wanted.pop("v_head_dim")
-    else:
+    if hasattr(known, "v_head_dim"):
         wanted.pop("head_dim")  # of multi-head latent attention, the rotary part
     wanted = {key: value for key, value in wanted.items() if hasattr(known, key) or key == "dtype"}
     config = AutoConfig.for_model(spec.model_type, **wanted)
