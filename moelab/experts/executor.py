@@ -3,9 +3,9 @@ executors.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    experts    →  [T, H]
 
-`experts` is the layer's experts module behind the seam (`moelab.models.seam.SeamExperts`):
-`weights(e)` are one expert's tensors, `weighted(rows, w, weights)` is what it contributes to rows
-with routing weights w, computed as the architecture does it (layout, gate, biases; Llama 4 weighs
+`experts` is a layer's experts behind the seam (`moelab.models.experts.SeamExperts`): `weights(e)`
+are one expert's tensors, `weighted(rows, w, weights)` is what it contributes to rows with routing
+weights w, computed as the architecture does it (layout, gate, biases; Llama 4 weighs
 the expert's input). Executors that go past `weighted` need an expert that is `plain`: up
 (`gate_up_proj` or `up_proj`), gate or activation, down, each with a bias or without.
 
@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.models import compat
-from moelab.models.experts import eager
+from moelab.models.experts import SeamExperts, eager
 from moelab.models.unchanged import Unchanged
 
 
@@ -185,14 +184,9 @@ def local_experts(experts: Any) -> Sequence[int]:
 def plain(experts: Any) -> bool:
     """Whether an expert is up, gate, down, and its output is weighted; not Llama 4's, Switch's, or
     one with a norm."""
-    return _usual(type(experts)) and not experts.has_post_expert_norm
-
-
-@cache
-def _usual(cls: type) -> bool:
-    return all(
-        getattr(cls, name).__qualname__.startswith("SeamExperts.") for name in ("ffn", "weighted")
-    )
+    cls = type(experts)
+    usual = cls.ffn is SeamExperts.ffn and cls.weighted is SeamExperts.weighted
+    return usual and not experts.has_post_expert_norm
 
 
 def names(experts: Any) -> tuple[str, str]:

@@ -1,5 +1,5 @@
-"""Which fast paths a machine and a model take: the module that is not replaced is only slower, so a
-name that changed in transformers would not be seen otherwise."""
+"""Which fast paths a machine and a model take. A module that is not replaced only makes a model
+slower, so a class that transformers has renamed is not noticed otherwise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def machine_paths() -> dict[str, str]:
         "vectors": f"{WIDTH} numbers of fp32",
         "products": "; ".join(f"in {by} of {', '.join(of)}" for by, of in kinds.items()),
         "threads": "Python's, as no OpenMP is loaded" if TEAM == PYTHON_TEAM else "OpenMP's",
-        "graphs": "CUDA, Triton" if _has_triton() else "none without CUDA and Triton",
+        "GPU": "CUDA graphs, Triton" if _has_triton() else "none without CUDA and Triton",
     }
 
 

@@ -1,5 +1,4 @@
-"""A fast path that is lost, as by another name in transformers, only makes a model slower: so it is
-counted."""
+"""Fast paths are counted: one that is lost, as a class has another name, only makes a model slower."""
 
 import pytest
 

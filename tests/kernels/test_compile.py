@@ -21,13 +21,14 @@ RUN = "from outer import outer; print(outer(1), *outer.stats.cache_hits.values()
 def outer(folder, **environment):
     """[what it returns, and 1 if it was in the cache], what was said of a cache that cannot be
     kept."""
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
+    ours = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
+    others = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     done = subprocess.run(
         [sys.executable, "-c", RUN],
         cwd=folder,
         capture_output=True,
         text=True,
-        env=os.environ | environment,
+        env=others | ours | environment,
     )
     assert done.returncode == 0, done.stderr
     compiled = len(done.stdout.split()) == 1
