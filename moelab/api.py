@@ -1,8 +1,9 @@
 """The one way in: `open_model` opens any MoE model, in memory or within a budget; `using` changes
 how it runs.
 
-    with moelab.open_model("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router")
-    as lm: … with moelab.using(lm, executor="gemv"): …
+    lm = moelab.open_model("Qwen/Qwen3-30B-A3B", memory="8GB", executor="fast", prefetch="router")
+    with moelab.using(lm, executor="gemv"):
+        …
 
 In place of a name of the registry (`moelab.names`, `moelab.describe`), an object of your own will
 do."""

@@ -4,9 +4,9 @@ clock.
 Source: ZipMoE §3.2, §3.3, §4; Speculating Experts Algorithm 1. The engine's threads call it under
 one lock, the simulator from its event loop, so both follow the same rules.
 
-    WAITING ── slots ──▶ LOADING ── last read and decode ──▶ LOADED: computed, or prefetched for a
-                            layer to come ├────── error ──▶ FAILED └────── no longer wanted ──▶
-                            DROPPED: gives its slots back when nothing runs on it
+    WAITING ─ slots ─▶ LOADING ─ last read and decode ─▶ LOADED: computed, or prefetched for later
+                         ├─ error ─▶ FAILED
+                         └─ no longer wanted ─▶ DROPPED: gives its slots back when nothing runs on it
 
 Slots are numbers of three kinds: "e" and "sm" for the two compressed chunks of an expert, "full"
 for its decoded tensors. Three rules exclude a deadlock. A load takes all the slots that it lacks at
