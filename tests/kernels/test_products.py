@@ -87,7 +87,7 @@ def test_products_of_any_size(kind, T, counts, blocks, rows, dtype, transposed, 
         assert ((y[mine].double() - found).abs() <= 1e-5 * (size @ wide.abs() + 1)).all()
 
 
-@pytest.mark.parametrize("team", [threads.TEAM, threads.PYTHON_TEAM])
+@pytest.mark.parametrize("team", [threads.TEAM, threads.PYTHON_TEAM], ids=["OpenMP", "Python"])
 @pytest.mark.parametrize("M, R", [(1, 2050), (5, 2300), (9, 1030)])
 def test_pieces_of_any_length_on_several_threads(M, R, team, monkeypatch, request):
     """From 64 rows, a row beyond whole ones, to 512, as many as leave each thread a share."""
