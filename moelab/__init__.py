@@ -1,7 +1,24 @@
 """moelab: a research workbench for mixture-of-experts models on machines too small for them.
 
-Names are loaded on first use, so that `import moelab` costs nothing.
-"""
+A map of the package, lower rooms first; no room imports one above it.
+
+    specs configs cards files …     what a model and a machine are; small things that all use
+    kernels                         everything compiled
+    store                           codecs and the expert store: its format, reading, writing
+    models                          the seam: how transformers' call of a layer's experts gets here
+    checkpoint                      headers → config → plan → model; converting, restoring
+    experts, fast                   who computes experts; fused decoding of single tokens
+    speculate                       predictors of the next layer's experts
+    offloading, cache               the engine: steps, loads in flight, memory, eviction
+    simulation                      the engine's decisions in simulated time
+    zipmoe, static, parallel        what belongs to one source: planning; static shapes; ranks
+    ane, ndp                        Apple Neural Engine; memory that computes
+    api                             open_model, using
+    evaluation, bench, advice       accuracy; measurements; what to do on a machine
+    viz, lab                        figures and views; notebooks
+
+docs/how_a_checkpoint_is_opened.md and docs/how_a_token_flows.md walk the two paths that matter.
+Names are loaded on first use, so that `import moelab` costs nothing."""
 
 from __future__ import annotations
 
