@@ -1,5 +1,4 @@
-"""Types of command-line options: what cannot be used is refused where it is read, and the message
-says what can.
+"""Types of command-line options, which refuse invalid values with a message that says what is valid.
 
 parser.add_argument("--tokens", type=whole(1)); parser.add_argument("--budgets",
 type=several(number(above=0)))"""
@@ -19,7 +18,7 @@ from moelab.registry import require
 
 
 class Parser(ArgumentParser):
-    """argparse's, which tells what is wrong in one line, with the nearest name; names may be in any
+    """An `ArgumentParser` whose errors are one line and suggest similar names; choices ignore
     case."""
 
     def add_argument(self, *names: Any, **options: Any) -> Action:
@@ -30,8 +29,8 @@ class Parser(ArgumentParser):
         return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, but what nobody knows is an error already in the parser of a subcommand,
-        which knows more."""
+        """As argparse's, but unknown arguments are an error already in a subcommand's parser, whose
+        options can be suggested."""
         namespace, left = super().parse_known_args(args, namespace)
         if left:
             option = left[0].partition("=")[0]
@@ -49,15 +48,14 @@ class Parser(ArgumentParser):
         return namespace, left
 
     def _check_value(self, action: Action, value: Any) -> None:
-        """As argparse's, of the commands within a command."""
+        """As argparse's, with suggestions, for subcommands."""
         try:
             require("command", value, action.choices or [value])
         except ValueError as error:
             raise ArgumentError(action, str(error)) from None
 
     def _get_values(self, action: Action, texts: list[str]) -> Any:
-        """As argparse's, but an empty text, which would be a path to the working folder, is
-        refused."""
+        """As argparse's, but an empty text is refused: as a path it would be the working folder."""
         if "" in texts and action.nargs not in (PARSER, REMAINDER):
             raise ArgumentError(action, "it is empty; give a value, or leave it out")
         return super()._get_values(action, texts)
@@ -68,8 +66,7 @@ class Parser(ArgumentParser):
 
 
 def output(text: str) -> Path:
-    """Reads the name of a file that is to be written, and refuses it before there is anything to
-    write."""
+    """Reads the path of an output file; refuses one that cannot be written before work begins."""
     try:
         return writable(text)
     except (ValueError, OSError) as error:

@@ -7,7 +7,6 @@ The value E in a trace's ids ("no expert ran") is counted nowhere."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,14 +95,12 @@ class Calibration:
         """Write to `path` atomically (a .safetensors file); returns the path."""
         return save_tensors(
             path,
+            FORMAT,
             {"counts": self.counts_by_phase},
-            {
-                "format": FORMAT,
-                "spec": json.dumps(self.spec.to_dict()),
-                "model_id": self.model_id,
-                "tokens": json.dumps(self.tokens),
-                "source": self.source,
-            },
+            spec=self.spec.to_dict(),
+            model_id=self.model_id,
+            tokens=self.tokens,
+            source=self.source,
         )
 
     @classmethod

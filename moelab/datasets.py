@@ -128,7 +128,7 @@ def prompts(
         )
     count = count or _small_token_count()
     seeds = (f"{source}/{split}/{seed}/{i}" for i in range(n))
-    return [SOURCES[source](source, random.Random(of), tokens, split, count) for of in seeds]
+    return [SOURCES[source](source, random.Random(one), tokens, split, count) for one in seeds]
 
 
 def in_split(name: str, split: str, share: int = 10) -> bool:

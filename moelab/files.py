@@ -1,5 +1,5 @@
-"""Where moelab's own files are, paths that people give, and files that are written atomically:
-JSON, text, tensors."""
+"""Files: where moelab's own are, how paths from users are read, and atomic writing of JSON, text and
+tensors."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ from moelab.schema import naming, parse_json, typed
 T = TypeVar("T")
 
 _ROOT = Path(__file__).resolve().parents[1]
-#: the clone of the repository that this package runs from; None once it is installed without one
+#: the repository that this package is imported from; None for an installed package
 CHECKOUT = (
     _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "notebooks").is_dir() else None
 )
 
 
 def absolute(path: str | Path) -> Path:
-    """The path that a person has given, "~" expanded, absolute: the working folder may be another
-    one later."""
+    """A path from a user, "~" expanded and made absolute, as the working folder may change later."""
     return Path(os.path.expanduser(path)).absolute()
 
 
 def shipped(name: str) -> Path:
-    """A file or folder of the repository's data/: there in a clone, or where an installation has
-    put it."""
+    """A file or folder of the repository's data/, in a clone or where pip installed it."""
     data, share = _ROOT / "data", Path("share", "moelab")
     prefixes = (_ROOT, sysconfig.get_path("data"), site.getuserbase())
     places = [data, *(Path(prefix) / share for prefix in prefixes)]
@@ -52,23 +50,22 @@ def small_model() -> Path:
 
 
 def results_root(results: str | Path | None = None) -> Path:
-    """Where results lie: the argument, else $MOELAB_RESULTS, else `results/` of the clone or the
-    working folder."""
+    """The folder of results: the argument, else $MOELAB_RESULTS, else `results/` of the repository or
+    the working folder."""
     return absolute(
         results or os.environ.get("MOELAB_RESULTS") or (CHECKOUT or Path()) / "results"
     ).resolve()
 
 
 def cache_root() -> Path:
-    """Where stores are kept that were converted on the way: $MOELAB_CACHE, else `data/cache` of the
-    clone, else ~/.cache/moelab."""
+    """The cache of stores and measurements: $MOELAB_CACHE, else `data/cache` of the repository, else
+    ~/.cache/moelab."""
     kept = CHECKOUT / "data" / "cache" if CHECKOUT else "~/.cache/moelab"
     return absolute(os.environ.get("MOELAB_CACHE") or kept).resolve()
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of that name in the cache; where that cannot be written, a temporary one, and a
-    warning says so."""
+    """A folder in the cache; if it cannot be written, a temporary one, with a warning."""
     return _writable_or_temporary(cache_root() / name)
 
 
@@ -89,16 +86,15 @@ def _writable_or_temporary(folder: Path) -> Path:
 
 
 def _probe(folder: Path) -> None:
-    """OSError unless a file can be written in a folder: a question about rights does not see a full
-    disk."""
+    """OSError unless a file can be written in a folder; unlike a check of permissions, this notices
+    a full disk."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(bytes(1 << 16))
 
 
 def from_hub(name: str, patterns: list[str]) -> Path:
-    """The folder in the hub client's cache with those files of a hub id that patterns match; they
-    are downloaded where there is a network. Raises FileNotFoundError, which says why there is
-    none."""
+    """Download the files of a hub id that match `patterns`, if they are not cached; returns their
+    folder. FileNotFoundError: they cannot be had, and why."""
     from huggingface_hub import snapshot_download
 
     remedies = {
@@ -126,14 +122,13 @@ def from_hub(name: str, patterns: list[str]) -> Path:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder and in those below it."""
+    """Bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def stamp(path: str | Path) -> tuple[int, ...]:
-    """Another one for a file that was changed or replaced: device, inode, bytes, when its content
-    and when anything of it was changed, in ns. A time of the content can be set, as `cp -p` and
-    `rsync` do; the last cannot. () for none."""
+    """What changes when a file is changed or replaced: (device, inode, bytes, mtime, ctime), times in
+    ns; () if there is none. `cp -p` and `rsync` set the mtime; nobody can set the ctime."""
     try:
         found = os.stat(path)
     except OSError:
@@ -142,15 +137,14 @@ def stamp(path: str | Path) -> tuple[int, ...]:
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the nearest above it that exists."""
+    """The path, or its nearest parent that exists."""
     return next(one for one in (path, *path.parents) if one.exists())
 
 
 def writable(path: str | Path) -> Path:
-    """The absolute path, behind links, of a file that is to be written; to be asked before the work
-    that makes it.
+    """The resolved path of a file that is to be written; call it before the work that produces it.
 
-    Raises ValueError: there is something that is no regular file; OSError: it cannot be written,
+    Raises ValueError: something that is not a regular file is there; OSError: it cannot be written,
     and why."""
     path = Path(os.path.realpath(absolute(path)))
     if path.is_symlink():
@@ -174,7 +168,7 @@ def writable(path: str | Path) -> Path:
 
 
 def vacant(path: str | Path) -> Path:
-    """The absolute path of a folder that is to be made; to be asked before the work that fills it.
+    """The absolute path of a folder that is to be made; call it before the work that fills it.
 
     Raises FileExistsError: something is there; OSError: it cannot be written, and why.
     """
@@ -189,11 +183,11 @@ def vacant(path: str | Path) -> Path:
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """A path to write a file or folder to, which takes the place of `path` when the block ends
-    without an error.
+    """A temporary path for a file or folder, which replaces `path` when the block ends without an
+    error.
 
-    Readers find the old or the new one, whole, and the last of several writers wins. A link stays,
-    and what it leads to is replaced. Raises what `writable` raises."""
+    Readers see the old or the new one, complete; the last of several writers wins. Of a symbolic
+    link, the target is replaced. Raises what `writable` raises."""
     path = writable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
@@ -216,7 +210,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the folders NAME@HOST@PROCESS.part of processes of this machine that are gone."""
+    """Remove folders NAME@HOST@PROCESS.part of processes of this machine that have ended."""
     for part in folder.glob("*@*@*.part"):
         found = re.fullmatch(r".*@([^@]+)@(\d+)(@\w+)?\.part", part.name)
         if not found or found[1] != platform.node():
@@ -263,17 +257,15 @@ def load_json(path: str | Path, form: str, what: str, remedy: str, shape: Any) -
         return typed(found, shape)
 
 
-def save_tensors(path: str | Path, tensors: dict[str, Any], about: dict[str, str]) -> Path:
-    """Write tensors and `about`, whose "format" says what the file is, atomically as safetensors;
-    returns the path."""
+def save_tensors(path: str | Path, form: str, tensors: dict[str, Any], **about: Any) -> Path:
+    """Write tensors, the format `form` and what else is `about` them atomically as safetensors, a
+    text as it is and all else as JSON; returns the path."""
     from safetensors.torch import save_file
 
+    said = {name: one if isinstance(one, str) else json.dumps(one) for name, one in about.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic(path) as part:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            part,
-            about,
-        )
+        save_file(tensors, part, {"format": form, **said})
     return absolute(path)
 
 

@@ -1,5 +1,5 @@
-"""What a forked process makes anew: no thread survives a fork, and a lock that was taken then is
-never let go."""
+"""What a forked process must make anew: threads do not survive a fork, and locks that other threads
+held stay locked for ever."""
 
 from __future__ import annotations
 

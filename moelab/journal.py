@@ -1,5 +1,7 @@
-"""A journal of a conversion: lines of JSON that are on the disk when `append` returns, read again
-after a kill."""
+"""An append-only journal of JSON records, with which interrupted work is resumed.
+
+Records are on the disk when `append` returns (fsync). Each line ends with the CRC-32 of its JSON,
+so a torn or damaged line costs that record alone."""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ HEADER = b"moelab journal\n\n"
 
 
 class Journal:
-    """The journal at `path`, created if there is none and locked until it is closed.
+    """The journal at `path`: created if it does not exist, and locked until it is closed.
 
-    lines : its records. Each ends with its CRC-32; those that are damaged are left out, with a
-        warning. What a kill has left of the last one, without an end, is removed.
+    lines : its records. Damaged ones are left out, with a warning; an incomplete last line is
+        truncated.
 
-    Raises FileExistsError: another process has it open; ValueError: the file is no journal, and
-    stays as it is."""
+    Raises FileExistsError: another process has it open. ValueError: the file is not a journal; it
+    is not changed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines = path, []
@@ -66,11 +68,11 @@ class Journal:
             )
 
     def append(self, records: list[Any]) -> None:
-        """Add a line for each record and wait until they are on the disk."""
+        """Append records; returns when they are on the disk."""
         texts = [json.dumps(record, separators=(",", ":")).encode() for record in records]
         self._write(
             b"".join(b"%s\t%08x\n\n" % (text, zlib.crc32(text)) for text in texts)
-        )  # one end may be damaged
+        )  # two line ends, as one may be damaged
 
     def _write(self, content: bytes) -> None:
         before = os.fstat(self._file.fileno()).st_size
@@ -83,7 +85,7 @@ class Journal:
             raise
 
     def restart(self, records: list[Any]) -> None:
-        """Empty it, and begin with these records."""
+        """Replace all records by these."""
         self.lines = []
         self._file.truncate(0)
         self._write(HEADER)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,31 +63,26 @@ def record(
     architecture whose residual stream is of an unknown kind (`moelab.models.stream`)."""
     ids = token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
     recorder = _Recorder(model)
-    with _hidden_files(hidden) as (path, files):
-        with ExitStack() as writing, Patches() as patches:
+    with tempfile.TemporaryDirectory(prefix="moelab-trace-") as folder:
+        path = Path(folder, "trace.safetensors") if isinstance(hidden, bool) else Path(hidden)
+        with ExitStack() as files, Patches() as patches:
+            appends = {
+                name: files.enter_context(growing_tensor(hidden_path(path, name), name))
+                for name in (HIDDEN if hidden else ())
+            }
+            recorder.attach(patches, model, appends)
             patches.callback(model.train, model.training)
             model.eval()
-            appends = {name: writing.enter_context(file) for name, file in files.items()}
-            recorder.attach(patches, model, appends)
             for first in progress(range(0, len(ids), batch_size), "recording", unit="batch"):
                 inputs, mask = _pad(ids[first : first + batch_size], model)
                 recorder.begin(first)
                 with torch.no_grad():
                     run(model, inputs, mask, max_new_tokens, generate_options)
-        trace = recorder.trace({name: map_hidden(path, name) for name in files})
+        # temporary files may go when they have been mapped
+        trace = recorder.trace({name: map_hidden(path, name) for name in appends})
     if hidden and hidden is not True:
         trace.save(hidden, hidden=False)
     return trace
-
-
-@contextmanager
-def _hidden_files(hidden: bool | str | Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(the trace's path, name → file to write its hidden states to); temporary files are removed at
-    the end, when they have been mapped."""
-    with tempfile.TemporaryDirectory(prefix="moelab-trace-") as folder:
-        path = Path(folder, "trace.safetensors") if isinstance(hidden, bool) else Path(hidden)
-        names = HIDDEN if hidden else ()
-        yield path, {name: growing_tensor(hidden_path(path, name), name) for name in names}
 
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:

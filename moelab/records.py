@@ -1,7 +1,6 @@
-"""What runs and benches keep as JSON, in the form that everything may count on which reads it.
+"""The JSON files of runs and benches, as types that `moelab.schema` validates.
 
-read_json(run / "metrics.json", MetricsFile)        # or ValueError, which names the file; so of the
-                                                    others
+read_json(run / "metrics.json", MetricsFile)        # or ValueError, which names the file
 """
 
 from __future__ import annotations

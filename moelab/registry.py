@@ -1,11 +1,11 @@
-"""One registry of everything that has a name: executors, caches, predictors, codecs, few-bit
-formats, …
+"""The registry of everything that is chosen by name: executors, cache policies, predictors, codecs,
+few-bit formats, …
 
-    moelab.names("executor")                → every executor
+    moelab.names("executor")                → the names of all executors
     moelab.describe("executor")             → name → (what it is for, "use" or "teaching")
-    make("cache", "lru")                    → what is registered, made with options
+    make("cache", "lru")                    → an instance, made with options
 
-Each kind is a dictionary, name → `Entry`, in the package that has the techniques; adding one is a
+Each kind is a dictionary, name → `Entry`, in the package that implements it; a new technique is one
 line there."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ KINDS = {
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """The dictionary of a kind; a class without `Entry` is described by its docstring. ValueError:
-    an unknown kind."""
+    """Name → `Entry` of a kind; a class that is registered without one is described by the first
+    line of its docstring. ValueError: an unknown kind."""
     require("kind", kind, KINDS)
     module, _, name = KINDS[kind].partition(":")
     known = getattr(import_module(module), name)
@@ -57,12 +57,12 @@ def entries(kind: str) -> dict[str, Entry]:
 
 
 def names(kind: str) -> list[str]:
-    """The names of a kind, in the order in which they are listed."""
+    """The names of a kind, in the order of its dictionary."""
     return list(entries(kind))
 
 
 class Described(dict[str, tuple[str, str]]):
-    """Name → (what it is for, "use" or "teaching"), which prints as a table."""
+    """Name → (what it is for, "use" or "teaching"); its repr is a table."""
 
     def __repr__(self) -> str:
         return text_table(
@@ -85,8 +85,7 @@ def describe(kind: str, among: Iterable[str] | None = None) -> Described:
 
 
 def require(what: str, name: str, known: Iterable[str]) -> None:
-    """ValueError unless a name is one of the known ones; the message lists these, and says which
-    one is near."""
+    """ValueError, with the known names and the most similar one, unless `name` is among them."""
     if name not in (known := list(known)):
         raise ValueError(
             f"there is no {what} {name!r}.{near(name, known)} There are: "
@@ -95,7 +94,7 @@ def require(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean …?" with the known name that a wrong one is like; "" if it is like none."""
+    """ " Did you mean …?" with the most similar known name; "" if none is similar."""
     lower = {one.lower(): one for one in known}
     return "".join(
         f" Did you mean {lower[one]!r}?" for one in get_close_matches(str(name).lower(), lower, n=1)
@@ -103,7 +102,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def like(kind: str, text: Any) -> str | None:
-    """The name of a kind that a text is but for its case; None: there is none."""
+    """The name of a kind that equals a text, ignoring case; None if there is none."""
     return next((name for name in names(kind) if name.lower() == str(text).lower()), None)
 
 

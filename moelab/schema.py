@@ -1,14 +1,11 @@
-"""What a file may hold, said once by annotations, and checked where the file is loaded.
+"""Validation of what files contain: type annotations describe it, `typed` checks it.
 
-    typed(json, MoESpec)                                    a dataclass of what is in it, or
-                                                            ValueError: "K is 'x', …"
-    typed(json, dict[str, list[float]])                     builtin containers, unions, Literal,
-                                                            TypedDict, NamedTuple
-    checked(tensors, "counts", ("int64",), (2, L, E), 0)    a tensor's type, shape and range
+    typed(json, MoESpec)                                  a dataclass, or ValueError: "K is 'x', …"
+    typed(json, dict[str, list[float]])                   containers, unions, Literal, TypedDict, …
+    checked(tensors, "counts", ("int64",), (2, L, E), 0)  a tensor's dtype, shape and range
 
-Numbers are finite and fit 64 bits, and a truth value is no number. Of a TypedDict, further keys are
-kept, since a record may come from a later version; a dataclass or a NamedTuple is made of the
-values, so it refuses what it lacks."""
+Numbers are finite and fit 64 bits; a bool is not a number. A TypedDict may have further keys, as a
+record may come from a later version; a dataclass or a NamedTuple may not."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ from typing import (
 
 
 class Must(NamedTuple):
-    """In `Annotated`: what a value must be beside its type, and that in words."""
+    """A condition in `Annotated`: a predicate, and its words for the error."""
 
     test: Callable[[Any], bool]
     words: str
@@ -48,7 +45,7 @@ Size = Annotated[int, Must(lambda number: number >= 1, "1 or more")]
 Amount = Annotated[float, AtLeast0]
 Positive = Annotated[float, Must(lambda number: number > 0, "above 0")]
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-#: what people and messages call the types of JSON
+#: JSON types in error messages
 WORDS = {
     int: "a whole number of 64 bits",
     float: "a finite number",
@@ -64,9 +61,10 @@ LARGEST = sys.float_info.max
 
 @contextmanager
 def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
-    """Name the file in whatever is raised because it is no `what`; `remedy` makes another.
+    """Errors of the block name the file: "PATH is no readable `what`: …; `remedy` makes another".
 
-    Raises FileNotFoundError: there is no such file. ValueError: for whatever else is raised inside.
+    Raises FileNotFoundError: there is no such file. ValueError: instead of any other error of the
+    block, except missing imports and undefined names, which are not the file's fault.
     """
     try:
         yield
@@ -84,8 +82,8 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON in UTF-8; ValueError for duplicate keys, NaN, infinities, half characters and endless
-    nesting, too."""
+    """Parse JSON in UTF-8. ValueError also for what `json` accepts: duplicate keys, NaN, infinities
+    and unpaired surrogates; and for nesting deeper than Python's recursion limit."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
@@ -106,8 +104,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def typed(value: Any, annotation: Any, at: str = "it") -> Any:
-    """A value from JSON or TOML as its annotation has it; ValueError says which part, `at`, is
-    wrong."""
+    """Convert a value from JSON or TOML to what `annotation` says. ValueError: it does not fit; the
+    message names the part, beginning with `at`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
@@ -145,7 +143,7 @@ def _fits(value: Any, kind: type) -> bool:
 
 
 def _items(value: Any, kind: type, parts: tuple[Any, ...], at: str) -> Any:
-    """A container of what its annotation says."""
+    """Convert the items of a list, tuple or dict."""
     if kind is dict:
         return {key: typed(one, parts[1], _inside(at, key)) for key, one in value.items()}
     if kind is list or parts[-1] is Ellipsis:
@@ -157,8 +155,7 @@ def _items(value: Any, kind: type, parts: tuple[Any, ...], at: str) -> Any:
 
 @cache
 def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Annotations by name, and the names that must be there, of a dataclass, a NamedTuple or a
-    TypedDict."""
+    """(name → annotation, required names) of a dataclass, a NamedTuple or a TypedDict."""
     hints = get_type_hints(of, include_extras=True)
     optional: set[str] = set()
     if is_dataclass(of):
@@ -178,8 +175,8 @@ def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def _made(value: Any, of: Any, at: str) -> Any:
-    """The dataclass, NamedTuple or TypedDict `of` an object's values; JSON may have a NamedTuple as
-    a list."""
+    """Convert an object to the dataclass, NamedTuple or TypedDict `of`; a NamedTuple may also be a
+    list in JSON."""
     names = getattr(of, "_fields", ())
     if isinstance(value, list) and len(value) == len(names):
         value = dict(zip(names, value))
@@ -221,9 +218,9 @@ def checked(
     low: float | None = -LARGEST,
     high: float = LARGEST,
 ) -> Any:
-    """The tensor of that name; ValueError unless it is there, of one of these dtypes, of this shape
-    (None: any number) and all of its values are finite and from `low` to `high`; with `low` None,
-    as where it is mapped, they are not looked at."""
+    """The tensor `name`. ValueError unless it exists, has one of these dtypes and this shape (None:
+    any size), and its values are finite and from `low` to `high`; with `low` None, values are not
+    read, as those of a memory-mapped file."""
     if name not in tensors:
         raise ValueError(f"it lacks the tensor {name}")
     tensor = tensors[name]

@@ -1,4 +1,4 @@
-"""One way to write a number, and tables as plain text or Markdown."""
+"""Numbers as people read them, and tables as plain text, Markdown or HTML."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def percent(share: float | str, digits: int = 1) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Seconds in milliseconds, without the unit."""
+    """Seconds as milliseconds with two decimals, without the unit."""
     return f"{1e3 * seconds:.2f}"
 
 
@@ -43,24 +43,24 @@ def plain(value: float) -> str:
     return f"{Decimal(f'{value:.3g}'):,f}"
 
 
-#: what bytes and seconds are told in, the largest first
+#: units of bytes and seconds, the largest first
 UNITS = {"B": (("GB", 1e9), ("MB", 1e6)), "s": (("s", 1.0), ("ms", 1e-3))}
 
 
 def unit_of(least: float, base: str) -> tuple[str, float]:
-    """(unit, how many of the base unit it is): the largest in which `least` is not below 1, or else
-    the smallest."""
+    """(unit, its size in base units): the largest unit in which `least` is at least 1, else the
+    smallest."""
     return next((one for one in UNITS[base] if least >= one[1]), UNITS[base][-1])
 
 
 def size(nbytes: float) -> str:
-    """Bytes in GB, or below one in MB."""
+    """Bytes in GB, or in MB below 1 GB."""
     unit, of = unit_of(nbytes, "B")
     return f"{plain(nbytes / of)} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or below one milliseconds."""
+    """Seconds in s, or in ms below 1 s."""
     unit, of = unit_of(seconds, "s")
     return f"{plain(seconds / of)} {unit}"
 

@@ -100,16 +100,9 @@ class RoutingTrace:
             with growing_tensor(hidden_path(path, name), name) as append:
                 for rows in getattr(self, name).split(4096):
                     append(rows)
-        return save_tensors(
-            path,
-            {name: getattr(self, name) for name in FIELDS},
-            {
-                "format": FORMAT,
-                "spec": json.dumps(self.spec.to_dict()),
-                "model_id": self.model_id,
-                "hidden": json.dumps(names),
-            },
-        )
+        columns = {name: getattr(self, name) for name in FIELDS}
+        about = {"spec": self.spec.to_dict(), "model_id": self.model_id, "hidden": names}
+        return save_tensors(path, FORMAT, columns, **about)
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:

@@ -6,8 +6,6 @@ import torch
 import transformers
 
 import moelab
-from moelab import registry
-from moelab.experts import EXECUTORS
 from moelab.experts.executor import Sorted
 from moelab.models import discover
 from moelab.offloading.prefetch_gate import ungated
@@ -190,23 +188,6 @@ def test_using_is_for_opened_models(folder):
         moelab.using(theirs, executor="sorted"),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    "home",
-    [
-        "moelab.nothing:Sorted",
-        "moelab.experts.executor:Sroted",
-        "nothing.at.all:X",
-        "moelab.experts",
-    ],
-)
-def test_a_wrong_line_in_a_registry_is_named(home, monkeypatch):
-    monkeypatch.setitem(EXECUTORS, "mine", registry.Entry(home, "for a test"))
-    with pytest.raises(
-        ValueError, match=f"executor 'mine' is registered as '{home}' in moelab.experts:EXECUTORS"
-    ):
-        registry.find("executor", "mine")
 
 
 def test_another_models_calibration_is_refused(folder):

@@ -307,7 +307,7 @@ def test_json_that_is_wrong_anywhere_is_refused_or_right(kind, tmp_path, model):
     path, judge = valid(kind, tmp_path, model)
     text = path.read_text()
     document = json.loads(text)
-    for what, other in mutants(document, 0, depth(150, 10**6)):
+    for what, other in mutants(document, 0, depth(80, 10**6)):
         path.write_text(json.dumps(other))  # with what JSON has not: NaN, lone surrogates
         refused(path, judge, model, what)
     for key in document:
@@ -345,7 +345,7 @@ def test_tensors_that_are_wrong_anywhere_are_refused_or_right(kind, tmp_path, mo
             document = json.loads(text)
         except ValueError:
             document = text
-        for what, other in mutants(document, name, depth(25, 10**6)):
+        for what, other in mutants(document, name, depth(12, 10**6)):
             for said in (json.dumps(other), str(other)[:50]):
                 save_file(tensors, path, about | {name: said.encode(errors="replace").decode()})
                 refused(path, judge, model, (name, what))
@@ -390,7 +390,7 @@ def test_what_a_run_keeps_is_of_one_form(shape, tmp_path):
     for key in document:
         write_json(path, {name: value for name, value in document.items() if name != key})
         assert refused(path, judge, None, key) != (key == "peak_anonymous_bytes")  # optional
-    for what, other in mutants(document, 0, 200):
+    for what, other in mutants(document, 0, 80):
         path.write_text(json.dumps(other))
         refused(path, judge, None, what)
 

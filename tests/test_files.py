@@ -100,7 +100,7 @@ def test_links(tmp_path):
     [
         lambda path: write_text(path, "x"),
         lambda path: write_json(path, 1),
-        lambda path: save_tensors(path, {"a": torch.ones(2)}, {"format": "x"}),
+        lambda path: save_tensors(path, "x", {"a": torch.ones(2)}),
     ],
     ids=["text", "json", "tensors"],
 )

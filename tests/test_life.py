@@ -419,7 +419,7 @@ def test_an_error_of_reading_does_not_keep_the_model(folders):
     def fails(*_):
         raise OSError("the disk is gone")
 
-    reader.fill = fails
+    reader.read_parts = fails
     with pytest.raises(OSError, match="the disk is gone"):
         tokens(lm)
     del lm

@@ -24,15 +24,19 @@ def block_with(word):
     return next(block for block in PYTHON if word in block)
 
 
+def own(block):
+    """A block with the small model in place of the hub's, half of it in memory."""
+    return block.replace('"Qwen/Qwen3-30B-A3B"', "None").replace('"8GB"', '"50%"')
+
+
 def test_its_python_runs(tmp_path, monkeypatch, capsys):
-    """With the small model in place of the hub's."""
     monkeypatch.chdir(tmp_path)
     for registry in (ROUTING, BLOCKS):  # a recipe adds to them
         for name in registry:
             monkeypatch.setitem(registry, name, registry[name])
     names: dict = {}
     for block in PYTHON:
-        exec(compile(block.replace('"Qwen/Qwen3-30B-A3B"', "None"), "README.md", "exec"), names)
+        exec(compile(own(block), "README.md", "exec"), names)
     told = capsys.readouterr().out
     assert "MoE layers" in told and "of the experts were in memory" in told
     assert torch.isfinite(torch.tensor(names["lm"].moelab.metrics().ttft))
@@ -45,7 +49,7 @@ def test_the_way_in(tmp_path, monkeypatch):
     executor plugged."""
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(PYTHON[0].replace('"Qwen/Qwen3-30B-A3B"', "None"), names)
+    exec(own(PYTHON[0]), names)
     assert names["text"].shape[1] > 1 and names["name"] == moelab.names("executor")[-1]
     run = names["run"]
     assert len(run.steps) == len(run.forwards) == 32

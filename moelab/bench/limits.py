@@ -1,11 +1,12 @@
-"""Limits of offloading, which no engine, cache or schedule can beat: a run below one is counted wrongly.
+"""Limits of offloading, which no engine, cache or schedule can beat: a run below one is counted
+wrongly.
 
 Most hits of any cache on a recorded run: keeping an expert from one use to the next is an interval
-over the gaps between steps, so the most hits are the most intervals of which no more than C overlap.
-Giving up the one that ends last whenever C + 1 overlap is optimal: Belady's rule (1966), with bypass,
-since what is given up may be the newcomer. Steps are [(layer, {expert: tokens}), …] in the order of
-the run, capacity is experts in memory. All are exact counts, from an empty cache; for pools of each
-layer, ask layer by layer.
+over the gaps between steps, so the most hits are the most intervals of which no more than C
+overlap. Giving up the one that ends last whenever C + 1 overlap is optimal: Belady's rule (1966),
+with bypass, since what is given up may be the newcomer. Steps are [(layer, {expert: tokens}), …] in
+the order of the run, capacity is experts in memory. All are exact counts, from an empty cache; for
+pools of each layer, ask layer by layer.
 
 Least seconds of a decode step: what each layer reads, decompresses and computes, overlapped ideally."""
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.nn.functional import linear
@@ -26,7 +26,7 @@ from moelab.files import load_json, write_json
 from moelab.offloading.metrics import metrics
 from moelab.offloading.run import EngineRun
 from moelab.progress import progress
-from moelab.schema import Amount, Count, Positive, Size
+from moelab.schema import Amount, Count, Must, Positive, Size
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
 from moelab.specs import DeviceSpec, Figure
@@ -52,7 +52,7 @@ class Profile:
     resident : seconds of a token with all experts in memory, where that was measured.
     """
 
-    machine: Machine
+    machine: Annotated[Machine, Must(lambda of: of.delays.miss_read > 0, "one that reads")]
     tpot: Positive
     full: Count
     copy: Positive

@@ -1,2 +1,2 @@
-"""Which experts stay in memory: eviction policies, the pools F ≺ C ≺ S ≺ E, their ceilings and
-their planning."""
+"""Which experts stay in memory: residency decides, by the pools F ≺ C ≺ S ≺ E and their eviction
+policies."""

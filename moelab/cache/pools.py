@@ -81,9 +81,10 @@ class Pool:
         self.leave(victim)
         return victim
 
-    def leave(self, key: ExpertKey, told: bool = False) -> None:
+    def leave(self, key: ExpertKey, forget: bool = True) -> None:
+        """Take a key out; `forget`: its policy is told, as no other pool of it has the key."""
         del self.keys[key]
-        if not told:
+        if forget:
             self.forget(key)
 
     def forget(self, key: ExpertKey) -> None:

@@ -250,7 +250,7 @@ class Residency:
         # decoded.
         for key, state in leaving:
             stays = group[keep[key]].policy if keep[key] is not State.MISSED else None
-            group[state].leave(key, told=group[state].policy is stays)
+            group[state].leave(key, forget=group[state].policy is not stays)
         return keep, evicted
 
     def _moves(

@@ -79,11 +79,7 @@ class Checkpoint:
         store = source if isinstance(source, ExpertStore) else None
         name, folder = (store.folder.name, store.folder) if store else locate(source)
         _check_folder(folder)
-        if (
-            store is None
-            and (folder / INDEX).is_file()
-            and any(folder.glob("experts-*.safetensors"))
-        ):
+        if store is None and is_store(folder):
             store = ExpertStore(folder)
         files, tensors = read_folder(folder)
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
@@ -95,12 +91,14 @@ class Checkpoint:
 
         Tools that dequantise a checkpoint leave its quantization_config in config.json: where all
         weights are plain, that does not count."""
-        config = load_config(self.folder)
-        method, store = quantisation(config), self.store
-        plain = all(entry.dtype in FLOATS for entry in self.tensors.values()) and (
-            store is None or DTYPE_BYTES[store.spec.dtype] >= 2
-        )
-        if method and plain and store is None:
+        from moelab.models import quantizers
+
+        config, store = load_config(self.folder), self.store
+        method = quantisation(config)
+        plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
+        if store is not None:
+            plain = plain and DTYPE_BYTES[store.spec.dtype] >= 2
+        elif method and plain:
             warnings.warn(
                 f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
                 f"floating-point numbers: they are read as they are",
@@ -109,8 +107,6 @@ class Checkpoint:
         if plain or not method:
             for name in QUANTISATION:
                 vars(config).pop(name, None)
-        from moelab.models import quantizers
-
         return quantizers.dequantising(config)
 
     @cached_property
@@ -124,8 +120,7 @@ class Checkpoint:
         """Which tensor feeds which parameter (`checkpoint.plan`). Raises ValueError unless the
         checkpoint is the whole model of its config."""
         spec = self.spec
-        blame = blamed(self.folder / "config.json", "no model can be made of it", ValueError)
-        with blame:
+        with blamed(self.folder / "config.json", "no model can be made of it", passing=ValueError):
             plan = make_plan(self.folder, self.tensors, self.store, self.config)
         check_spec(spec, plan.layers)
         return plan
@@ -232,6 +227,10 @@ def locate(source: str | Path | None) -> tuple[str, Path]:
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
     return text, from_hub(text, [f"*{suffix}" for suffix in SUFFIXES])
+
+
+def is_store(folder: Path) -> bool:
+    return (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
 
 
 def _check_folder(folder: Path) -> None:

@@ -124,14 +124,14 @@ def _write_experts(
                     f"{checkpoint.folder} is half converted, and time is over; the same call goes on"
                 )
             tensors, blobs, read = read_expert(experts, layer, expert)
-            size, found = sum(t.nbytes for t in tensors.values()), None
-            if quantize:
-                quantize_expert(quantize, tensors, blobs, layers[layer])
-            elif read:
+            found = None
+            if read and not quantize:
                 found = places(read, pieces(tensors, blobs), writer.checksum)
             del read  # one expert at a time is in memory
+            if quantize:
+                quantize_expert(quantize, tensors, blobs, layers[layer])
             writer.add(layer, expert, tensors, found, blobs)
-            bar.update(size)
+            bar.update(sum(t.nbytes for t in tensors.values()))
 
 
 def _other_files(

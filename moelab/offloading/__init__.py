@@ -1,2 +1,15 @@
-"""The offloading engine and what belongs to it: memory, threads, what was measured, and the
-simulator."""
+"""Models whose experts stay on disk, all but what a budget holds. A layer's step, file by file:
+
+    session         the model's forward passes: when they begin and end; `cancel()`
+    interrupts      Ctrl-C is remembered, and raised between two layers
+    engine          one layer: decide, load, compute each expert as it arrives
+    step            decides and loads; the simulator calls it, too
+    load_queue      the life of a load: who gets which slot, what is read and decoded next; no threads
+    loading         the threads that read and decode what the queue hands out
+    decoders        what a worker does to a compressed tensor
+    slots, link     the memory; copies to a GPU's
+    prefetch_gate   in which tokens predictions are followed
+    threads         how many threads compute beside those that load
+
+Which experts stay is decided in `moelab.cache` (residency, pools, policies). `offload` builds all of
+this within a budget (`budget`); `run`, `metrics` and `perfetto` are what is known of it afterwards."""

@@ -24,7 +24,7 @@ from moelab.models import MoELayer, discover, eager
 from moelab.models.patches import Patches
 from moelab.specs import State
 from moelab.speculate.execution import found, intercept
-from moelab.speculate.predictors import LOGITS
+from moelab.speculate.routers import router_logits
 
 #: names of the bias that acts on the choice alone
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
@@ -43,13 +43,13 @@ class Router:
     def __init__(self, layer: MoELayer, dtype: torch.dtype) -> None:
         self.layer, router = layer, layer.router
         holders = (router, layer.block, getattr(router, "moe_statics", None))
-        biases = [getattr(of, name, None) for of in holders for name in CORRECTIONS]
+        biases = [getattr(holder, name, None) for holder in holders for name in CORRECTIONS]
         biases = [bias.detach().flatten() for bias in biases if bias is not None]
         self.correction = biases[0] if biases else 0.0
-        weight = next(of for of in router.parameters() if of.dim() > 1)
+        weight = next(matrix for matrix in router.parameters() if matrix.dim() > 1)
         x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0))
         x = x.to(weight.device, dtype)
-        (ids, weights), logits, off = layer.routing(layer.ask(x)), self.logits(x), {}
+        (ids, weights), logits, off = layer.routing(layer.ask(x)), router_logits(layer, x), {}
         for rule in product((torch.softmax, _sigmoid), (False, True)):
             self.activation, self.normalise = rule
             if torch.equal(self.best(logits, ids.shape[1]).sort(-1).values, ids.sort(-1).values):
@@ -67,15 +67,10 @@ class Router:
     ) -> tuple[Tensor, Tensor]:
         """What the router, which chose ids with weights [T, K] for x [T, H], had chosen with
         `favour` [E] added to the logits that are compared: ids and weights [T, K]."""
-        logits = self.logits(x)
+        logits = router_logits(self.layer, x)
         chosen = self.best(logits + favour, ids.shape[1])
-        own, other = (self.weights(logits, of) for of in (ids, chosen))
+        own, other = self.weights(logits, ids), self.weights(logits, chosen)
         return chosen, other * (weights.float().sum(-1, keepdim=True) / own.sum(-1, keepdim=True))
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The router's own, [T, E]."""
-        output = self.layer.ask(x, own=True)
-        return output[LOGITS.get(type(self.layer.router).__name__, 0)].reshape(len(x), -1).float()
 
     def best(self, logits: Tensor, K: int) -> Tensor:
         return (self.activation(logits, -1) + self.correction).topk(K).indices

@@ -38,6 +38,7 @@ from moelab.offloading.slots import Slots
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow, threads
 from moelab.specs import Event, ExpertKey, State
+from moelab.store.headers import NAMES
 from moelab.store.reader import Reader, cast
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
@@ -140,9 +141,7 @@ class Engine:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         with self._one:
-            self._check()
-            if self._broken or self.loader.closed:  # as one of its threads has ended early
-                self._restart()
+            self._require_sound()
             self.computes_in = x.dtype  # which is another if the model was cast
             try:
                 return self._step(x, ids, weights, experts)
@@ -150,8 +149,8 @@ class Engine:
                 self._broken = True
                 raise
 
-    def _check(self) -> None:
-        """Raise what ends a generation between two layers."""
+    def _require_sound(self) -> None:
+        """Raise what ends a generation between two layers; after an error, start anew."""
         if self.closed:
             raise RuntimeError(
                 "this model's engine is closed; moelab.open_model(store, memory=…) opens it again"
@@ -159,6 +158,8 @@ class Engine:
         if self.cancelled is not None and self.cancelled():
             raise Cancelled
         raise_waiting()
+        if self._broken or self.loader.closed:  # as one of its threads has ended early
+            self._restart()
 
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         layer, E, controller = experts.layer, experts.num_experts, self.controller
@@ -189,7 +190,7 @@ class Engine:
             for request in self._as_ready(step):
                 expert, start = request.key.expert, clock()
                 choice, tokens = parts[expert]
-                tensors = self.weights(*request.key, x.dtype, reuse=True)
+                tensors = self.weights(*request.key, reuse=True)
                 out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
                 contributions.append((expert, tokens, out))
                 self._executed([request], start)
@@ -272,7 +273,7 @@ class Engine:
         """Layers of a token in one call (`moelab.experts.executor.Executor.token`), as far as their
         experts are resident for good."""
         with self._one:
-            self._check()
+            self._require_sound()
             yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
 
     def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
@@ -288,8 +289,7 @@ class Engine:
         leave."""
         residency, executor = self.residency, modules[0].executor
         find = getattr(executor, "banks", None)
-        loading = self._broken or self.loader.closed or not residency.holds_all
-        if find is None or loading or residency.sees:
+        if find is None or not residency.holds_all or residency.sees:
             return None
         if any(of.executor is not executor for of in modules):
             return None
@@ -305,8 +305,10 @@ class Engine:
     def begin_forward(self, info: ForwardInfo, exact: bool = True) -> float:
         """A forward pass begins, `exact` if its experts are computed by transformers' own
         operations; returns the time."""
-        with self.loader.changing():
-            self.controller.begin_forward(info.phase)
+        with self._one:
+            self._require_sound()
+            with self.loader.changing():
+                self.controller.begin_forward(info.phase)
         self.decoding = info.phase == "decode"
         if self.decoding and not exact and not self._far:
             self._narrow()
@@ -321,6 +323,8 @@ class Engine:
         self._report_other(now, -1)
         self._idle_since = None
         self.widen()
+        if self._broken:
+            return now
         if self.decoding:
             self._share.add(max(0.0, self.loader.used - self._used) / (now - self._began))
         with self.loader.changing():
@@ -343,9 +347,9 @@ class Engine:
             self._threads = None
 
     @property
-    def opens(self) -> bool:
+    def wants_predictions(self) -> bool:
         """Whether predictors shall listen in this forward pass: not where nobody would ask them."""
-        return bool(self.loader.queue.ahead) and self.controller.gate.opens
+        return bool(self.loader.queue.ahead) and self.controller.gate.enabled
 
     def prefetch(self, layer: int, ids: Tensor) -> None:
         """Announce the experts [T, K] that a later layer of this forward pass will probably need.
@@ -359,12 +363,10 @@ class Engine:
 
     # memory
 
-    def weights(
-        self, layer: int, expert: int, dtype: torch.dtype | None = None, reuse: bool = False
-    ) -> dict[str, Tensor]:
-        """The tensors of an expert that is loaded, in `dtype`, which a store usually has them in
-        already. With `reuse` they are valid until the next call."""
-        tensors = self.loader.tensors((layer, expert), reuse)
+    def weights(self, layer: int, expert: int, reuse: bool = False) -> dict[str, Tensor]:
+        """The tensors of an expert that is loaded, in the dtype of the hidden states, which a store
+        usually has them in already. With `reuse` they are valid until the next call."""
+        tensors, dtype = self.loader.tensors((layer, expert), reuse), self.computes_in
         if dtype is None or all(
             t.dtype == dtype or not t.is_floating_point() for t in tensors.values()
         ):
@@ -383,11 +385,13 @@ class Engine:
 
 
 class EngineSource:
-    """An engine's experts as a source of the seam: tensors of `dtype`; `cast` if they are stored in
-    another."""
+    """An engine's loaded experts as a source of the seam."""
 
-    def __init__(self, engine: Engine, dtype: torch.dtype, cast: bool) -> None:
-        self.engine, self.dtype, self.cast = engine, dtype, cast
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        layers = engine.loader.reader.store.layers
+        experts = [entries for layer in layers for entries in layer.experts]
+        self._stored = {entry.dtype for entries in experts for entry in entries.values()}
 
     @property
     def device(self) -> torch.device:
@@ -395,9 +399,7 @@ class EngineSource:
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
         try:
-            return self.engine.weights(
-                layer, expert, self.engine.computes_in or (self.dtype if self.cast else None)
-            )
+            return self.engine.weights(layer, expert)
         except KeyError:
             raise ValueError(
                 f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
@@ -407,11 +409,11 @@ class EngineSource:
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]] | None:
-        """As `Slots.matrices`, of loaded experts, addresses of `device`; None if they are not of
-        this dtype."""
-        loader = self.engine.loader
-        if self.cast or dtype != self.dtype:
+        """As `Slots.matrices`, of loaded experts, addresses of `device`; None if they are not
+        stored in this dtype."""
+        if self._stored != {NAMES.get(dtype)}:
             return None
+        loader = self.engine.loader
         slots = [loader.queue.held[layer, expert]["full"] for expert in experts]
         return loader.slots.matrices(slots, layer, experts)
 

@@ -216,14 +216,14 @@ class LoadQueue:
         requests: Iterable[Any],
         evicted: Iterable[ExpertKey],
         ready: Callable[[Any], object],
-    ) -> list[Any]:
+        order: Callable[[list[Any]], Order] = plain_order,
+    ) -> None:
         """Begin a layer's step: free what is evicted, adopt what was prefetched and is wanted, drop
-        what is not.
+        what is not, and load the rest.
 
-        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`; what
-            `demand` must load of
-        them is returned.    ready : see `Batch`.
-        """
+        requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`.
+        ready : see `Batch`.
+        order : of the requests that are left to load; ValueError if it is of other experts."""
         batch, wanted = Batch(ready), {request.key: request for request in requests}
         if (before := self.prefetched.pop(layer, None)) is not None:
             for load in before.admitted():  # for the others nothing has been done
@@ -235,29 +235,35 @@ class LoadQueue:
         for key in evicted:
             self._release(self.held.pop(key), KINDS)
             for other in self.prefetched.values():  # counted on what has just been released
-                if (load := other.take_out(key)) is not None:
-                    if load.phase is Phase.WAITING:
-                        other.waiting.remove(load)
-                    else:
-                        self._drop(load)
+                self._give_up(other, key)
         self.running = batch
+        if left := list(wanted.values()):
+            loads = [
+                self._load(of.key, of.keep, self.held.setdefault(of.key, {}), batch) for of in left
+            ]
+            self._put(batch, loads, order(left))
         self._admit()
-        return list(wanted.values())
 
-    def demand(self, requests: Iterable[Any], order: Order) -> None:
-        """Load experts for the running layer, in this order; ValueError if the order is of other
-        experts."""
-        wanted = [
-            (request, request.keep, self.held.setdefault(request.key, {})) for request in requests
-        ]
-        self._put(self.running, wanted, order)
-
-    def prefetch(self, layer: int, requests: Iterable[Any], order: Order) -> None:
-        """Load experts for a layer to come, behind everything that the running layer needs."""
+    def prefetch(self, layer: int, requests: Iterable[Any]) -> None:
+        """Load experts for a layer to come, as they are given, behind everything that the running
+        layer needs."""
         if layer not in self.prefetched:
-            wanted = [(request, None, dict(self.held.get(request.key, ()))) for request in requests]
-            self.prefetched[layer] = Batch()
-            self._put(self.prefetched[layer], wanted, order)
+            batch = self.prefetched[layer] = Batch()
+            wanted = list(requests)
+            loads = [
+                self._load(of.key, None, dict(self.held.get(of.key, ())), batch) for of in wanted
+            ]
+            self._put(batch, loads, given_order(wanted))
+            self._admit()
+
+    def _give_up(self, batch: Batch, key: ExpertKey) -> None:
+        """An expert that was to be prefetched has lost what it held."""
+        if (load := batch.take_out(key)) is None:
+            return
+        if load.phase is Phase.WAITING:
+            batch.waiting.remove(load)
+        else:
+            self._drop(load)
 
     def drop_prefetched(self) -> None:
         """Drop all prefetched loads: the forward pass that wanted them is over."""
@@ -339,14 +345,9 @@ class LoadQueue:
     def _batches(self) -> list[Batch]:
         return [batch for batch in (self.running, *self.prefetched.values()) if not batch.failed]
 
-    def _put(
-        self, batch: Batch, wanted: list[tuple[Any, State | None, dict[str, int]]], order: Order
-    ) -> None:
+    def _put(self, batch: Batch, given: list[Load], order: Order) -> None:
         """Line up loads in their order, behind those that are in the batch already."""
-        loads = {
-            request.key.expert: self._load(request.key, keep, slots, batch)
-            for request, keep, slots in wanted
-        }
+        loads = {load.key.expert: load for load in given}
         if set(order.decode) != loads.keys():
             raise ValueError(
                 f"the order has experts {sorted(order.decode)}, but the requests leave {sorted(loads)} to "
@@ -359,7 +360,6 @@ class LoadQueue:
         urgent = dict.fromkeys([*(expert for expert, _ in reads), *order.decode])
         batch.waiting = [loads[expert] for expert in urgent]
         batch.loads |= {loads[expert].key: loads[expert] for expert in order.decode}
-        self._admit()
 
     def _load(
         self, key: ExpertKey, keep: State | None, slots: dict[str, int], batch: Batch

@@ -88,7 +88,7 @@ class Loader:
             in_place=self.in_place,
         )
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
-        self._checked: set[tuple[ExpertKey, tuple[str, ...]]] = set()  # parts, when first read
+        self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._lock, self._disk, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
         self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
         self._sends = self._lands and isinstance(reader, PinnedReader)
@@ -214,8 +214,9 @@ class Loader:
             into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             chunks = self.reader.read_parts(*load.key, into)
             end = clock()
-            if self.in_place:
-                self._check_first(me, load.key, kinds, chunks)
+            if self.in_place and self._check_first(*chunks):
+                worker = me.replace("disk", "worker")
+                self.timeline.add(Event(worker, "check", *load.key, end, clock()))
             if self._lands:
                 self.slots.land(load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
@@ -232,18 +233,16 @@ class Loader:
         if not self.in_place:
             self._work.ring()
 
-    def _check_first(
-        self, me: str, key: ExpertKey, kinds: tuple[str, ...], chunks: list[Chunks]
-    ) -> None:
-        """Compare checksums when these parts of an expert are read for the first time: a pass over
-        memory at each read would take as long as computing."""
-        if not self.reader.verify or (key, kinds) in self._checked:
-            return
-        start = clock()
-        for part in chunks:
-            self.reader.check(part)
-        self._checked.add((key, kinds))
-        self.timeline.add(Event(me.replace("disk", "worker"), "check", *key, start, clock()))
+    def _check_first(self, part: Chunks, tensor: str | None = None) -> bool:
+        """Compare the checksums of a part of an expert, or of one tensor's in it, when it is read
+        for the first time: a pass over memory at each read would take as long as computing. Returns
+        whether it did; StoreError for damage."""
+        what = part.layer, part.expert, part.part, tensor
+        if not self.reader.verify or what in self._checked:
+            return False
+        self.reader.check(part, tensor)
+        self._checked.add(what)
+        return True
 
     def _send(self) -> None:
         """All that can be read is sent from pinned memory: it may be computed as soon as the GPU
@@ -273,10 +272,8 @@ class Loader:
             load, tensor, operation, chunks = found
             start, error = clock(), None
             try:
-                # Checked here and not when they were read: decoding finds them cached.
-                for kind in chunks if self.reader.verify else ():
-                    if kind in load.lacks:
-                        self.reader.check(chunks[kind], tensor)
+                for part in chunks.values():  # not when it is read: decoding finds it cached
+                    self._check_first(part, tensor)
                 out = self.slots.tensors(load.slots["full"], load.key.layer)[tensor]
                 decode(operation, chunks, tensor, out, load.slots["full"])
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))

@@ -47,8 +47,8 @@ class Metrics:
         runs from the end of the forward before to the end of this one, so sampling counts.
     wall : from the first forward's start to the last one's end.
     prefill_tokens, decode_tokens : tokens that went in.
-    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill over
-        its tokens; those of decoding over its tokens.
+    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill
+        over its tokens; those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
     busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the
         forwards.

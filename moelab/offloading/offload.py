@@ -43,7 +43,6 @@ from moelab.offloading.slots import (
 from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
 from moelab.specs import ExpertKey
-from moelab.store.headers import NAMES
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -107,7 +106,7 @@ class Offloading:
         metavar="NAME",
     )
     bandwidth: float | None = option(None, "bytes a second to which the disk is slowed", "memory")
-    verify: bool = option(True, "compare checksums of what is read", "memory")
+    verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
     device: str | torch.device | None = option(
         None,
         "where to compute: cpu (by default), or cuda, a GPU, whose memory --memory then is for",
@@ -188,11 +187,9 @@ def offload(
             slots.touch()
         engine = memory.engine(model, residency, slots, reader, delays, held)
         unless_open.callback(engine.close)
-        every = (entries for layer in store.layers for entries in layer.experts)
-        stored = {entry.dtype for entries in every for entry in entries.values()}
-        experts = EngineSource(engine, model.dtype, cast=stored != {NAMES[model.dtype]})
-        plug(model, source=experts, engine=engine)
-        Session(model, engine, experts, store, memory.budget)
+
+        plug(model, source=EngineSource(engine), engine=engine)
+        Session(model, engine, store, memory.budget)
         unless_open.pop_all()
     return model
 

@@ -30,19 +30,19 @@ class PrefetchGate:
         self._trying = False  # the other way, in this token
         self._seconds: list[float] = []  # of the tokens since the way last changed
         self._usual, self._wait = 0.0, SOON
-        self.begin("decode")
+        self.begin_forward("decode")
 
-    def begin(self, phase: str) -> None:
+    def begin_forward(self, phase: str) -> None:
         """A forward pass of this phase begins."""
         self._decoding, self._asked = phase == "decode", False
 
     @property
-    def opens(self) -> bool:
+    def enabled(self) -> bool:
         """Whether this forward pass prefetches; whoever has predictions asks."""
         self._asked = True
         return not self._decoding or self._best is not self._trying
 
-    def ended(self, seconds: float) -> None:
+    def end_forward(self, seconds: float) -> None:
         """The forward pass took so long; it counts if somebody had predictions."""
         if not (self._trials and self._decoding and self._asked):
             return

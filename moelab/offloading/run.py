@@ -143,8 +143,8 @@ class EngineRun:
 
     def __repr__(self) -> str:
         return (
-            f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, {len(self.timeline)} "
-            f"events>"
+            f"<EngineRun of {self.settings.spec.name}: {len(self.forwards)} forward passes, "
+            f"{len(self.timeline)} events>"
         )
 
     @property

@@ -26,7 +26,7 @@ from moelab.models.identity import require_unwritten
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer, discover, require_adaptable
 from moelab.models.stream import stacks
-from moelab.offloading.engine import Cancelled, Engine, EngineSource, counts
+from moelab.offloading.engine import Cancelled, Engine, counts
 from moelab.offloading.interrupts import deferred
 from moelab.offloading.loading import clock
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
@@ -94,9 +94,8 @@ class Session:
     """What an opened model does, and with what.
 
     run : what happened since the last `reset`, see `EngineRun`; `moelab.simulate` replays it.
-    engine, source, store, budget : of an offloaded model: what loads and computes its experts, what
-        hands them to executors, where they are stored, bytes of memory for them. None for a
-        resident one.
+    engine, store, budget : of an offloaded model: what loads and computes its experts, where they
+        are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
     routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
@@ -112,11 +111,10 @@ class Session:
         self,
         model: Any,
         engine: Engine | None = None,
-        source: EngineSource | None = None,
         store: ExpertStore | None = None,
         budget: int | None = None,
     ) -> None:
-        self.engine, self.source, self.store, self.budget = engine, source, store, budget
+        self.engine, self.store, self.budget = engine, store, budget
         self.speculation = None
         if engine is None:
             spec = model.spec
@@ -124,9 +122,7 @@ class Session:
             self.run = EngineRun(_resident_settings(model), self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
-            mine = weakref.WeakMethod(
-                self._is_cancelled
-            )  # the engine must not keep its model alive
+            mine = weakref.WeakMethod(self._is_cancelled)  # an engine must not keep its model
             engine.cancelled = lambda: (asked := mine()) is not None and asked()
         self._calls: dict[int, object] = {}  # thread → the generation or forward that it runs
         self._cancelled: set[object] = set()

@@ -6,20 +6,13 @@ so both decide the same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from moelab.cache.residency import Request, Residency, Step
-from moelab.offloading.load_queue import LoadQueue, Order, given_order
+from moelab.offloading.load_queue import LoadQueue, Order
 from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.run import EngineRun
 from moelab.specs import ExpertKey, State
-
-
-class Log(Protocol):
-    """Who is told what happens: a `moelab.offloading.run.EngineRun`."""
-
-    def layer(self, layer: int, tokens: Mapping[int, int]) -> None: ...
-
-    def predicted(self, layer: int, experts: Iterable[int]) -> None: ...
 
 
 class StepController:
@@ -29,7 +22,7 @@ class StepController:
     queue : what of them is loaded, and into which slots.
     gate : whether predictions are followed.
     order : in which order the experts of a step are read and decoded.
-    log : is told of every step and of every prediction.
+    log : records every step and every prediction.
     """
 
     def __init__(
@@ -38,7 +31,7 @@ class StepController:
         queue: LoadQueue,
         gate: PrefetchGate,
         order: Callable[[Sequence[Request]], Order],
-        log: Log | None = None,
+        log: EngineRun | None = None,
     ) -> None:
         self.residency, self.queue, self.gate, self.order = residency, queue, gate, order
         self.log = log
@@ -47,12 +40,12 @@ class StepController:
     def begin_forward(self, phase: str) -> None:
         """A forward pass begins, "prefill" or "decode"."""
         self.drop_prefetched()
-        self.gate.begin(phase)
+        self.gate.begin_forward(phase)
 
     def end_forward(self, seconds: float) -> None:
         """It took so long."""
         self.drop_prefetched()
-        self.gate.ended(seconds)
+        self.gate.end_forward(seconds)
 
     def drop_prefetched(self) -> None:
         """What was prefetched and not used is given up: the forward pass that wanted it is over."""
@@ -85,16 +78,15 @@ class StepController:
         step."""
         announced, self.announced = self.announced, None
         if step.loads or step.evicted or self.queue.prefetched:
-            left = self.queue.begin(step.layer, step.loads, [key for key, _ in step.evicted], ready)
-            if left:
-                self.queue.demand(left, self.order(left))
+            evicted = [key for key, _ in step.evicted]
+            self.queue.begin(step.layer, step.loads, evicted, ready, self.order)
         if announced is not None:
             self._prefetch(*announced)
 
     def _prefetch(self, layer: int, experts: list[int]) -> None:
         if self.log is not None:
             self.log.predicted(layer, experts)
-        if not self.gate.opens:
+        if not self.gate.enabled:
             return
         keys = [ExpertKey(layer, expert) for expert in experts]
         requests = [
@@ -103,4 +95,4 @@ class StepController:
             if (state := self.residency.state(key)) is not State.FULL
         ]
         if requests:
-            self.queue.prefetch(layer, requests, given_order(requests))
+            self.queue.prefetch(layer, requests)

@@ -17,7 +17,7 @@ from moelab.models import discover, plug
 from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
 from moelab.parallel.advice import Advice, advise
 
-#: what a run on several ranks does if it is not told: the only way that is exact to the bit
+#: the default of a run on several ranks: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
 
 

@@ -51,7 +51,7 @@ class ShardedExperts:
 
     def held(self, layer: int) -> list[int]:
         """The experts of a layer that are here, in order."""
-        return [e for of, e in self._held if of == layer]
+        return [e for held_layer, e in self._held if held_layer == layer]
 
     @property
     def nbytes(self) -> int:

@@ -1,1 +1,1 @@
-"""The simulator: the policies of the engine on the costs of a machine, without threads, files or clock."""
+"""The simulator: the engine's policies on the costs of a machine, without threads, files or clock."""

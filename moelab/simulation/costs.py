@@ -1,25 +1,29 @@
-"""What a machine takes for an expert and for everything else, in seconds: all that a simulation knows of
-it.
+"""What a machine takes for an expert and for everything else, in seconds: all that a simulation
+knows of it.
 
 `moelab.simulation.fit` finds it in a run's timeline, `delays_of` in the figures of a device card.
-The letters K and N are ZipMoE's (§3.2): a tensor's exponents lie on disk as K compressed shards
-(E-chunks), its signs and mantissas as one SM-chunk; an expert has N tensors. Experts that are read
-as they are computed have one chunk, E. Left out: how much disk, workers and computation slow each
-other down, except as far as they did where the seconds were measured."""
+A tensor's exponents lie on disk compressed (E-chunks), its signs and mantissas as one SM-chunk
+(ZipMoE §3.2). Experts that are read as they are computed have one chunk, E. Left out: how much
+disk, workers and computation slow each other down, except as far as they did where the seconds were
+measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from moelab.schema import Count, Must, Size
 from moelab.specs import DeviceSpec, ExpertKey, MoESpec
 
+#: nothing that is measured takes longer
+HOUR = 3600.0
+Seconds = Annotated[float, Must(lambda s: 0 <= s < HOUR, "seconds, of less than an hour")]
 #: seconds as base + per token
-Linear = tuple[float, float]
-#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy that ZipMoE found (Fig. 2)
+Linear = tuple[Seconds, Seconds]
+#: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy in ZipMoE (Fig. 2)
 RHO = 2.65 / 8
 
 
@@ -30,25 +34,24 @@ class Delays:
     e_read, sm_read : reading all its E-chunks, all its SM-chunks.
     decompress, recover : all its exponents; joining them with signs and mantissas; in one thread.
     expert_base, expert_token : computing it takes `expert_base + expert_token · tokens`.
-    K, N : shards a tensor, tensors an expert.
+    N : tensors of an expert, which are decoded one by one.
     e_bytes, sm_bytes : what the two reads transfer.
     experts_bytes : [L][E] of these two numbers for each expert; the seconds are the mean expert's.
     together : (n, seconds) of one token's n experts in one call, ascending, n above 1; none if each
         is computed by itself.
     """
 
-    e_read: float
-    sm_read: float
-    decompress: float
-    recover: float
-    expert_base: float
-    expert_token: float
-    K: int = 1
-    N: int = 3
-    e_bytes: int = 0
-    sm_bytes: int = 0
-    experts_bytes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    together: tuple[tuple[int, float], ...] = ()
+    e_read: Seconds
+    sm_read: Seconds
+    decompress: Seconds
+    recover: Seconds
+    expert_base: Seconds
+    expert_token: Seconds
+    N: Size = 3
+    e_bytes: Count = 0
+    sm_bytes: Count = 0
+    experts_bytes: tuple[tuple[tuple[Count, Count], ...], ...] = ()
+    together: tuple[tuple[Size, Seconds], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
@@ -56,10 +59,8 @@ class Delays:
                 raise ValueError(
                     f"{name} is {getattr(self, name)} s; a delay is a number of seconds, at least 0"
                 )
-        if self.K < 1 or self.N < 1:
-            raise ValueError(
-                f"K={self.K} shards a tensor and N={self.N} tensors an expert: both must be at least 1"
-            )
+        if self.N < 1:
+            raise ValueError(f"N={self.N} tensors an expert; there must be at least 1")
 
     def read(self, key: ExpertKey, e: bool, sm: bool) -> tuple[float, int]:
         """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both, in proportion to its
@@ -114,12 +115,12 @@ class Machine:
     """
 
     delays: Delays
-    workers: int = 1
+    workers: Size = 1
     other: Linear = (0.0, 0.0)
     head: Linear = (0.0, 0.0)
-    decide: tuple[tuple[int, float], ...] = ()
-    handover: float = 0.0
-    predict: float = 0.0
+    decide: tuple[tuple[Count, Seconds], ...] = ()
+    handover: Seconds = 0.0
+    predict: Seconds = 0.0
 
     def deciding(self, loads: int) -> float:
         """Seconds of deciding about a step that must load so many experts."""
@@ -145,7 +146,8 @@ class MachineRates:
                 if name in device.figures:
                     return device[name]
             raise ValueError(
-                f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure with its source"
+                f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure with "
+                "its source"
             )
 
         read = first(("link_bandwidth_gbs", "storage_read_gbs"), "host link and no disk")
@@ -191,8 +193,6 @@ def delays_of(
                 "decompress_gbs, GB/s of exponents that come out, and state it as an assumption"
             )
         decompress_gbs = device["decompress_gbs"]
-    from moelab.store.codecs import SHARDS, shard_count  # which needs torch
-
     half = spec.expert_bytes / 2
     delays = Delays(
         e_read=rho * half / rates.read,
@@ -201,7 +201,6 @@ def delays_of(
         recover=4 * half / rates.memory,
         expert_base=2 * half / rates.memory,
         expert_token=2 * spec.expert_params / rates.flops,
-        K=shard_count(spec.H * spec.I, SHARDS),
         N=3 if spec.gated else 2,
         e_bytes=round(rho * half),
         sm_bytes=round(half),

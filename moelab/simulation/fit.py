@@ -137,8 +137,8 @@ def _delays(run: EngineRun, compute: _Compute) -> Delays:
             operations += event.kind != "decompress"
     if not nbytes:
         raise ValueError(
-            "this run has read no experts, so nothing is known of reading them: give device=, or record "
-            "a run in less memory"
+            "this run has read no experts, so nothing is known of reading them: give device=, or "
+            "record a run in less memory"
         )
     e_bytes, sm_bytes = run.settings.mean_bytes
     loads = nbytes / (e_bytes + sm_bytes)

@@ -22,13 +22,16 @@ DISK = -1
 class SimulatedMachine:
     """Disk, workers and compute with a clock.
 
-    Workers take tensors, as the engine's do; here all are of equal size. Compute runs the experts that are FULL in ascending order, or in one go where
-    `Delays.together` says so, then the others as they are loaded. Time passes in `run` and `spend`
-    only, and what is under way goes on from layer to layer. An expert that compute waits for comes
-    `Machine.handover` later.
+    Workers take tensors, as the engine's do; here all are of equal size. Compute runs the experts
+    that are FULL in ascending order, or in one go where `Delays.together` says so, then the others
+    as they are loaded. Time passes in `run` and `spend` only, and what is under way goes on from
+    layer to layer. An expert that compute waits for comes `Machine.handover` later.
 
-    slots : of each kind.    resident : (key, state) of what is in memory.    ahead : how many experts may be
-    prefetched. ValueError without workers.
+    slots : of each kind.
+    resident : (key, state) of what is in memory.
+    ahead : how many experts may be prefetched.
+
+    ValueError without workers.
     """
 
     def __init__(
@@ -176,8 +179,8 @@ class SimulatedMachine:
         then: Callable[[], None],
         nbytes: int = 0,
     ) -> None:
-        """`who` begins something, and `then` has done it; the disk first, compute last of those that
-        end together."""
+        """`who` begins something, and `then` has done it; of those that end together the disk is
+        first, compute last."""
         end = start + seconds
         heappush(self._running, (end, who, then))
         self._events.append(Event(resource, kind, layer, expert, start, end, nbytes))

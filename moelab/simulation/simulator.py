@@ -1,5 +1,5 @@
-"""The simulator: a recorded run, played with the engine's own cache, step controller, load queue and
-slots in simulated time.
+"""The simulator: a recorded run, played in simulated time with the engine's own cache, step
+controller, load queue and slots.
 
 `StepController` decides from the sequence of steps alone, so whatever the engine hits, evicts and
 reads on these steps, the simulator does too; only the clock differs. What takes how long is a
@@ -99,29 +99,22 @@ def simulate(
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
-    steps : a run's.
-    forwards : (…, tokens, phase) of each forward.
+    steps : of each forward, the (layer, {expert: tokens}) of its layers.
+    forwards : (…, tokens, phase) of each.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
         read.
     staging : loads in flight beyond what is kept (None: any number).
     order : of a step's reads and decoding; by default the engine's.
+    prefetching : None reads nothing ahead.
+    start : when it begins, in seconds.
     quiet : without a progress bar.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert
     that the residency doesn't have, and a distance or staging below 1."""
     kinds = [(tokens, phase) for *_, tokens, phase in forwards]
     prefetching = prefetching or Prefetching([()] * len(steps), 0)
-    _require_as_many(len(steps), len(kinds), len(prefetching.predictions))
-    if prefetching.distance < 1:
-        raise ValueError(
-            f"the distance is {prefetching.distance} layers; experts are announced at least 1 layer "
-            "before their own"
-        )
-    if staging is not None and staging < 1:
-        raise ValueError(
-            f"staging is {staging}; at least one expert must have slots to be loaded into"
-        )
+    _require_playable(len(steps), len(kinds), prefetching, staging)
     residency.reset_counters()
     copies = residency.L if residency.scope == "layer" else 1
     most = residency.E + prefetching.ahead + 1  # a layer's demand at most
@@ -146,14 +139,23 @@ def simulate(
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
 
 
-def _require_as_many(steps: int, forwards: int, predictions: int) -> None:
-    if forwards != steps:
+def _require_playable(
+    steps: int, forwards: int, prefetching: Prefetching, staging: int | None
+) -> None:
+    """ValueError as of `simulate`."""
+    if not steps == forwards == len(prefetching.predictions):
         raise ValueError(
-            f"{steps} forwards are to be played, but tokens and phase are given of {forwards}"
+            f"{steps} forwards are to be played, but tokens and phase are given of {forwards}, "
+            f"and predictions of {len(prefetching.predictions)}"
         )
-    if predictions != steps:
+    if prefetching.distance < 1:
         raise ValueError(
-            f"{steps} forwards are to be played, but there are predictions for {predictions}"
+            f"the distance is {prefetching.distance} layers; experts are announced at least 1 "
+            "layer before their own"
+        )
+    if staging is not None and staging < 1:
+        raise ValueError(
+            f"staging is {staging}; at least one expert must have slots to be loaded into"
         )
 
 
@@ -169,7 +171,7 @@ def _forward(
     machine = simulated.machine
     for layer, experts in step:
         target = layer + distance
-        if target in predicted and simulated.queue.ahead and controller.gate.opens:
+        if target in predicted and simulated.queue.ahead and controller.gate.enabled:
             simulated.spend(layer, machine.predict)
             controller.announce(target, predicted[target])
         simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)
@@ -216,8 +218,8 @@ def replay(
     policy = cache or settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
-            f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, a name "
-            "or a new instance"
+            f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, "
+            "a name or a new instance"
         )
     if policy == "belady":
         policy = Belady(flat(run.steps))
@@ -262,13 +264,13 @@ def machine_of(
         return _on_device(device, run, decompress_gbs)
     if not run.settings.experts_bytes:
         raise ValueError(
-            "this run's model was in memory, so nothing was read and no delay is known: give device=, or "
-            "record a run of open_model(…, memory=…)"
+            "this run's model was in memory, so nothing was read and no delay is known: give "
+            "device=, or record a run of open_model(…, memory=…)"
         )
     if run.settings.device != "cpu":
         raise ValueError(
-            f"this run's experts were computed on {run.settings.device}, and only a CPU's delays are "
-            f'measured: give device=, one of moelab.names("device") or a card of your own'
+            f"this run's experts were computed on {run.settings.device}, and only a CPU's delays "
+            f'are measured: give device=, one of moelab.names("device") or a card of your own'
         )
     return fitted(run)
 

@@ -16,7 +16,6 @@ n; `sized` finds w."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -115,13 +114,8 @@ class Estimator(nn.Module):
 
     def save(self, path: str | Path) -> Path:
         kind = next(name for name, known in ESTIMATORS.items() if known is type(self))
-        about = {
-            "format": FORMAT,
-            "kind": kind,
-            "model_id": self.model_id,
-            "config": json.dumps(self.config),
-        }
-        return save_tensors(path, self.state_dict(), about)
+        about = {"kind": kind, "model_id": self.model_id, "config": self.config}
+        return save_tensors(path, FORMAT, self.state_dict(), **about)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Estimator:

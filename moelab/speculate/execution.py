@@ -27,7 +27,8 @@ from moelab.models.forward import forward_info
 from moelab.models.patches import Patches
 from moelab.models.stream import stacks, streams
 from moelab.models.unchanged import Listener
-from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor, ask
+from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor
+from moelab.speculate.routers import ask
 from moelab.trace import DECODE, PREFILL
 
 MODES = ("hint", "speculative", "router-free")
@@ -45,7 +46,7 @@ class Speculation(AbstractContextManager):
     mode : "hint", "speculative" or "router-free".
     prefill : whether predictions are executed in prefill too; they are announced in both phases.
 
-    In hint mode an executor with `opens` says with it before each pass whether predictions are
+    In hint mode an executor with `wants_predictions` says with it before each pass whether predictions are
     worth their time. If not, no hook lies on the layers, so that fused kernels run; but where the
     predictor learns from what routers choose, it is told of that.
 
@@ -69,7 +70,9 @@ class Speculation(AbstractContextManager):
         self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
         self.layers, self._none = discover(model), predictor.spec.E
         #: the module of each layer whose first argument is the residual
-        self._entries = [of.entry for of in streams(model)] if predictor.reads_residual else []
+        self._entries = (
+            [stream.entry for stream in streams(model)] if predictor.reads_residual else []
+        )
         self._residuals: dict[int, Tensor] = {}  # r of each layer, in this pass
         self._predicted: dict[int, Prediction] = {}  # for each layer, in this pass
         self._hooks, self._predicting = Patches(), False
@@ -101,10 +104,9 @@ class Speculation(AbstractContextManager):
     def recall(self, phase: int | None = None) -> Tensor:
         """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
         predictions."""
-        hits, requests = (
-            of.sum(0) if phase is None else of[phase] for of in (self.hits, self.requests)
-        )
-        return hits.double() / requests
+        if phase is None:
+            return self.hits.sum(0).double() / self.requests.sum(0)
+        return self.hits[phase].double() / self.requests[phase]
 
     # ---------------------------------------------------------------------------------------------
     # hooks on the layers
@@ -151,7 +153,9 @@ class Speculation(AbstractContextManager):
             S = info.tokens // len(mask)
             self._real = mask[:, -S:].reshape(-1).bool()
         self._running = True
-        self._listen(self.mode != "hint" or getattr(_executor(self.layers[0]), "opens", True))
+        self._listen(
+            self.mode != "hint" or getattr(_executor(self.layers[0]), "wants_predictions", True)
+        )
 
     def _end(self) -> None:
         self._running, self._phase = False, PREFILL
@@ -255,7 +259,7 @@ def check(prediction: Any, T: int, predictor: Predictor) -> None:
             fits = ids.dim() == 2 and ids.shape == weights.shape and len(ids) == T
             if fits and ids.numel() and ids.dtype in WHOLE:
                 # one token's as a list: faster than a tensor
-                flat = ids[0].tolist() if T == 1 else [int(of) for of in ids.aminmax()]
+                flat = ids[0].tolist() if T == 1 else [int(bound) for bound in ids.aminmax()]
                 if min(flat) >= 0 and max(flat) <= E:
                     return
                 given = f"ids from {min(flat)} to {max(flat)}"

@@ -16,7 +16,6 @@ Shapes: s [T, H], u [E], W [L, H + E + 1, E].
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -63,11 +62,7 @@ class NextToken:
 
     def save(self, path: str | Path) -> Path:
         about = {"half_life": self.half_life, "discount": self.discount}
-        return save_tensors(
-            path,
-            {"W": self.W},
-            {"format": FORMAT, "model_id": self.model_id, "about": json.dumps(about)},
-        )
+        return save_tensors(path, FORMAT, {"W": self.W}, model_id=self.model_id, about=about)
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> NextToken:

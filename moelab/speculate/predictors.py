@@ -16,9 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from moelab.checkpoint.opening import spec_of
 from moelab.models import MoELayer
@@ -26,6 +24,7 @@ from moelab.models.identity import identity
 from moelab.models.stream import check_routers, stacks, streams
 from moelab.registry import Entry, find
 from moelab.speculate.estimator import TRAINED
+from moelab.speculate.routers import check_given, route, router_logits
 from moelab.speculate.signals import MEASURED, check_model, quasi_hidden
 from moelab.trace import RoutingTrace
 
@@ -54,83 +53,10 @@ def lacking(name: str) -> list[str]:
     return [part for part in takes(name) if part not in ("vectors", "seed")]
 
 
-# -------------------------------------------------------------------------------------------------
-# asking a router
-
-
-class _GivenLogits(TorchFunctionMode):
-    """While active, a router's linear layer yields the given logits [T, E] in place of its own."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits, self.calls = logits, 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        self.calls += 1
-        x = args[0] if args else kwargs["input"]
-        return self.logits.to(x.dtype).reshape(*x.shape[:-1], -1)
-
-
-def route(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Prediction:
-    """What the router of `layer` would choose for inputs x [T, H]: (ids, weights), [T, K] each.
-
-    logits : [T, E] that take the place of the router's own; its own code makes weights of them.
-
-    Raises ValueError: logits for a router whose code computes its own in another way than by one
-    linear layer."""
-    return layer.routing(ask(layer, x, logits))
-
-
-def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
-    """As `route`, in the form that the architecture's router returns."""
-    if logits is None:
-        return layer.ask(x)
-    with _GivenLogits(logits) as given:
-        output = layer.ask(x, own=True)
-    if given.calls != 1:
-        raise ValueError(
-            f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so an "
-            f"estimator's logits cannot take the place of its own; use a predictor that asks the router"
-        )
-    return output
-
-
-#: router class → place of the logits in what it returns; first in all others
-LOGITS = {"Llama4Router": 1, "SwitchTransformersTop1Router": 2}
-
-
-def teacher(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Tensor:
-    """The logits, float32 [T, E], by which the true router chooses for router inputs x [T, H];
-    logits as of `route`."""
-    output = ask(layer, x, logits)[LOGITS.get(type(layer.router).__name__, 0)]
-    return output.reshape(len(x), -1).float()
-
-
 def estimated(estimator: Estimate, layer: int, target: MoELayer, q: Tensor) -> Tensor:
     """An estimator's logits [T, E] of `target` for signals q [T, H] of the layer `layer`."""
     logits = estimator(q, layer)
-    return teacher(target, q) + logits if getattr(estimator, "residual", False) else logits
-
-
-def check_given(layer: MoELayer, H: int) -> None:
-    """ValueError for a router that does not choose by given logits as by its own: one that scales
-    or caps them."""
-    parameter = next(layer.router.parameters())
-    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0)).to(parameter)
-    logits = teacher(layer, x)
-    if not torch.allclose(teacher(layer, x, logits), logits, rtol=2e-2):
-        raise ValueError(
-            f"{layer.name}: {type(layer.router).__name__} changes its logits after its linear layer, so "
-            f"an estimator's cannot take their place; use a predictor that asks the router"
-        )
-
-
-# ------------------------------------------------------------------------------------------------------
-# predictors
+    return router_logits(target, q) + logits if getattr(estimator, "residual", False) else logits
 
 
 class Predictor(ABC):
@@ -284,8 +210,8 @@ class Frequency(Predictor):
             seen = self.prefill.get(target)
             if seen is None or len(seen[0]) % B:
                 return None
-            seen = (of.reshape(B, -1) for of in seen)
-            self.popular[target] = known = popular(*seen, self.spec.E, self.spec.K)
+            ids, weights = (column.reshape(B, -1) for column in seen)
+            self.popular[target] = known = popular(ids, weights, self.spec.E, self.spec.K)
         return known
 
 
@@ -299,8 +225,9 @@ class Static(Predictor):
         trace, K = self.trace, self.spec.K
         if isinstance(trace, RoutingTrace):
             of_model(trace, model)
-            seen = (of.movedim(1, 0).flatten(1) for of in (trace.ids.long(), trace.weights))
-            ids, weights = popular(*seen, self.spec.E, K)
+            columns = trace.ids.long(), trace.weights
+            ids, weights = (column.movedim(1, 0).flatten(1) for column in columns)  # [L, T·K]
+            ids, weights = popular(ids, weights, self.spec.E, K)
         else:
             ids = trace.require(identity(model), self.spec).counts().topk(K).indices
             weights = torch.full(ids.shape, 1 / K)
@@ -308,7 +235,7 @@ class Static(Predictor):
 
     def predict(self, layer, s, r, ids, weights):
         target = self.targets[layer].index
-        return tuple(of[target].expand(len(ids), -1) for of in self.popular)
+        return tuple(column[target].expand(len(ids), -1) for column in self.popular)
 
 
 class Previous(Predictor):
@@ -324,7 +251,7 @@ class Previous(Predictor):
         last = self.last.get(self.targets[layer].index)
         if last is None or len(last[0]) % len(ids):
             return None
-        return tuple(of.view(len(ids), -1, of.shape[-1])[:, -1] for of in last)
+        return tuple(column.view(len(ids), -1, column.shape[-1])[:, -1] for column in last)
 
 
 class Oracle(Predictor):

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moelab.speculate.predictors import Quasi, of_model, teacher
+from moelab.speculate.predictors import Quasi, of_model
+from moelab.speculate.routers import router_logits
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 
@@ -101,7 +102,7 @@ class Rows:
             there = target.index
             t = (passed[:, l] & passed[:, there]).nonzero().flatten()
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
-            start, logits = teacher(target, q), teacher(target, s[t, there])
+            start, logits = router_logits(target, q), router_logits(target, s[t, there])
             parts.append((q, torch.full_like(t, l), start, logits, ids[t, there]))
         return Examples(*(torch.cat(part) for part in zip(*parts)))
 

@@ -74,7 +74,7 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
     learns = type(predictor).observe is not Predictor.observe
     for prompt, passes in walk(trace, token_by_token=learns):
         predictor.begin()
-        for one, layer in [(of, layer) for of in passes for layer in of.layers]:
+        for one, layer in [(step, layer) for step in passes for layer in step.layers]:
             s, r, ids, weights = one.at(layer, predictor.device)
             predictor.observe(layer, ids, weights)
             if (target := predictor.targets.get(layer)) is None:
@@ -103,8 +103,9 @@ def similarity(
     total = torch.zeros(2, trace.spec.L - 1, dtype=torch.double)
     count = torch.zeros(trace.spec.L - 1, dtype=torch.long)
     for _, passes in walk(trace):
-        for one in passes if phase is None else (of for of in passes if of.phase == phase):
-            for layer in quasi.targets.keys() & one.layers:
+        for one in passes:
+            predicting = quasi.targets.keys() & one.layers if phase in (None, one.phase) else ()
+            for layer in predicting:
                 s, r, ids, weights = one.at(layer, quasi.device)
                 true, *_ = one.at(quasi.targets[layer].index, quasi.device)
                 signals = torch.stack([s, quasi.quasi(layer, r, ids, weights)]).float()

@@ -13,10 +13,9 @@ and q [T, H]."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +54,24 @@ class DefaultVectors:
     weighted: bool
     model_id: str
 
-    def __post_init__(self) -> None:
-        # L × [E + 1, H], with a last row of zeros for the id E, "no expert"
-        object.__setattr__(self, "_tables", F.pad(self.d, (0, 0, 0, 1)).unbind(0))
+    @cached_property
+    def tables(self) -> Sequence[Tensor]:
+        """d of each layer, [E + 1, H], with a last row of zeros for the id E, "no expert"."""
+        return F.pad(self.d, (0, 0, 0, 1)).unbind(0)
 
     def layer_default(self, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
         """d_l of tokens whose experts are `ids` [T, K] with `weights` [T, K]: float32 [T, H]  (§3.1)."""
-        weights = (
-            torch.ones_like(weights, dtype=torch.float32) if self.weighted else weights.float()
-        )
-        return (
-            F.embedding_bag(ids, self._tables[layer], mode="sum", per_sample_weights=weights)
-            + self.shared[layer]
-        )
+        weights = torch.ones_like(weights).float() if self.weighted else weights.float()
+        d = F.embedding_bag(ids, self.tables[layer], mode="sum", per_sample_weights=weights)
+        return d + self.shared[layer]
 
     def to(self, device: torch.device | str) -> DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
 
     def save(self, path: str | Path) -> Path:
-        return save_tensors(
-            path,
-            {"d": self.d, "shared": self.shared, "counts": self.counts},
-            {"format": FORMAT, "model_id": self.model_id, "weighted": json.dumps(self.weighted)},
-        )
+        tensors = {"d": self.d, "shared": self.shared, "counts": self.counts}
+        about = {"model_id": self.model_id, "weighted": self.weighted}
+        return save_tensors(path, FORMAT, tensors, **about)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""Training the expert estimator from activations on disk, in memory that does not grow with their
-number.
+"""Training the expert estimator from the hidden states of a trace, which are mapped where they lie
+on disk.
 
 Source: Speculating Experts §6.1, §6.2 (Fig. 9), appendix A: distillation, the loss is KL(true
 router ‖ estimator). A softmax router is matched in that distribution; a sigmoid router expert by
@@ -13,7 +13,7 @@ Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
 from moelab.speculate.execution import found
-from moelab.speculate.predictors import estimated, route
+from moelab.speculate.predictors import estimated
+from moelab.speculate.routers import route
 from moelab.speculate.rows import Examples, Rows, generator_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
@@ -84,8 +85,7 @@ def train(
 ) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
 
-    trace : recorded with `hidden=True`; a path, or a trace whose hidden states lie on disk, is
-        streamed.
+    trace : recorded with `hidden=True`, or its path; hidden states on disk are read as needed.
     vectors : the default vectors that make q, the same that predictors will use.
     validation : of text that is not in `trace`. It decides when to stop, so measure the result on a
         third one.
@@ -107,33 +107,59 @@ def train(
     data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
     estimator = _estimator(data, kind, parameters, seed)
     optimizers = _optimizers(estimator, learning_rate, muon_rate)
-    every = every or max(tokens // 20, 1)
-    history: list[Point] = []
-    best, weights = None, {}
-    seen = buffers = worse = 0
+    run = _Run(data, estimator, optimizers, tokens, batch, seed)
+    every, history, best, weights, worse = every or max(tokens // 20, 1), [], None, {}, 0
     with progress(total=tokens, desc="training the estimator", unit="token") as bar:
-        while True:
-            if not history or seen - history[-1].tokens >= every or seen == tokens:
-                history.append(point := Point(seen, *evaluate(estimator, held_out)))
+        while not history or (history[-1].tokens < tokens and worse < patience):
+            if not history or run.seen - history[-1].tokens >= every or run.seen == tokens:
+                history.append(point := Point(run.seen, *evaluate(estimator, held_out)))
                 bar.note(f"KL {point.loss:.4f}, hit rate {point.mean_hit_rate:.1%}")
+                worse += 1
                 if best is None or point.loss < best.loss:
                     best, weights, worse = point, deepcopy(estimator.state_dict()), 0
-                else:
-                    worse += 1
-                if seen == tokens or worse == patience:
-                    break
-            spans = data.spans(buffers, seed, tokens - seen)
-            n = sum(b - a for a, b in spans)
-            examples, order = data.read(spans), generator_of(seed, "rows", buffers)
-            for share, rows in _batches(len(examples.q), batch, order):
-                for optimizer in optimizers:
-                    for group in optimizer.param_groups:
-                        group["lr"] = group["peak"] * schedule((seen + n * share) / tokens)
-                _step(estimator, optimizers, examples, rows, data.spec.router)
-            seen, buffers = seen + n, buffers + 1
-            bar.update(n)
+            else:
+                bar.update(run.buffer())
     estimator.load_state_dict(weights)
     return Training(estimator.eval(), tuple(history), best, stopped_early=worse == patience)
+
+
+@dataclass
+class _Run:
+    """A training under way: it has seen so many tokens, in so many buffers."""
+
+    data: Rows
+    estimator: Estimator
+    optimizers: Sequence[torch.optim.Optimizer]
+    tokens: int
+    batch: int
+    seed: int
+    seen: int = 0
+    buffers: int = 0
+
+    def buffer(self) -> int:
+        """Train on the next buffer; returns its tokens."""
+        spans = self.data.spans(self.buffers, self.seed, self.tokens - self.seen)
+        n = sum(b - a for a, b in spans)
+        examples = self.data.read(spans)
+        generator = generator_of(self.seed, "rows", self.buffers)
+        order = torch.randperm(len(examples.q), generator=generator).to(examples.q.device)
+        steps = math.ceil(len(order) / self.batch)
+        for step, rows in enumerate(order.tensor_split(steps) if steps else ()):
+            rate = schedule((self.seen + n * (step + 0.5) / steps) / self.tokens)
+            self._step(examples, rows, rate)
+        self.seen, self.buffers = self.seen + n, self.buffers + 1
+        return n
+
+    def _step(self, examples: Examples, rows: Tensor, rate: float) -> None:
+        predicted = self.estimator(examples.q[rows], examples.layer[rows])
+        if self.estimator.residual:
+            predicted = examples.start[rows] + predicted
+        divergence(examples.logits[rows], predicted, self.data.spec.router).mean().backward()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * rate
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _estimator(data: Rows, kind: str, parameters: int, seed: int) -> Estimator:
@@ -168,31 +194,6 @@ def schedule(part: float) -> float:
     return min(1.0, part / WARMUP) * (0.5 + 0.5 * math.cos(math.pi * part))
 
 
-def _batches(R: int, batch: int, generator: torch.Generator) -> Iterator[tuple[float, Tensor]]:
-    """(share of the rows that are done at its middle, its rows) of each step, shuffled."""
-    steps = math.ceil(R / batch)
-    order = torch.randperm(R, generator=generator)
-    for step, rows in enumerate(order.tensor_split(steps) if steps else ()):
-        yield (step + 0.5) / steps, rows
-
-
-def _step(
-    estimator: Estimator,
-    optimizers: Sequence[torch.optim.Optimizer],
-    examples: Examples,
-    rows: Tensor,
-    router: str,
-) -> None:
-    rows = rows.to(examples.q.device)
-    predicted = estimator(examples.q[rows], examples.layer[rows])
-    if estimator.residual:
-        predicted = examples.start[rows] + predicted
-    divergence(examples.logits[rows], predicted, router).mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Tensor:
     """KL(router's distribution ‖ predicted) of each row, nats: [R, E], [R, E] → [R]  (§6.1).
 
@@ -215,7 +216,7 @@ def evaluate(estimator: Estimator, rows: Rows) -> tuple[float, tuple[float, ...]
     hits, requests = torch.zeros(2, rows.spec.L - rows.quasi.ahead, dtype=torch.long)
     for buffer in rows.buffers():
         for layer in buffer.layer.unique().tolist():
-            q, _, _, logits, true = (of[buffer.layer == layer] for of in buffer)
+            q, _, _, logits, true = (column[buffer.layer == layer] for column in buffer)
             target = rows.quasi.targets[layer]
             predicted = estimated(estimator, layer, target, q)
             loss = divergence(logits, predicted, rows.spec.router)

@@ -12,7 +12,7 @@ attention output.
     capacity [E]    a launch: experts of equal capacity, C rows of each, zero-padded; the valid ones are scattered
 
 Launches are counted as a static graph would have them; here an expert computes the rows of all its
-launches at once.
+launches of a chunk at once.
 
 All tokens of a chunk, padding included, compete for the same places, so the cost of dropping is
 evaluated on texts of one length, a chunk each, or one by one. A step of one token is never dropped
@@ -127,20 +127,6 @@ def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor
     return rank < capacity[expert]
 
 
-def by_chunk(d: Dispatch, size: int, chunks: int) -> Dispatch:
-    """The dispatch as if every chunk of `size` tokens had experts of its own: expert e of chunk c
-    is number c·E + e."""
-    chunk, E = d.tokens // size, len(d.counts)
-    order = torch.argsort(chunk, stable=True)
-    counts = torch.bincount(experts_of(d) + E * chunk, minlength=E * chunks)
-    return Dispatch(
-        d.tokens[order],
-        d.choices[order],
-        counts,
-        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-    )
-
-
 def select(d: Dispatch, keep: Tensor) -> Dispatch:
     """The dispatch of those choices for which `keep` [n] is true."""
     counts = torch.bincount(experts_of(d)[keep], minlength=len(d.counts))
@@ -168,7 +154,12 @@ class StaticExecutor(Executor):
     lossless = False
 
     def __init__(
-        self, overflow: str, order: str, saliency: Saliency | None, chunk: int | None, seed: int
+        self,
+        overflow: str = "prune",
+        order: str = "saliency",
+        saliency: Saliency | None = None,
+        chunk: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if overflow not in ("prune", "pad"):
@@ -197,63 +188,47 @@ class StaticExecutor(Executor):
         return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity)) if n]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        (T, K), E, layer, out = (
-            ids.shape,
-            experts.num_experts,
-            experts.layer,
-            zeros(x, weights, experts),
-        )
-        size, saliency = self.chunk or max(T, 1), self._saliency(layer, T)
-        lengths = [min(size, T - start) for start in range(0, T, size)]
-        if not lengths:
-            return out.to(x.dtype)
-        capacity = [self.capacities(layer, n, K, E) for n in lengths]
-        routed = kept = by_chunk(dispatch(ids, E), size, len(lengths))
-        if self.overflow == "prune":
-            # one token alone is dropped only by experts without any capacity
-            room = torch.tensor(
-                [[K * (C > 0) if n == 1 else C for C in of] for n, of in zip(lengths, capacity)]
-            )
-            importance = ORDERS[self.order](routed, weights, saliency, self._rng)
-            kept = select(routed, within_capacity(routed, room.flatten().to(x.device), importance))
-        rows, local = [[0] * E for _ in lengths], set(local_experts(experts))
-        for chunk, counts in enumerate(kept.counts.view(-1, E).tolist()):
-            for members, n in self.launches(layer, counts, capacity[chunk]):
-                for e in local.intersection(members):
-                    rows[chunk][e] = n
-        self._compute(out, x, weights, kept, torch.tensor(rows, device=x.device), experts)
-        counted = len(routed), len(kept), sum(map(sum, rows))
-        self.count(*counted)
-        self.by_layer.setdefault(layer, Tally()).add(*counted)
+        T, layer, out = len(x), experts.layer, zeros(x, weights, experts)
+        saliency = self._saliency(layer, T)
+        for chunk in torch.arange(T, device=x.device).split(self.chunk or max(T, 1)) if T else ():
+            self._run_chunk(out, chunk, x, ids, weights, saliency[chunk.cpu()], experts)
         return out.to(x.dtype)
 
-    def _compute(
-        self, out: Tensor, x: Tensor, weights: Tensor, kept: Dispatch, rows: Tensor, experts: Any
+    def _run_chunk(
+        self,
+        out: Tensor,
+        chunk: Tensor,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        saliency: Tensor,
+        experts: Any,
     ) -> None:
-        """Gather, run every expert on its rows [chunks, E] of all chunks, padding included, and
-        scatter the valid."""
-        number = experts_of(kept)
-        if not bool((held := rows.flatten()[number] > 0).all()):  # the others are another rank's
-            kept = select(kept, held)
-            number = number[held]
-        ends = (
-            rows.T.flatten().cumsum(0).view(rows.T.shape).T
-        )  # an expert's chunks are beside each other
-        slot = (
-            (ends - rows).flatten()[number]
-            + torch.arange(len(kept), device=x.device)
-            - kept.offsets[number]
-        )
-        bounds = [0, *ends[-1].tolist()]
-        buffer, scale = x.new_zeros(bounds[-1], x.shape[1]), weights.new_zeros(bounds[-1])
-        buffer[slot], scale[slot] = x[kept.tokens], weights[kept.tokens, kept.choices]
-        y = [
-            experts.weighted(buffer[a:b], scale[a:b], experts.weights(e))
-            for e, (a, b) in enumerate(zip(bounds, bounds[1:]))
-            if b > a
-        ]
-        if y:
-            out.index_add_(0, kept.tokens, torch.cat(y)[slot].to(out.dtype))
+        """Drop what has no room, run every expert on its rows, padding included, and add up."""
+        (T, K), E, layer = ids[chunk].shape, experts.num_experts, experts.layer
+        capacity = self.capacities(layer, T, K, E)
+        routed = kept = dispatch(ids[chunk], E)
+        if self.overflow == "prune":
+            # one token alone is dropped only by experts without any capacity
+            room = torch.tensor([K * (C > 0) if T == 1 else C for C in capacity])
+            importance = ORDERS[self.order](routed, weights[chunk], saliency, self._rng)
+            kept = select(routed, within_capacity(routed, room.to(x.device), importance))
+        counts, begins = kept.counts.tolist(), kept.offsets.tolist()
+        rows, local = [0] * E, set(local_experts(experts))
+        for members, n in self.launches(layer, counts, capacity):
+            for e in local.intersection(members):
+                rows[e] = n
+        for e, n in enumerate(rows):
+            if n:
+                mine = slice(begins[e], begins[e] + counts[e])
+                tokens, choices = chunk[kept.tokens[mine]], kept.choices[mine]
+                buffer, scale = x.new_zeros(n, x.shape[1]), weights.new_zeros(n)
+                buffer[: counts[e]], scale[: counts[e]] = x[tokens], weights[tokens, choices]
+                y = experts.weighted(buffer, scale, experts.weights(e))[: counts[e]]
+                out.index_add_(0, tokens, y.to(out.dtype))
+        slots = sum(rows)
+        self.count(len(routed), len(kept), slots)
+        self.by_layer.setdefault(layer, Tally()).add(len(routed), len(kept), slots)
 
     def _saliency(self, layer: int, T: int) -> Tensor:
         if self.overflow == "pad" or self.order not in NEED_SALIENCY:
@@ -279,7 +254,7 @@ class CapacityFactor(StaticExecutor):
     "random" by `seed`."""
 
     def __init__(self, factor: float = 1.25, order: str = "token", seed: int = 0) -> None:
-        super().__init__("prune", order, saliency=None, chunk=None, seed=seed)
+        super().__init__(order=order, seed=seed)
         if not factor > 0:
             raise ValueError(
                 f"the capacity factor is {factor}; it must be above 0, or use a lossless executor"
@@ -303,15 +278,9 @@ class Tiered(StaticExecutor):
     """
 
     def __init__(
-        self,
-        capacities: Sequence[Sequence[int]],
-        overflow: str = "prune",
-        order: str = "saliency",
-        saliency: Saliency | None = None,
-        chunk: int | None = None,
-        seed: int = 0,
+        self, capacities: Sequence[Sequence[int]], overflow: str = "prune", **options: Any
     ) -> None:
-        super().__init__(overflow, order, saliency, chunk, seed)
+        super().__init__(overflow, **options)
         self._capacities = [[int(c) for c in of] for of in capacities]
         if not self._capacities or any(c < 0 for of in self._capacities for c in of):
             raise ValueError(
@@ -336,13 +305,7 @@ class Grouped(Tiered):
     once."""
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[Group]],
-        overflow: str = "prune",
-        order: str = "saliency",
-        saliency: Saliency | None = None,
-        chunk: int | None = None,
-        seed: int = 0,
+        self, groups: Sequence[Sequence[Group]], overflow: str = "prune", **options: Any
     ) -> None:
         capacities = []
         for layer, of in enumerate(groups):
@@ -355,7 +318,7 @@ class Grouped(Tiered):
                     f"{members}"
                 )
             capacities.append([capacity[e] for e in range(len(capacity))])
-        super().__init__(capacities, overflow, order, saliency, chunk, seed)
+        super().__init__(capacities, overflow, **options)
         self.groups = [list(of) for of in groups]
         self.launched = 0  # launches of groups
 

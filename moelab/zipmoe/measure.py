@@ -69,7 +69,6 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         recover=took["recover"],
         expert_base=max(0.0, took["1 tokens"] - token),
         expert_token=token,
-        K=max(len(entry.planes[0][1]) for entry in store.entries(0, 0).values()),
         N=len(store.entries(0, 0)),
         e_bytes=e_bytes,
         sm_bytes=sm_bytes,

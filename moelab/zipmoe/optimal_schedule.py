@@ -9,8 +9,7 @@ is read: one missed tensor with K = 2, one worker, u → 0, v = c = 1 takes 3 s,
 Optimum: branch and bound over an order of reads and an order in which workers start chunks, which
 may begin with one that is not read yet; for up to about four tasks of one or two chunks. What
 shrinks the search makes no task ready later: the disk never pauses; a task's E-chunks are read
-before its SM-chunk; each task's chunks are consecutive, as all decompress equally long; tasks of
-one expert in one state are interchangeable."""
+before its SM-chunk; each task's chunks are consecutive, as all decompress equally long."""
 
 from __future__ import annotations
 
@@ -77,34 +76,9 @@ class _Search:
         self.tasks, self.best = tasks, incumbent
         self.u, self.v, self.c, self.K = tasks[0][3:7]
         self.p = {task.expert: task.p for task in tasks}
-        least = bounds(tasks, workers)
-        shortest = min(
-            self.p.values()
-        )  # whatever is read or decompressed last, an expert runs after it
-        #: no schedule is shorter
-        self.floor = (
-            max(least.best, least.io and least.io + shortest, least.workers + shortest)
-            + 1e-12 * incumbent
-        )
-        #: the previous task of the same expert in the same state, which goes first
-        self.twin = [
-            max(
-                (
-                    i
-                    for i in range(j)
-                    if (tasks[i].expert, tasks[i].state) == (task.expert, task.state)
-                ),
-                default=None,
-            )
-            for j, task in enumerate(tasks)
-        ]
         self.threads = [0.0] * workers
-        self.read(
-            0.0,
-            [],
-            [task.K * task.reads_e for task in tasks],
-            [inf if t.type_1 else 0.0 for t in tasks],
-        )
+        e_left = [task.K * task.reads_e for task in tasks]
+        self.read(0.0, [], e_left, [inf if task.type_1 else 0.0 for task in tasks])
 
     def compute(self, ready: Sequence[float]) -> float:
         """The makespan when task j is recovered at `ready[j]`: whoever is ready runs."""
@@ -120,33 +94,26 @@ class _Search:
         self, now: float, stream: list[tuple[int, float]], left: list[int], sm: list[float]
     ) -> None:
         """The next read from `now` on; `stream` has the (task, end) of each E-chunk read."""
-        if self.best <= self.floor:
-            return
-        # each task at its earliest, as if the disk had nothing else to do
-        soonest = [
-            max(
-                now + left[j] * self.v + self.c if left[j] else self.c,
-                sm[j] if sm[j] < inf else now + left[j] * self.v + self.u,
-            )
-            for j in range(len(left))
-        ]
-        for j, end in stream:
-            soonest[j] = max(soonest[j], end + self.c)
-        if self.compute(soonest) >= self.best:
-            return
         if not any(left) and inf not in sm:
             in_memory = [0 if task.reads_e else self.K for task in self.tasks]
             self.start(self.threads, stream, in_memory, sm, [0.0] * len(sm))
             return
-        begun = [j for j, n in enumerate(left) if 0 < n < self.K and self.tasks[j].reads_e]
-        for j in begun or [j for j, n in enumerate(left) if n]:
-            if self.twin[j] is None or left[self.twin[j]] == 0:
-                fewer = left.copy()
-                fewer[j] -= 1
-                self.read(now + self.v, [*stream, (j, now + self.v)], fewer, sm)
+        # each task at its earliest, as if the disk had nothing else to do
+        soonest = []
+        for n, sm_read in zip(left, sm):
+            e_read = now + n * self.v if n else 0.0
+            sm_read = now + n * self.v + self.u if sm_read == inf else sm_read
+            soonest.append(max(e_read + self.c, sm_read))
+        for j, end in stream:
+            soonest[j] = max(soonest[j], end + self.c)
+        if self.compute(soonest) >= self.best:
+            return
+        for j in self._next(left):
+            end = now + self.v
+            self.read(end, [*stream, (j, end)], _with(left, j, left[j] - 1), sm)
         for j, n in enumerate(left):
-            if not n and sm[j] == inf and (self.twin[j] is None or sm[self.twin[j]] < inf):
-                self.read(now + self.u, stream, left, [*sm[:j], now + self.u, *sm[j + 1 :]])
+            if not n and sm[j] == inf:
+                self.read(now + self.u, stream, left, _with(sm, j, now + self.u))
 
     def start(
         self,
@@ -159,8 +126,6 @@ class _Search:
         """The next chunk that a worker starts: the next of `stream`, or one that was `left` in
         memory; `threads` is when the workers are free, ascending, and `done[j]` when the last chunk
         of task j so far is decompressed."""
-        if self.best <= self.floor:
-            return
         first, others = threads[0], threads[1:]
         soonest = [max(done[j], sm[j], first + self.c if n else 0.0) for j, n in enumerate(left)]
         for j, arrival in stream:
@@ -173,17 +138,20 @@ class _Search:
         if stream:
             j, arrival = stream[0]
             end = max(first, arrival) + self.c
-            self.start(
-                sorted([end, *others]), stream[1:], left, sm, [*done[:j], end, *done[j + 1 :]]
-            )
+            self.start(sorted([end, *others]), stream[1:], left, sm, _with(done, j, end))
+        for j in self._next(left):
+            end, fewer = first + self.c, _with(left, j, left[j] - 1)
+            self.start(sorted([end, *others]), stream, fewer, sm, _with(done, j, end))
+
+    def _next(self, left: list[int]) -> list[int]:
+        """The tasks that may go on: one that was begun, or else any."""
         begun = [j for j, n in enumerate(left) if 0 < n < self.K]
-        for j in begun or [j for j, n in enumerate(left) if n]:
-            if self.twin[j] is None or left[self.twin[j]] == 0:
-                fewer, end = left.copy(), first + self.c
-                fewer[j] -= 1
-                self.start(
-                    sorted([end, *others]), stream, fewer, sm, [*done[:j], end, *done[j + 1 :]]
-                )
+        return begun or [j for j, n in enumerate(left) if n]
+
+
+def _with(values: list, j: int, value: float) -> list:
+    """The values with another one at j."""
+    return [*values[:j], value, *values[j + 1 :]]
 
 
 def random_instance(rng: random.Random) -> tuple[list[Task], int]:

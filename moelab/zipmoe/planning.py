@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,7 +104,29 @@ def plan(
 
     Raises ValueError: no pool could hold even one expert a layer; unknown pools; an impossible
     step; unfit f."""
+    full, sm, e = sizes
+    bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
+    n = _require_a_plan(bytes_of, budget_bytes, workers, pools, step, layers)
     f = np.asarray(f, np.float64)
+    hits, patterns = interval_hits(selection_probabilities(f, k), k), hit_patterns(k)
+    seconds = makespan(patterns, k, delays, workers)
+    n_bytes = [max(1, bytes_of[p]) for p in HIERARCHY]
+    table, known = [], {}
+    for parts in _compositions(n, pools):
+        shares = [part * budget_bytes // n for part in parts]
+        layer = _filled([s // (layers * size) for s, size in zip(shares, n_bytes)], len(f))
+        total = _filled([s // size for s, size in zip(shares, n_bytes)], len(f) * layers)
+        if layer not in known:  # many divisions of a small budget hold the same experts
+            known[layer] = float(pattern_probabilities(hits, patterns, layer) @ seconds)
+        table.append(Configuration(tuple(part / n for part in parts), Pools(*total), known[layer]))
+    limit = min(c.seconds for c in table) * (1 + 1e-9)
+    return CachePlan(*next(c for c in table if c.seconds <= limit), tuple(table))
+
+
+def _require_a_plan(
+    bytes_of: dict[Any, int], budget: int, workers: int, pools: str, step: float, layers: int
+) -> int:
+    """The parts that a budget is divided into; ValueError as of `plan`."""
     if not pools or len(set(pools)) != len(pools) or not set(pools) <= set(HIERARCHY):
         raise ValueError(f"pools is {pools!r}; it must be letters of 'FCSE', each at most once")
     n = round(1 / step) if 0 < step <= 1 else 0
@@ -114,35 +136,17 @@ def plan(
         raise ValueError(
             f"there are {workers} workers and {layers} layers; each must be at least 1"
         )
-    full, sm, e = sizes
-    bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
+    sizes = ", ".join(f"{bytes_of[pool]:,} in pool {pool}" for pool in HIERARCHY)
     if empty := [p for p in pools if bytes_of[p] < 1]:
-        raise ValueError(
-            f"an expert in pool {empty[0]} would have {bytes_of[empty[0]]} bytes (experts of {full:,} "
-            f"bytes, {sm:,} of SM- and {e:,} of E-chunks); leave {empty[0]} out of the pools"
-        )
+        raise ValueError(f"an expert has {sizes} bytes; leave pool {empty[0]} out of the pools")
     least = min(bytes_of[p] for p in pools) * layers
-    if budget_bytes < least:
+    if budget < least:
         raise ValueError(
-            f"a budget of {budget_bytes:,} bytes holds not one expert a layer in any of the pools {pools}:"
-            f" with experts of {full:,} bytes, {sm:,} of SM- and {e:,} of E-chunks, and {layers} "
-            f"layer(s) sharing it, it must be at least {least:,} bytes"
+            f"a budget of {budget:,} bytes holds not one expert a layer in any of the pools {pools}: an "
+            f"expert has {sizes} bytes, and {layers} layer(s) share the budget, so it must be at "
+            f"least {least:,} bytes"
         )
-    E, n_bytes = len(f), [max(1, bytes_of[p]) for p in HIERARCHY]
-    hits = interval_hits(selection_probabilities(f, k), k)
-    patterns = hit_patterns(k)
-    seconds = makespan(patterns, k, delays, workers)
-
-    table, known = [], {}
-    for parts in _compositions(n, pools):
-        shares = [part * budget_bytes // n for part in parts]
-        layer = _filled([share // (layers * size) for share, size in zip(shares, n_bytes)], E)
-        total = _filled([share // size for share, size in zip(shares, n_bytes)], E * layers)
-        if layer not in known:  # many divisions of a small budget hold the same experts
-            known[layer] = float(pattern_probabilities(hits, patterns, layer) @ seconds)
-        table.append(Configuration(tuple(part / n for part in parts), Pools(*total), known[layer]))
-    limit = min(c.seconds for c in table) * (1 + 1e-9)
-    return CachePlan(*next(c for c in table if c.seconds <= limit), tuple(table))
+    return n
 
 
 def interval_hits(q: np.ndarray, k: int) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Tasks and the graph of operations that an expert's state leaves to do: ZipMoE §3.2, Fig. 6; and their
-schedule in time.
+"""Tasks and the graph of operations that an expert's state leaves to do (ZipMoE §3.2, Fig. 6), and
+their schedule in time.
 
 A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one
 SM-chunk. When all N tensors of an expert are recovered, it runs. What is in memory already need not
@@ -9,9 +9,10 @@ be read.
     read E 1 → decompress 1 ┼→ recover → expert
                     read SM ┘
 
-The letters K, N, u, v, c, p are the paper's. `makespan` plays blocks of tasks chunk by chunk, as the
-paper's analysis does (appendices A, B: one serial disk, L workers, one serial accelerator, recovery
-for free), so that its bound can be checked; `execute` plays a layer's experts as the engine does."""
+The letters K, N, u, v, c, p are the paper's. `makespan` plays blocks of tasks chunk by chunk, as
+the paper's analysis does (appendices A, B: one serial disk, L workers, one serial accelerator,
+recovery for free), so that its bound can be checked; `execute` plays a layer's experts as the
+engine does."""
 
 from __future__ import annotations
 
@@ -194,7 +195,6 @@ def execute(
         start=start,
     )
     simulated.begin(step)
-    simulated.queue.begin(layer, step.loads, [], simulated.ready)
-    simulated.queue.demand(step.loads, order)
+    simulated.queue.begin(layer, step.loads, [], simulated.ready, lambda _: order)
     simulated.run()
     return simulated.timeline(), simulated.now

@@ -1,8 +1,6 @@
 """The bench of a GPU as far as a CPU goes: its tokens, of a small model, behind the link of
 `tests.offloading`."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -30,7 +28,10 @@ def test_tokens_of_every_arm(monkeypatch, tmp_path):
 
     monkeypatch.setattr(gpu, "open_model", opened)
     monkeypatch.setattr("moelab.offloading.slots.link_to", Ordered)
-    monkeypatch.setattr("moelab.offloading.offload.Reader", partial(PinnedReader, device=CPU))
+    monkeypatch.setattr(
+        "moelab.offloading.offload.Reader",
+        lambda store, mode, bandwidth, verify: PinnedReader(store, CPU, verify=verify),
+    )
     synthesize(tmp_path / "model", SPEC)
     convert(tmp_path / "model", tmp_path / "bf12", codec="bf12")
     rows = dict(

@@ -153,20 +153,6 @@ def test_the_ranks_past_a_full_pool_are_held_in_the_next_one(policy, states):
     assert "".join(residency.state(ExpertKey(0, e)) for e in range(32)) == states
 
 
-def test_lru_cliff():
-    """A global LRU that is a step smaller than one token's demand hits nothing, one as large as it
-    all that repeats.
-
-    Between the two, an expert of the step is hit before the step's other newcomer could evict it:
-    it is pinned."""
-    token = [(layer, {0: 1, 1: 1}) for layer in range(8)]
-    for capacity, rate in ((14, 0.0), (15, 0.45), (16, 0.9)):
-        residency = Residency(8, 4, Pools(F=capacity))
-        for step in token * 10:
-            residency.begin(*step)
-        assert residency.counters.hit_rate() == pytest.approx(rate)
-
-
 def test_an_expert_climbs_and_its_old_place_is_free_only_afterwards():
     residency = Residency(1, 4, Pools(F=1, E=1), "lru", margin=0)
     assert [r.keep for r in residency.begin(0, {0: 9, 1: 2}).requests] == [State.FULL, State.E]

@@ -103,16 +103,6 @@ def test_tensors_of_all_types_at_once(name, seed, tmp_path):
         assert torch.equal(found, truth), how
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
-def test_numbers_of_no_floating_type_are_refused_by_name(dtype, tmp_path):
-    folder = tiny.save("qwen3_moe", tmp_path / "m", torch.bfloat16)
-    tensors = load_file(folder / "model.safetensors")
-    for key in ("model.norm.weight", "model.layers.0.mlp.experts.3.up_proj.weight"):
-        rewrite(folder, tensors | {key: tensors[key].float().to(dtype)})
-        with pytest.raises(ValueError, match=key):
-            open_model(folder)
-
-
 # ------------------------------------------------------------------------------------------------------
 # quantisation
 
@@ -405,23 +395,6 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, may))
     assert len(where) > 200 and all(torch.equal(logits, truth) for logits in found.values())
-
-
-@pytest.mark.parametrize("E, K", [(5, 2), (1, 1)])
-def test_pruned_models(E, K, tmp_path):
-    """vllm-project/llm-compressor pull request 2864, egesabanci/reap-mlx issue 48."""
-    folder = tiny.save("qwen3_moe", tmp_path / "m", num_experts=E, num_experts_per_tok=K)
-    truth = logits(theirs(folder))
-    for options in ({}, {"memory": "50%"}):
-        with open_model(folder, **options) as model:
-            assert torch.equal(logits(model), truth)
-    tensors = load_file(folder / "model.safetensors")
-    gone = {key: t for key, t in tensors.items() if f"layers.2.mlp.experts.{E - 1}." not in key}
-    rewrite(
-        folder, gone | {(key := "model.layers.2.mlp.gate.weight"): tensors[key][:-1].contiguous()}
-    )
-    with pytest.raises(ValueError, match=r"layers\.2"):
-        open_model(folder)
 
 
 # --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
 from moelab.models import discover
 from moelab.models.patches import Patches
-from moelab.speculate.predictors import route
+from moelab.speculate.routers import route
 from moelab.store import fewbit
 from tests.models import tiny
 from tests.offloading.test_offload import generate

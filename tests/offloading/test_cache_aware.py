@@ -58,7 +58,7 @@ def test_one_on_disk_gives_way_to_one_in_memory_that_trails_by_less(
         return ids, factor * torch.stack([weighed(*row, activation, normalise) for row in rows])
 
     layer = SimpleNamespace(name="layer", E=E, router=torch.nn.Linear(E, E, bias=False), block=None)
-    layer.ask, layer.routing = lambda x, own=False: (x,), lambda output: route(output[0])
+    layer.ask, layer.routing = lambda x: (x,), lambda output: route(output[0])
     router = Router(layer, torch.float32)
     ids, weights = router(logits, *route(logits), margin * held.float())
     same, as_before = router(logits, *route(logits), torch.zeros(E))

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from moelab import convert, open_model, simulate
-from moelab.experts.gemv import GEMV
-from moelab.models.seam import discover
 from moelab.offloading.link import Link, PinnedReader
 from moelab.store.layout import PARTS, ExpertStore, StoreError
 from moelab.store.reader import Reader
@@ -95,7 +93,7 @@ def opened(monkeypatch):
             if options.pop("mode", None) == "pinned":
                 monkeypatch.setattr(
                     "moelab.offloading.offload.Reader",
-                    lambda store, **given: PinnedReader(store, CPU, **given),
+                    lambda store, _, **given: PinnedReader(store, CPU, **given),
                 )
         return open_model(folder, memory=memory, device=device, **options)
 
@@ -216,17 +214,3 @@ def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
         ):
             simulate(run)
         assert simulate(run, device="a100-80gb").tpot > 0
-
-
-@pytest.mark.parametrize("memory", [None, 0.5])
-def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
-    with open_model(forms["raw"], memory=memory, executor="fast") as lm, torch.no_grad():
-        lm(torch.arange(3, 9)[None])
-        experts = discover(lm)[0].experts
-        hit = np.array(
-            [0]
-            if memory is None
-            else sorted(e for l, e in lm.moelab.engine.loader.queue.held if l == 0)
-        )
-        assert GEMV()._matrices(experts, hit, torch.bfloat16) is not None
-        assert GEMV()._matrices(experts, hit, torch.bfloat16, "cuda") is None

@@ -108,10 +108,8 @@ class Driver:
                 if at == layer or load.key in evicted:
                     self.account(load, at == layer and load.key in keys)
         self.ready = []
-        left = self.queue.begin(layer, asked, evicted, self.ready.append)
-        self.check()
         how = self.chance.choice([lambda r: order(r, DELAYS, self.workers), naive_order])
-        self.queue.demand(left, how(left))
+        self.queue.begin(layer, asked, evicted, self.ready.append, how)
         self.check()
         found = [
             Request(ExpertKey(layer + distance, e), 1, state, State.MISSED)
@@ -119,7 +117,7 @@ class Driver:
             if (state := self.residency.state(ExpertKey(layer + distance, e))) is not State.FULL
         ]
         if found:
-            self.queue.prefetch(layer + distance, found, given_order(found))
+            self.queue.prefetch(layer + distance, found)
             self.check()
         self.queue.computed(
             [r for r in step.requests if r.state is State.FULL and r.keep is not State.FULL]
@@ -191,8 +189,7 @@ def requests(*experts, layer=0, state=State.MISSED, keep=State.MISSED):
 
 def demand(queue, asked, layer=0):
     ready = []
-    left = queue.begin(layer, asked, [], ready.append)
-    queue.demand(left, given_order(left))
+    queue.begin(layer, asked, [], ready.append, given_order)
     return ready
 
 
@@ -216,7 +213,7 @@ def test_an_error_of_a_prefetch_reaches_only_who_wants_the_expert(wanted):
     queue = LoadQueue(dict.fromkeys(KINDS, 4), ahead=2)
     demand(queue, [])
     asked, error = requests(5, layer=1), OSError("the disk")
-    queue.prefetch(1, asked, given_order(asked))
+    queue.prefetch(1, asked)
     finish(queue, error)
     assert demand(queue, requests(5 if wanted else 6, layer=1), layer=1) == [error] * wanted
     assert (queue.next_read() is None) == wanted and queue.counts.begun == 1
@@ -226,7 +223,7 @@ def test_a_dropped_load_keeps_its_slots_until_nothing_runs_on_it():
     queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
     demand(queue, [])
     asked = requests(5, layer=1)
-    queue.prefetch(1, asked, given_order(asked))
+    queue.prefetch(1, asked)
     load, kinds = queue.next_read()
     ready = demand(queue, requests(6, 7, layer=1), layer=1)
     others = iter(queue.next_read, None)
@@ -243,15 +240,6 @@ def test_a_dropped_load_keeps_its_slots_until_nothing_runs_on_it():
     )
 
 
-def test_what_is_prefetched_leaves_a_slot_of_each_kind():
-    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=2)
-    demand(queue, [])
-    asked = requests(4, 5, layer=1)
-    queue.prefetch(1, asked, given_order(asked))
-    finish(queue)
-    assert queue.admitted == 1 and all(map(len, queue.free.values()))
-
-
 @pytest.mark.parametrize("loaded", [True, False])
 def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(loaded):
     """Two slots: one is prefetched for a layer after the next, the other is taken by an expert that
@@ -259,7 +247,7 @@ def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(
     queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
     demand(queue, [])
     asked = requests(5, layer=2)
-    queue.prefetch(2, asked, given_order(asked))
+    queue.prefetch(2, asked)
     if loaded:
         finish(queue)
     else:
@@ -286,4 +274,4 @@ def test_errors():
         LoadQueue(dict.fromkeys(KINDS, 1), -1)
     queue = LoadQueue(dict.fromkeys(KINDS, 1))
     with pytest.raises(ValueError, match="the requests leave"):
-        queue.demand(requests(1), given_order(requests(2)))
+        queue.begin(0, requests(1), [], print, lambda _: given_order(requests(2)))

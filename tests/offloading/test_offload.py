@@ -19,7 +19,6 @@ from moelab import convert, open_model
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
-from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
@@ -162,15 +161,13 @@ def test_no_scheduler_changes_a_bit_and_the_simulator_takes_the_runs(qwen, eager
     ) == sorted((e.layer, e.expert, e.kind) for e in run.timeline if e.resource == "disk")
 
 
-@pytest.mark.parametrize("batch, prompt", [(1, 1), (1, 2), (1, 600), (4, 37), (16, 5)])
-def test_prompts_and_batches(qwen, batch, prompt):
-    model, store = qwen
-    offloaded, reference = offload(store, "60kB"), open_model(model)
-    assert_equal(offloaded, reference, batch=batch, prompt=prompt, new=3)
-    offloaded.moelab.close()
+@pytest.mark.parametrize("batch, prompt", [(1, 1), (1, 600), (16, 5)])
+def test_prompts_and_batches(qwen, eager, batch, prompt):
+    with offload(qwen[1], "60kB") as offloaded:
+        assert_equal(offloaded, eager, batch=batch, prompt=prompt, new=3)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     st.integers(0, 1 << 30).map(random.Random),
     st.integers(1, 3),
@@ -211,22 +208,6 @@ def jitter(model, chance):
         return nbytes
 
     reader.read_parts = slow
-
-
-def test_what_the_budget_is_and_what_is_resident(qwen):
-    _, store = qwen
-    sizes = Sizes.of(ExpertStore(store))
-    offloaded = offload(store, 8 * sizes.in_flight, staging=2)
-    slots = offloaded.moelab.engine.loader.slots
-    assert slots.nbytes <= 8 * sizes.in_flight
-    generate(offloaded)
-    queue = offloaded.moelab.engine.loader.queue
-    residency = offloaded.moelab.residency
-    assert {key for key, one in queue.held.items() if "full" in one} == set(
-        residency.resident(State.FULL)
-    )
-    assert len(queue.free["full"]) == slots.count["full"] - len(queue.held)
-    offloaded.moelab.close()
 
 
 @pytest.mark.parametrize(
@@ -293,30 +274,6 @@ def test_a_damaged_chunk_is_named_and_leaves_no_thread(tmp_path):
         with offload(damaged(tmp_path, range(1, 8)), 0.5) as offloaded:
             generate(offloaded)
     assert not threads()
-
-
-def test_cancel_ends_a_generation_and_nothing_else(qwen):
-    model, store = qwen
-    offloaded, reference = offload(store, 0.4), open_model(model)
-    assert not offloaded.moelab.cancel()  # nothing is running
-    jitter(offloaded, random.Random(0))
-    result = []
-
-    def run():
-        try:
-            generate(offloaded, new=400)
-        except Cancelled as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not offloaded.moelab.forwards:
-        time.sleep(1e-3)
-    assert offloaded.moelab.cancel()
-    thread.join(30)
-    assert not thread.is_alive() and result
-    assert_equal(offloaded, reference)
-    offloaded.moelab.close()
 
 
 def test_close_and_forgetting_a_model_end_the_threads(qwen):

@@ -128,6 +128,6 @@ def test_a_copy_of_a_cache_grows_by_itself(qwen):
 
     wanted = walk()
     with FastDecode(model) as fast:
-        assert fast.attentions
+        assert fast.fused["attentions"]
         for got, plain in zip(walk(), wanted, strict=True):
             torch.testing.assert_close(got, plain, rtol=1e-3, atol=1e-3)

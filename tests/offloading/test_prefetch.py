@@ -151,13 +151,13 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
             offloaded(prompt)
         wanted = set(dict(offloaded.moelab.steps[0])[1])
         chosen = min(wanted if needed else set(range(8)) - wanted)
-        plan = reader.plan
+        read = reader.read_parts
 
         def failing(layer, expert, *args):
             if (layer, expert) == (1, chosen) and not failed:
                 failed.append(chosen)
                 raise OSError(5, "reading experts-00001.safetensors failed")
-            return plan(layer, expert, *args)
+            return read(layer, expert, *args)
 
         def announcing(x, ids, weights, experts):
             if experts.layer == 0:
@@ -167,7 +167,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
                 time.sleep(1e-3)
             return result
 
-        reader.plan = failing
+        reader.read_parts = failing
         plug(offloaded, engine=announcing)
         with torch.inference_mode():
             if needed:

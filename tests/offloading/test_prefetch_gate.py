@@ -11,10 +11,10 @@ def tokens(gate, n, on, off, chance=None, phase="decode", asks=True):
     """n tokens that take `on` seconds with prefetching and `off` without; which of them did."""
     found = []
     for _ in range(n):
-        gate.begin(phase)
-        found.append(gate.opens if asks else None)
+        gate.begin_forward(phase)
+        found.append(gate.enabled if asks else None)
         noise = chance.choice([1, 1, 1, 1.1, 3]) if chance else 1
-        gate.ended((on if found[-1] else off) * noise)
+        gate.end_forward((on if found[-1] else off) * noise)
     return found
 
 

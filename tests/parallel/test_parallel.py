@@ -18,6 +18,7 @@ from moelab.parallel import VARIANTS, ShardedExperts, degree, launch
 from moelab.parallel.exchange import FEW, pack, unpack
 from moelab.parallel.sharding import owners
 from moelab.registry import make
+from tests.depth import in_turn
 from tests.experts import toy
 from tests.models import tiny
 from tests.parallel import ranks
@@ -64,8 +65,8 @@ def test_every_variant_and_executor(tmp_path):
     model = open_model(folder, dtype=FP32)
     inner = [name for name in EXECUTORS if name not in ("tiered", "grouped", "int8")]
     cases = [(variant, None) for variant in (*VARIANTS, "auto")]
-    cases += [(v, name) for v in ("ep", "tp") for name in inner]
-    cases += [("ep-a2a", name) for name in inner if name != "capacity"]
+    cases += [(v, name) for name, v in in_turn(inner, ("ep", "tp", "ep-a2a"))]
+    cases = [("ep", "capacity"), *(of for of in cases if of != ("ep-a2a", "capacity"))]
     made = launch(ranks.generate_all, 4, [(folder, v, FP32, name) for v, name in cases])
     alone = {}
     for i, (variant, name) in enumerate(cases):

@@ -160,7 +160,7 @@ def test_errors():
 
     with pytest.raises(ValueError, match="1 forwards are to be played.*given of 2"):
         play(forwards=forwards * 2)
-    with pytest.raises(ValueError, match="there are predictions for 2"):
+    with pytest.raises(ValueError, match="predictions of 2"):
         play(prefetching=Prefetching([[], []], 1))
     with pytest.raises(ValueError, match="the distance is 0"):
         play(prefetching=Prefetching(steps, 1, distance=0))

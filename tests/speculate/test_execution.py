@@ -14,7 +14,7 @@ from moelab.models import discover, plugged
 from moelab.models.identity import identity
 from moelab.recording import record
 from moelab.speculate import DefaultVectors, Speculation, default_vectors
-from moelab.speculate.predictors import route, teacher
+from moelab.speculate.routers import route, router_logits
 from moelab.trace import DECODE, PREFILL
 from tests.checkpoint import wild
 from tests.depth import in_turn
@@ -100,26 +100,6 @@ def test_executing_the_truth_is_eager(name, tiny_model):
         assert torch.equal(speculation.hits, speculation.requests)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text", "mixtral"])
-def test_what_was_predicted_is_what_runs(name, tiny_model):
-    """The run recorded, and its predictions written down as they are made."""
-    model, said = tiny_model(name), []
-    plain = run(model, PROMPTS[:1])[1]
-    with Speculation(model, listened(make("random", model), said), "speculative"):
-        trace = record(model, PROMPTS[:1], max_new_tokens=6, min_new_tokens=6)
-        assert not torch.equal(run(model, PROMPTS[:1])[1], plain)
-    decode, at = trace.select(trace.phase == DECODE), [0] * model.spec.L
-    for layer, (ids, weights) in said:
-        row = at[layer + 1]
-        if len(ids) == 1 and row < len(decode):
-            assert torch.equal(decode.ids[row, layer + 1].long(), ids[0])
-            assert torch.equal(decode.weights[row, layer + 1], weights[0].to(decode.weights))
-            at[layer + 1] += 1
-    assert set(at) == {0, len(decode)}  # the first layer has no prediction
-    # prefill ran on the true experts
-    assert torch.equal(trace.ids[trace.phase == PREFILL], record(model, PROMPTS[:1]).ids)
-
-
 class CountLinear(TorchFunctionMode):
     """Counts the linear layers whose weight is one of some tensors."""
 
@@ -175,11 +155,11 @@ def test_a_batch_is_its_prompts(tiny_model):
 
 def test_predictions_are_announced(tiny_model):
     """To an executor that has a `prefetch`, before it runs the layer, with what will be executed
-    there; not where it `opens` nothing."""
+    there; not where it `wants_predictions` nothing."""
     model, events = tiny_model("mixtral"), []
 
     class Fetching:
-        opens = True
+        wants_predictions = True
 
         def __call__(self, x, ids, weights, experts):
             events.append(("run", experts.layer, ids.clone()))
@@ -198,7 +178,7 @@ def test_predictions_are_announced(tiny_model):
                 assert torch.equal(
                     ids, next(of for *what, of in events[i:] if what == ["run", layer])
                 )
-        executor.opens, said = False, []
+        executor.wants_predictions, said = False, []
         with Speculation(model, listened(make("previous", model), said)) as speculation:
             run(model, PROMPTS[:1], 3)
             assert not said and not speculation.requests.any()
@@ -297,7 +277,7 @@ def test_routers_that_are_called_with_a_bias_are_asked_with_it_and_left_out_with
     targets = {layer.index - 1: layer for layer in discover(model)}
     bag = {
         "vectors": default_vectors(model, PROMPTS[:1]),
-        "estimator": lambda q, layer: teacher(targets[layer], q),
+        "estimator": lambda q, layer: router_logits(targets[layer], q),
     }
     logits = {}
     for kind, mode in (

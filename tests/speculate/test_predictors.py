@@ -15,7 +15,8 @@ from moelab.models import discover
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors, takes
-from moelab.speculate.predictors import LOGITS, ask, popular, route
+from moelab.speculate.predictors import popular
+from moelab.speculate.routers import LOGITS, ask, route
 from tests.checkpoint import wild
 from tests.models import tiny
 from tests.speculate.conftest import PROMPTS, make, neighbours, passed

@@ -12,7 +12,7 @@ from moelab.intervals import ratio
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors
-from moelab.speculate.predictors import route
+from moelab.speculate.routers import route
 from moelab.speculate.scoring import Score, choose, score, similarity, walk
 from moelab.trace import DECODE, PREFILL
 from tests.speculate.conftest import PROMPTS, make, neighbours

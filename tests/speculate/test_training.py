@@ -14,8 +14,8 @@ from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors, training
 from moelab.speculate.estimator import ESTIMATORS
-from moelab.speculate.predictors import route
-from moelab.speculate.rows import Rows, teacher
+from moelab.speculate.routers import route, router_logits
+from moelab.speculate.rows import Rows
 from moelab.speculate.scoring import score
 from moelab.speculate.training import divergence, evaluate, train
 from tests.speculate.conftest import make
@@ -59,8 +59,8 @@ def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
     assert torch.equal(found.ids, torch.stack([ids for _, _, ids in expected]))
     for l, target in rows.quasi.targets.items():
         q, _, start, logits, true = (of[found.layer == l] for of in found)
-        assert torch.equal(start, teacher(target, q))
-        # the teacher's logits lead its router to what was recorded
+        assert torch.equal(start, router_logits(target, q))
+        # the true logits lead the router to what was recorded
         ids, _ = route(target, torch.zeros_like(q), logits)
         assert torch.equal(ids.sort(-1).values, true.sort(-1).values)
 

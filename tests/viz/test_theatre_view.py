@@ -12,7 +12,7 @@ from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import make
 from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
-from moelab.speculate.predictors import route
+from moelab.speculate.routers import route
 from moelab.viz import views
 from moelab.viz.views import stage as theatre
 from moelab.viz.views.recorded import Recorded, _as_opened

@@ -28,7 +28,6 @@ delays = st.builds(
     recover=seconds,
     expert_base=seconds,
     expert_token=seconds,
-    K=st.integers(1, 4),
     N=st.integers(1, 3),
     e_bytes=st.just(3),
     sm_bytes=st.just(5),

@@ -60,7 +60,7 @@ def test_what_is_in_memory_is_not_read(state, kinds):
 def test_an_expert_as_one_task():
     found = whole(
         Request(ExpertKey(0, 5), 4, State.MISSED, State.MISSED),
-        Delays(12.0, 9.0, 24.0, 1.0, 5.0, 0.5, K=4, N=3),
+        Delays(12.0, 9.0, 24.0, 1.0, 5.0, 0.5),
     )
     assert found == Task(5, 0, State.MISSED, u=9.0, v=12.0, c=25.0, K=1, p=7.0)
 

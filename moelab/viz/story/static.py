@@ -565,7 +565,7 @@ def exchange(run: Run, tokens: int, seed: int, W: int = 2) -> Mapping[str, Any]:
     )
     run.metric("bytes_sent_equal_the_formulas", as_formula, "", "exact")
     run.takeaway(
-        "The bytes on two processes are those of the formulas, to the byte. Plain "
+        "Two processes send the rows that a loop over tokens counts, one by one. Plain "
         "all-to-all-v sends {plain:.2f} rows a token there, all-gather {gather:.2f} and "
         "deduplicated {dedup:.2f}: what the guide announces pays only with more than $K$ "
         "ranks (with $K$ it is a tie), or deduplicated.",
