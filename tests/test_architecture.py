@@ -282,17 +282,7 @@ import importlib.util, sys
 MISSING = {{"coremltools", "plotly", "ipywidgets", "papermill", "nbformat", "nbclient", "IPython", "ipykernel",
            "jupyter_client", "kaleido", "datasets", "accelerate", "lm_eval", "zipnn", "psutil",
            "pyarrow", "distributed"}}
-<<<<<<< HEAD
 sys.modules.update(dict.fromkeys(MISSING))  # as if they were not installed
-=======
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in MISSING:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocker())
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *of: None if name.partition(".")[0] in MISSING else find(name, *of)
->>>>>>> w1
 for name in {modules}:
     importlib.import_module(name)
 """)
