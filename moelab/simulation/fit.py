@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import inf
 from statistics import fmean, median
 
 import numpy as np
@@ -23,8 +24,9 @@ LONG = 3
 DECODES = (*USES, "check")
 
 
-def fitted(run: EngineRun) -> Machine:
-    """The machine of a run; ValueError if the run has read no experts."""
+def fitted(run: EngineRun, reads: bool = True) -> Machine:
+    """The machine of a run. ValueError if the run has read no experts, unless `reads` is False:
+    then reading takes for ever."""
     compute = _Compute()
     for n, events in _by_forward(run).items():
         predicted = {layer for layer, _ in run.predictions[n]}
@@ -34,7 +36,7 @@ def fitted(run: EngineRun) -> Machine:
     for tokens, _, asked, seconds in compute.other:
         before[tokens].append(seconds - predict * asked)
     return Machine(
-        _delays(run, compute),
+        _delays(run, compute, reads),
         run.settings.workers,
         other=_line(before),
         head=_line(compute.head),
@@ -125,7 +127,7 @@ class _Compute:
         return max(_mean(asked) - _mean(not_asked), 0.0) if asked and not_asked else 0.0
 
 
-def _delays(run: EngineRun, compute: _Compute) -> Delays:
+def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
     """An expert's parts, by the bytes of all that was read and decoded."""
     rates, decoding, operations, nbytes = defaultdict(list), defaultdict(float), 0, 0
     for event in run.timeline:
@@ -135,20 +137,20 @@ def _delays(run: EngineRun, compute: _Compute) -> Delays:
         elif event.kind in DECODES:
             decoding[event.kind] += event.end - event.start
             operations += event.kind != "decompress"
-    if not nbytes:
+    if reads and not nbytes:
         raise ValueError(
             "this run has read no experts, so nothing is known of reading them: give device=, or "
             "record a run in less memory"
         )
     e_bytes, sm_bytes = run.settings.mean_bytes
-    loads = nbytes / (e_bytes + sm_bytes)
+    loads = nbytes / (e_bytes + sm_bytes) or 1.0
     decode, apart = sum(decoding.values()) / loads, decoding["decompress"] + decoding["recover"]
     recover = decode * decoding["recover"] / apart if apart else 0.0
-    whole = _mean([rate for of in rates.values() for rate in of])
+    whole = _mean([rate for of in rates.values() for rate in of]) if nbytes else inf
     base, token = _line(compute.alone)
     return Delays(
         e_read=e_bytes * (_mean(rates["read E"]) or whole),
-        sm_read=sm_bytes * (_mean(rates["read SM"]) or whole),
+        sm_read=sm_bytes * (_mean(rates["read SM"]) or whole) if sm_bytes else 0.0,
         decompress=decode - recover,
         recover=recover,
         expert_base=base,

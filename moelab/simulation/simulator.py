@@ -197,7 +197,8 @@ def replay(
     """A recorded run in simulated time, from a cache as it is opened: empty or, where all fit, with
     all experts in it. As it was, or with another cache or on another machine.
 
-    run : `lm.moelab.run`; that of a model in memory, or one that has read nothing, needs a device.
+    run : `lm.moelab.run`; that of a model in memory needs a device, as does, in less memory, one
+        that has read nothing.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
@@ -223,8 +224,6 @@ def replay(
         )
     if policy == "belady":
         policy = Belady(flat(run.steps))
-    machine = machine_of(run, device, decompress_gbs)
-    machine = replace(machine, workers=workers or settings.workers)
     residency = Residency(
         settings.spec.L,
         settings.spec.E,
@@ -234,6 +233,8 @@ def replay(
         settings.margin,
     )
     residency.fill()
+    machine = machine_of(run, device, decompress_gbs, reads=not residency.holds_all)
+    machine = replace(machine, workers=workers or settings.workers)
     return simulate(
         run.steps,
         run.forwards,
@@ -256,9 +257,10 @@ def machine_of(
     run: EngineRun,
     device: str | Path | DeviceSpec | None = None,
     decompress_gbs: float | None = None,
+    reads: bool = True,
 ) -> Machine:
     """The machine where a run was, or what the card of a device says of another; parameters and
-    errors as of `replay`."""
+    errors as of `replay`. A run that has read nothing will do unless `reads`."""
     if device is not None:
         device = device if isinstance(device, DeviceSpec) else load_device(device)
         return _on_device(device, run, decompress_gbs)
@@ -272,7 +274,7 @@ def machine_of(
             f"this run's experts were computed on {run.settings.device}, and only a CPU's delays "
             f'are measured: give device=, one of moelab.names("device") or a card of your own'
         )
-    return fitted(run)
+    return fitted(run, reads)
 
 
 def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None) -> Machine:

@@ -3,7 +3,9 @@
 from statistics import fmean, median
 
 import pytest
+import torch
 
+from moelab import open_model, simulate
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.metrics import Forward
@@ -148,3 +150,13 @@ def test_what_runs_outside_forwards_is_left_out():
 def test_nothing_is_known_of_a_disk_that_was_not_read():
     with pytest.raises(ValueError, match="this run has read no experts"):
         fitted(run_of((1, {1: 1}, THERE)))
+
+
+def test_a_run_that_needed_no_disk_is_replayed_without_one(qwen):
+    with open_model(qwen[1], memory="auto") as lm:
+        lm.generate(torch.arange(3, 9)[None], max_new_tokens=3, do_sample=False)
+        run = lm.moelab.run
+    simulated = simulate(run)
+    assert 0 < simulated.tpot < 10 and simulated.hit_rate == 1
+    with pytest.raises(ValueError, match="this run has read no experts"):
+        simulate(run, pools=Pools(F=2))
