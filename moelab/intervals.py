@@ -78,6 +78,11 @@ def typical(seconds: Iterable[float]) -> float:
     return fmean(ordered[quarter : len(ordered) - quarter])
 
 
+def format_interval(of: Interval) -> str:
+    """As Markdown: **0.97** [0.93, 1.01]; without an interval, if too few samples have none."""
+    return ("**{:.2f}**" if math.isnan(of[1]) else "**{:.2f}** [{:.2f}, {:.2f}]").format(*of)
+
+
 class Mean:
     """A running mean: arithmetic over the first `MEMORY` values, exponential from then on."""
 

@@ -87,10 +87,8 @@ class Prefetcher:
     as of `open_model`."""
 
     def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
-        store = source
-        if not isinstance(store, ExpertStore):
-            checkpoint = Checkpoint.at(source)
-            store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype())
+        checkpoint = Checkpoint.at(source)
+        store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype())
         self.spec, self.x, self.policy = store.spec, (x := x or store.spec.K), Chosen()
         if not 1 <= x <= self.spec.E:
             raise ValueError(
@@ -99,7 +97,7 @@ class Prefetcher:
         sizes, staging = Sizes.of(store), self.spec.K + 2
         room = self.spec.L * x * sizes.full + staging * sizes.in_flight + store.scratch
         self.model = offload(
-            store, room, cache=self.policy, plan=Pools(F=x), scope="layer", staging=staging
+            checkpoint, room, cache=self.policy, plan=Pools(F=x), scope="layer", staging=staging
         )
 
     def __enter__(self) -> Prefetcher:

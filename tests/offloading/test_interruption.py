@@ -88,9 +88,11 @@ def test_ctrl_c_at_any_time(folder, codec, mode, options):
     chance, hits = random.Random(0), 0
     with set_up(folder, codec, mode, options) as (model, reference):
         jitter(model, chance)
-        start = time.perf_counter()
-        assert_equal(model, reference, new=3)
-        longest, before = time.perf_counter() - start, torch.get_num_threads()
+        before = torch.get_num_threads()
+        for _ in range(2):  # the first compiles, and takes longer
+            start = time.perf_counter()
+            assert_equal(model, reference, new=3)
+            longest = time.perf_counter() - start
         for seed in range(depth(4, 500)):
             loader = model.moelab.engine.loader
             with watched():

@@ -87,7 +87,15 @@ def test_q_passes_what_lies_between_by_the_relation_of_each_layer(between):
     next: a loop."""
     rng, norm = torch.Generator().manual_seed(between), torch.nn.LayerNorm(6).double()
     path = [
-        Stream(None, None, norm, "block", None, 1.0, *(0.5 + torch.rand(3, generator=rng)).tolist())
+        Stream(
+            torch.nn.Module(),
+            None,
+            norm,
+            "block",
+            None,
+            1.0,
+            *(0.5 + torch.rand(3, generator=rng)).tolist(),
+        )
         for _ in range(between + 2)
     ]
     r, d = torch.randn(2, 4, 6, generator=rng).double().unbind(0)
