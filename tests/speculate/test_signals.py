@@ -88,11 +88,11 @@ def test_q_passes_what_lies_between_by_the_relation_of_each_layer(between):
     rng, norm = torch.Generator().manual_seed(between), torch.nn.LayerNorm(6).double()
     path = [
         Stream(
-            torch.nn.Module(),
+            None,
             None,
             norm,
-            "block",
             None,
+            False,
             1.0,
             *(0.5 + torch.rand(3, generator=rng)).tolist(),
         )
