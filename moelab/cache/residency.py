@@ -7,8 +7,7 @@ thresholds an expert leaves as soon as it has run. All is decided when a layer's
 from timing, so engine and simulator decide the same.
 
 A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves,
-so the δ ranks past the first pool, which are that pool's by their threshold, are in none. A policy
-with `cascade = False` does as §3.4 says (`policies.AsPrinted`).
+so the δ ranks past the first pool, which are that pool's by their threshold, are in none.
 
     tokens   {expert: tokens routed to it}, one layer of one forward
     scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
@@ -240,7 +239,7 @@ class Residency:
                     leaving.append((key, keep[key]))
                 keep[key] = goal
             if refused in keep:  # what of the next pool?
-                lower = below.get(goal) if getattr(pool.policy, "cascade", True) else None
+                lower = below.get(goal)
                 stays = keep[refused]
                 if lower not in (None, stays):
                     moves.appendleft((refused, lower))

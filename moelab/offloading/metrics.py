@@ -19,8 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from moelab.cache.residency import CacheCounters
 from moelab.specs import Event
 
@@ -41,8 +39,7 @@ class Metrics:
     …).
 
     ttft : median duration of a prefill: the time to the first token, without sampling.
-    tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives
-        each sequence of the batch one token.
+    tpot : median duration of a decode forward, which gives each sequence of the batch one token.
     throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
         runs from the end of the forward before to the end of this one, so sampling counts.
     wall : from the first forward's start to the last one's end.
@@ -63,8 +60,6 @@ class Metrics:
 
     ttft: float | None
     tpot: float | None
-    tpot_p10: float | None
-    tpot_p90: float | None
     throughput: float | None
     wall: float
     prefill_tokens: int
@@ -136,12 +131,9 @@ def metrics(
     tokens = {phase: _tokens(forwards, phase) for phase in ("prefill", "decode")}
     inside, total = sum(prefill) + sum(decode), sum(read.values())
     waited, reading = sum(stall.values()), busy.get("disk", 0) + busy.get("link", 0)
-    low, high = np.quantile(decode, [0.1, 0.9]).tolist() if decode else (None, None)
     return Metrics(
         ttft=median(prefill) if prefill else None,
         tpot=median(decode) if decode else None,
-        tpot_p10=low,
-        tpot_p90=high,
         throughput=_ratio(tokens["decode"], _decoding(forwards)),
         wall=forwards[-1].end - forwards[0].start if forwards else 0.0,
         prefill_tokens=tokens["prefill"],

@@ -40,7 +40,6 @@ from moelab.offloading.slots import (
     divide,
     slot_counts,
 )
-from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
 from moelab.specs import ExpertKey
 from moelab.store.layout import ExpertStore
@@ -185,7 +184,7 @@ def offload(
                 residency = memory.residency()
             slots = memory.slots()
             slots.touch()
-        engine = memory.engine(model, residency, slots, reader, delays, held)
+        engine = memory.engine(residency, slots, reader, delays, held)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -260,7 +259,6 @@ class Memory:
 
     def engine(
         self,
-        model: Any,
         residency: Residency,
         slots: Slots,
         reader: Reader,
@@ -295,7 +293,6 @@ class Memory:
             _order(how.scheduler, delays, how.workers, sends),
             how.workers,
             ahead,
-            one_thread=not self.sizes.in_place and one_thread_pays(self.store, model),
             held=held,
         )
 

@@ -33,7 +33,6 @@ EVENTS = [
 def test_a_run_by_hand():
     found = metrics(EVENTS, FORWARDS)
     assert found.ttft == 4 and found.tpot == 2.5
-    assert (found.tpot_p10, found.tpot_p90) == pytest.approx((2.1, 2.9))
     assert found.throughput == pytest.approx(4 / 6)  # from the prefill's end at 4 to 10
     assert found.wall == 10
     assert (found.prefill_tokens, found.decode_tokens) == (10, 4)
@@ -121,8 +120,6 @@ def test_of_any_sound_run(run):
     assert found.read_bytes == sum(event.bytes for event in events)
     spent = sum(event.end - event.start for event in events)
     assert spent == pytest.approx(sum(found.busy.values()) + found.stall)
-    if len(forwards) > 1:
-        assert found.tpot_p10 <= found.tpot <= found.tpot_p90
     assert metrics(sorted(events), forwards) == found  # whole seconds: every sum is exact
 
 
