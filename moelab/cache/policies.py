@@ -283,7 +283,7 @@ def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
         policy = find("cache", name)
         if name in NEEDS:
             raise ValueError(f'"{name}" {NEEDS[name]}')
-    if not all(callable(getattr(policy, name, None)) for name in ("touch", "victim")):
+    if not isinstance(policy, CachePolicy):
         raise ValueError(
             f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)"
         )

@@ -358,12 +358,8 @@ class Engine:
     def weights(self, layer: int, expert: int, reuse: bool = False) -> dict[str, Tensor]:
         """The tensors of an expert that is loaded, in the dtype of the hidden states, which a store
         usually has them in already. With `reuse` they are valid until the next call."""
-        tensors, dtype = self.loader.tensors((layer, expert), reuse), self.computes_in
-        if dtype is None or all(
-            t.dtype == dtype or not t.is_floating_point() for t in tensors.values()
-        ):
-            return tensors
-        return cast(tensors, dtype)
+        tensors = self.loader.tensors((layer, expert), reuse)
+        return tensors if self.computes_in is None else cast(tensors, self.computes_in)
 
     @property
     def _link(self) -> Any:
@@ -394,8 +390,8 @@ class EngineSource:
             return self.engine.weights(layer, expert)
         except KeyError:
             raise ValueError(
-                f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
-                f"so it has not been loaded: use this executor on a model in memory"
+                f"expert {expert} of layer {layer} is not loaded, as no token was routed to it: use "
+                f"this executor on a model in memory"
             ) from None
 
     def matrices(

@@ -8,6 +8,7 @@ energy."""
 from __future__ import annotations
 
 import re
+import resource
 import sys
 from bisect import bisect_right
 from collections import defaultdict
@@ -109,11 +110,10 @@ def metrics(
     """The `Metrics` of a run.
 
     events : in any order; an event's bytes count where its kind is a read.
-    forwards : (start, end, tokens, phase), in order of time; ValueError for other phases than
-        "prefill" and "decode", or forwards that overlap or end before they start.
+    forwards : (start, end, tokens, phase), one after another.
     counters, prefetched, process : of the residency, of prefetching, and `process()`, where there
     are any."""
-    forwards = _in_order([Forward(*forward) for forward in forwards])
+    forwards = [Forward(*forward) for forward in forwards]
     starts = [forward.start for forward in forwards]
     read, stall, busy = (defaultdict(float) for _ in range(3))
     for event in events:
@@ -153,18 +153,6 @@ def metrics(
     )
 
 
-def _in_order(forwards: list[Forward]) -> list[Forward]:
-    """The forwards; ValueError as of `metrics`."""
-    for forward in forwards:
-        if forward.phase not in ("prefill", "decode") or forward.end < forward.start:
-            raise ValueError(
-                f"{forward}: a forward is 'prefill' or 'decode' and ends after it starts"
-            )
-    if any(after.start < before.end for before, after in pairwise(forwards)):
-        raise ValueError("the forwards overlap or are out of order; give them in order of time")
-    return forwards
-
-
 def _durations(forwards: list[Forward], phase: str) -> list[float]:
     return [forward.end - forward.start for forward in forwards if forward.phase == phase]
 
@@ -198,10 +186,6 @@ def process() -> dict[str, int | None]:
     """Peak memory and page faults of this process since it began; None where the system does not
     tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return {"peak_rss_bytes": None, "major_faults": None}
     usage, peak = resource.getrusage(resource.RUSAGE_SELF), None
     with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
         status = Path("/proc/self/status").read_text()

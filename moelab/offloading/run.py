@@ -156,20 +156,14 @@ class EngineRun:
         `moelab.offloading.perfetto`."""
         return perfetto.save(path, self.timeline, self.forwards, "measured")
 
-    def copy(self) -> EngineRun:
-        """What has happened so far, which stays as it is while the model goes on."""
+    def since(self, forward: int = 0) -> EngineRun:
+        """What has happened from this forward pass on, which stays as it is while the model goes
+        on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters, made.fetched = deepcopy(self.counters), copy(self.fetched)
-        made.timeline._all, made.timeline._names = list(self.timeline._all), self.timeline._names
-        made.forwards = list(self.forwards)
-        done = len(made.forwards)
-        made.steps, made.predictions = self.steps[:done], self.predictions[:done]
-        return made
-
-    def since(self, forward: int) -> EngineRun:
-        """A copy that begins with this forward pass; its counters are of the whole run."""
-        made = self.copy()
-        made.forget(forward)
+        done = len(self.forwards)
+        made.forwards = self.forwards[forward:done]
+        made.steps, made.predictions = self.steps[forward:done], self.predictions[forward:done]
         begin = made.forwards[0].start if made.forwards else float("inf")
         made.timeline._all = [event for event in self.timeline if event.end > begin]
         return made

@@ -209,14 +209,16 @@ def test_a_failed_read_ends_its_layer():
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_an_error_of_a_prefetch_reaches_only_who_wants_the_expert(wanted):
+def test_a_prefetch_that_fails_is_begun_anew_by_who_wants_the_expert(wanted):
     queue = LoadQueue(dict.fromkeys(KINDS, 4), ahead=2)
     demand(queue, [])
     asked, error = requests(5, layer=1), OSError("the disk")
     queue.prefetch(1, asked)
     finish(queue, error)
-    assert demand(queue, requests(5 if wanted else 6, layer=1), layer=1) == [error] * wanted
-    assert (queue.next_read() is None) == wanted and queue.counts.begun == 1
+    expert = 5 if wanted else 6
+    ready = demand(queue, requests(expert, layer=1), layer=1)
+    finish(queue)
+    assert ready == [(1, expert)] and (queue.counts.begun, queue.counts.used) == (1, 0)
 
 
 def test_a_dropped_load_keeps_its_slots_until_nothing_runs_on_it():

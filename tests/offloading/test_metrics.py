@@ -59,19 +59,6 @@ def test_counters_are_merged_with_the_rates_that_follow():
     assert metrics([], [], CacheCounters()).hit_rate is None
 
 
-@pytest.mark.parametrize(
-    "forwards, message",
-    [
-        ([(0, 1, 1, "decoding")], "'prefill' or 'decode'"),
-        ([(1, 0, 1, "decode")], "ends after it starts"),
-        ([(0, 2, 1, "prefill"), (1, 3, 1, "decode")], "overlap or are out of order"),
-    ],
-)
-def test_forwards_that_make_no_sense_are_refused(forwards, message):
-    with pytest.raises(ValueError, match=message):
-        metrics([], forwards)
-
-
 @st.composite
 def runs(draw):
     """A sound run: forwards one after another, and on each resource events one after another."""
