@@ -131,32 +131,6 @@ def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope)
             assert all(by_rank.index(key) < by_rank.index(victim) for key in stayed)
 
 
-def test_the_ranks_past_a_full_pool_are_held_in_the_next_one():
-    """One expert at a time, as often as its rank says, δ = 4."""
-    residency = Residency(1, 32, Pools(F=6, C=10, S=6), "zipmoe", margin=4)
-    for expert in [e for _ in range(3) for e in range(32) for _ in range(40 - e)]:
-        residency.begin(0, {expert: 1})
-    for expert in range(32):  # once more, now that the ranks are known
-        residency.begin(0, {expert: 1})
-    assert "".join(residency.state(ExpertKey(0, e)) for e in range(32)) == (
-        6 * "F" + 10 * "C" + 6 * "S" + 10 * "M"
-    )
-
-
-def test_an_expert_climbs_and_its_old_place_is_free_only_afterwards():
-    residency = Residency(1, 4, Pools(F=1, E=1), "lru", margin=0)
-    assert [r.keep for r in residency.begin(0, {0: 9, 1: 2}).requests] == [State.FULL, State.E]
-    step = residency.begin(
-        0, {1: 20, 2: 10}
-    )  # ranks: 1, 2, 0; expert 2 would go to E, where 1 still is
-    assert [(r.state, r.keep) for r in step.requests] == [
-        (State.E, State.FULL),
-        (State.MISSED, State.MISSED),
-    ]
-    assert step.evicted == [(ExpertKey(0, 0), State.FULL)]
-    assert residency.begin(0, {2: 1}).requests[0].keep is State.E
-
-
 def test_rereads_reset_and_clear():
     residency = Residency(1, 4, Pools(F=1))
     for expert in (0, 1, 0):

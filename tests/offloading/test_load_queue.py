@@ -201,13 +201,6 @@ def finish(queue, error=None):
         queue.decode_done(*found)
 
 
-def test_a_failed_read_ends_its_layer():
-    queue = LoadQueue(dict.fromkeys(KINDS, 4))
-    ready, error = demand(queue, requests(0, 1)), OSError("the disk")
-    queue.read_done(*queue.next_read(), 0, error)
-    assert ready == [error] and queue.next_read() is None
-
-
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_prefetch_that_fails_is_begun_anew_by_who_wants_the_expert(wanted):
     queue = LoadQueue(dict.fromkeys(KINDS, 4), ahead=2)

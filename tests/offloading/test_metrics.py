@@ -1,8 +1,6 @@
 """Metrics: a small run counted by hand, properties of any run, and impossible timelines told
 apart."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,47 +106,6 @@ def test_of_any_sound_run(run):
     spent = sum(event.end - event.start for event in events)
     assert spent == pytest.approx(sum(found.busy.values()) + found.stall)
     assert metrics(sorted(events), forwards) == found  # whole seconds: every sum is exact
-
-
-@pytest.mark.parametrize(
-    "events, problem",
-    [
-        (
-            [Event("disk", "read", 0, 0, 0, 2, 1), Event("disk", "read", 0, 1, 1, 3, 1)],
-            "begins before",
-        ),
-        (
-            [
-                Event("compute", "wait", 0, -1, 0, 9),
-                Event("compute", "expert", 0, 1, 1, 2),
-                Event("compute", "other", 0, 1, 3, 4),
-            ],
-            "begins before",
-        ),
-        ([Event("compute", "expert", 0, 0, 2, 1)], "does not end"),
-        ([Event("compute", "expert", 0, 0, 0, math.nan)], "does not end"),
-        ([Event("disk", "read E", 0, 0, 0, 1)], "reads have bytes"),
-        ([Event("compute", "expert", 0, 0, 0, 1, 8)], "reads have bytes"),
-        ([Event("worker 0", "wait", 0, 0, 0, 1)], "only compute waits"),
-    ],
-)
-def test_an_impossible_timeline_is_told(events, problem):
-    assert problem in check(events)[0]
-
-
-def test_events_may_touch_and_resources_may_overlap():
-    assert check(EVENTS) == []
-    assert (
-        check(
-            [
-                Event("worker 0", "decode", 0, 0, 0, 2),
-                Event("worker 1", "decode", 0, 1, 0, 2),
-                Event("worker 0", "decode", 0, 2, 2, 3),
-                Event("worker 0", "decode", 0, 3, 1, 1),
-            ]
-        )
-        == []
-    )
 
 
 def test_the_process_has_a_peak_and_it_only_rises():

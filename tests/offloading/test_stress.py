@@ -170,7 +170,7 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
 
 @pytest.mark.stress
 def test_stress_finds_nothing_and_counts():
-    n = depth(3, 300)
+    n = depth(8, 300)
     found = stress(n)
     assert found["all equal to eager"] and found["set-ups"] == n and found["misses"] > 0
 
