@@ -135,15 +135,12 @@ class Residency:
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Decide about one layer's step: in which states its experts are and stay, and which others
         are evicted."""
-        if not 0 <= layer < self.L:
-            raise ValueError(
-                f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}"
-            )
         experts = sorted(tokens)
-        if experts and not (experts[0] >= 0 and experts[-1] < self.E and min(tokens.values()) >= 1):
+        within = 0 <= layer < self.L and all(0 <= expert < self.E for expert in experts)
+        if not within or min(tokens.values(), default=1) < 1:
             raise ValueError(
-                f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
-                f"each; this one is {dict(tokens)}"
+                f"the step is {dict(tokens)} in layer {layer}; it is {{expert: tokens}}, one or more "
+                f"each, of {self.L} layers with {self.E} experts"
             )
         keys = [self._keys[layer][expert] for expert in experts]
         before = [self.state(key) for key in keys]

@@ -67,7 +67,7 @@ class Engine:
     workers : threads that decode.
     ahead : how many experts may be prefetched into slots that nothing demanded needs.
     held : slots of the experts that are in memory already, as residency has them.
-    cancelled : asked before every layer whether to end this thread's forward pass with `Cancelled`.
+    cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
@@ -85,7 +85,7 @@ class Engine:
     ) -> None:
         self.residency, self.order, self.workers = residency, order, workers
         self.run, self.timeline = run, run.timeline
-        self.cancelled: Callable[[], bool] | None = None
+        self.cancelled: set[int] = set()
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
@@ -151,7 +151,7 @@ class Engine:
             raise RuntimeError(
                 "this model's engine is closed; moelab.open_model(store, memory=…) opens it again"
             )
-        if self.cancelled is not None and self.cancelled():
+        if threading.get_ident() in self.cancelled:
             raise Cancelled
         raise_waiting()
         if self._broken or self.loader.closed:  # as one of its threads has ended early

@@ -255,7 +255,7 @@ class Memory:
         how = self.how
         if how.mode == "pinned":
             return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
-        return Reader(self.store, how.mode, how.bandwidth, how.verify)
+        return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
 
     def engine(
         self,

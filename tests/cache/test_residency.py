@@ -153,9 +153,9 @@ def test_rereads_reset_and_clear():
         (lambda: Residency(2, 4, Pools(F=1), margin=-1), "margin is -1"),
         (lambda: Residency(0, 4, Pools(F=1)), "L=0 layers"),
         (lambda: Pools(S=-2), "pool S holds -2"),
-        (lambda: Residency(2, 4, Pools(F=1)).begin(2, {0: 1}), "layer 2 is out of range.*0 to 1"),
-        (lambda: Residency(2, 4, Pools(F=1)).begin(0, {4: 1}), "experts 0 to 3"),
-        (lambda: Residency(2, 4, Pools(F=1)).begin(0, {1: 0}), "at least one token"),
+        (lambda: Residency(2, 4, Pools(F=1)).begin(2, {0: 1}), "of 2 layers with 4 experts"),
+        (lambda: Residency(2, 4, Pools(F=1)).begin(0, {4: 1}), "of 2 layers with 4 experts"),
+        (lambda: Residency(2, 4, Pools(F=1)).begin(0, {1: 0}), "one or more each"),
     ],
 )
 def test_errors_are_for_people(make, words):

@@ -265,8 +265,6 @@ def test_whoever_holds_a_chunk_is_not_starved_by_missed_experts():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="ahead is -1"):
-        LoadQueue(dict.fromkeys(KINDS, 1), -1)
     queue = LoadQueue(dict.fromkeys(KINDS, 1))
     with pytest.raises(ValueError, match="the requests leave"):
         queue.begin(0, requests(1), [], print, lambda _: given_order(requests(2)))
