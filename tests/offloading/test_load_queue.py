@@ -214,27 +214,6 @@ def test_a_prefetch_that_fails_is_begun_anew_by_who_wants_the_expert(wanted):
     assert ready == [(1, expert)] and (queue.counts.begun, queue.counts.used) == (1, 0)
 
 
-def test_a_dropped_load_keeps_its_slots_until_nothing_runs_on_it():
-    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
-    demand(queue, [])
-    asked = requests(5, layer=1)
-    queue.prefetch(1, asked)
-    load, kinds = queue.next_read()
-    ready = demand(queue, requests(6, 7, layer=1), layer=1)
-    others = iter(queue.next_read, None)
-    assert (
-        load.phase is Phase.DROPPED
-        and {other.key.expert for other, _ in others} == {6}
-        and not queue.free["e"]
-    )
-    queue.read_done(load, kinds, 7)
-    assert (
-        queue.next_read()[0].key == (1, 7)
-        and not ready
-        and (queue.counts.nbytes, queue.counts.wasted) == (7, 7)
-    )
-
-
 @pytest.mark.parametrize("loaded", [True, False])
 def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(loaded):
     """Two slots: one is prefetched for a layer after the next, the other is taken by an expert that
@@ -254,14 +233,6 @@ def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(
         queue.read_done(load, kinds, 1)
     finish(queue)
     assert ready == [(1, 0), (1, 1)] and (queue.counts.begun, queue.counts.used) == (1, 0)
-
-
-def test_whoever_holds_a_chunk_is_not_starved_by_missed_experts():
-    """One slot of each kind beside the held chunk: two missed experts may not take what expert 2
-    needs to finish."""
-    queue = LoadQueue({"full": 1, "e": 2, "sm": 1}, held={ExpertKey(0, 2): {"e": 0}})
-    ready = demand(queue, [*requests(0, 1), *requests(2, state=State.E)])
-    assert queue.next_read()[0].key == (0, 2) and not ready
 
 
 def test_errors():

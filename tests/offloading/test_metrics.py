@@ -2,13 +2,10 @@
 apart."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moelab.cache.residency import CacheCounters
-from moelab.offloading.metrics import Forward, metrics, process
+from moelab.offloading.metrics import metrics, process
 from moelab.specs import Event, State
-from tests.timelines import check
 
 FORWARDS = [(0.0, 4.0, 10, "prefill"), (5.0, 7.0, 2, "decode"), (7.0, 10.0, 2, "decode")]
 EVENTS = [
@@ -55,57 +52,6 @@ def test_counters_are_merged_with_the_rates_that_follow():
     assert found.hits == {"F": 6, "C": 3} and found.evictions == 2
     assert found.hit_rate == 0.5
     assert metrics([], [], CacheCounters()).hit_rate is None
-
-
-@st.composite
-def runs(draw):
-    """A sound run: forwards one after another, and on each resource events one after another."""
-    lengths = draw(
-        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=6)
-    )
-    forwards, now = [], 0.0
-    for i, (gap, length) in enumerate(lengths):
-        forwards.append(
-            Forward(
-                now + gap, now + gap + length, draw(st.integers(1, 4)), "decode" if i else "prefill"
-            )
-        )
-        now += gap + length
-    events = []
-    for resource, kinds in (
-        ("disk", ["read", "read E"]),
-        ("worker 0", ["decode"]),
-        ("compute", ["other", "expert", "wait"]),
-    ):
-        at = forwards[0].start
-        for gap, length in draw(
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=8)
-        ):
-            kind = draw(st.sampled_from(kinds))
-            events.append(
-                Event(
-                    resource,
-                    kind,
-                    0,
-                    0,
-                    at + gap,
-                    at + gap + length,
-                    draw(st.integers(1, 99)) if kind.startswith("read") else 0,
-                )
-            )
-            at += gap + length
-    return draw(st.permutations(events)), forwards
-
-
-@given(runs())
-def test_of_any_sound_run(run):
-    events, forwards = run
-    assert check(events) == []
-    found = metrics(events, forwards)
-    assert found.read_bytes == sum(event.bytes for event in events)
-    spent = sum(event.end - event.start for event in events)
-    assert spent == pytest.approx(sum(found.busy.values()) + found.stall)
-    assert metrics(sorted(events), forwards) == found  # whole seconds: every sum is exact
 
 
 def test_the_process_has_a_peak_and_it_only_rises():
