@@ -187,6 +187,8 @@ class LoadQueue:
         separable: Callable[[Load, str], bool] = lambda load, tensor: True,
         in_place: bool = False,
     ) -> None:
+        if ahead < 0:
+            raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
         self.tensors, self.separable, self.in_place = tensors, separable, in_place
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}

@@ -175,7 +175,6 @@ class EngineRun:
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
-        self._in_forward = False
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
@@ -187,12 +186,14 @@ class EngineRun:
         del self.steps[len(self.forwards) :], self.predictions[len(self.forwards) :]
         self.steps.append([])
         self.predictions.append([])
-        self._in_forward = True
 
     def end_forward(self, forward: Forward) -> None:
-        self._in_forward = False
         self.forwards.append(forward)
         self.timeline.compact()
+
+    @property
+    def _in_forward(self) -> bool:
+        return len(self.steps) > len(self.forwards)
 
     def layer(self, layer: int, tokens: dict[int, int]) -> None:
         """A layer runs; ignored outside a forward pass, where a part of the model was called by
