@@ -15,7 +15,6 @@ from statistics import fmean
 import numpy as np
 
 MEMORY = 20  # values after which a `Mean` becomes exponential
-LONG = 3  # a duration above this many means was disturbed, and is counted as this many
 #: (value, low, high): the ends of its 95 % interval
 Interval = tuple[float, float, float]
 
@@ -93,7 +92,3 @@ class Mean:
         """Add a value."""
         self.count = min(self.count + 1, MEMORY)
         self.value += (value - self.value) / self.count
-
-    def took(self, seconds: float) -> None:
-        """Add a duration, clipped to `LONG` means."""
-        self.add(min(seconds, LONG * self.value) if self.value else seconds)

@@ -202,7 +202,7 @@ def test_generations_in_threads_with_every_prefetcher(folders, executor):
                 assert lm.moelab.metrics().prefill_tokens == depth(1, 30) * sum(
                     p.numel() for p in PROMPTS
                 )
-                run = lm.moelab.run.copy()
+                run = lm.moelab.run.since()
             assert moelab.simulate(run).counters.requests == run.counters.requests
 
 
@@ -398,7 +398,7 @@ def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
         ]
         del engine
         tokens(lm, new=3)
-        lm.moelab.metrics(), repr(lm.moelab), lm.moelab.run.copy()
+        lm.moelab.metrics(), repr(lm.moelab), lm.moelab.run.since()
         try:
             tokens(lm, logits_processor=[lambda *_: 1 / 0])
         except ZeroDivisionError:

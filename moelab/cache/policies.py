@@ -11,7 +11,6 @@ may also have
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
     see(layer, s)    told before each step of a layer what its router saw, float32 [T, H] of the tokens that go on
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
-    cascade=False    whom a pool refuses is not offered to the next pool
 """
 
 from __future__ import annotations
@@ -82,10 +81,6 @@ class _ByPriority:
             heapq.heapify(self._heap)
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        if 2 * len(resident) < len(
-            self._priority
-        ):  # one policy shared by many pools: most are not meant
-            return min(resident, key=lambda key: (self._priority[key], key))
         aside = []
         while True:
             priority, key = self._heap[0]
@@ -220,13 +215,6 @@ class FewestTokens(_ByPriority):
         self.put(key, int(self._scores[key]))
 
 
-class AsPrinted(FewestTokens):
-    """ZipMoE's own, to the letter of §3.4: whom the pool of its rank refuses is in none, and the
-    next ranks neither."""
-
-    cascade = False
-
-
 class Belady(_ByPriority):
     """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer
     included.
@@ -270,9 +258,6 @@ POLICIES: dict[str, type | Entry] = {
     "marking": Marking,
     "least-stale": LeastStale,
     "zipmoe": FewestTokens,
-    "zipmoe-printed": Entry(
-        AsPrinted, "ZipMoE's own to the letter: who is refused is offered to no other pool", True
-    ),
     "next-token": Entry(
         "moelab.cache.next_token:NextTokenPolicy",
         "evicts what a fitted regression says that the next tokens will hardly choose",
@@ -298,7 +283,7 @@ def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
         policy = find("cache", name)
         if name in NEEDS:
             raise ValueError(f'"{name}" {NEEDS[name]}')
-    if not all(callable(getattr(policy, name, None)) for name in ("touch", "victim")):
+    if not isinstance(policy, CachePolicy):
         raise ValueError(
             f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)"
         )

@@ -7,8 +7,7 @@ thresholds an expert leaves as soon as it has run. All is decided when a layer's
 from timing, so engine and simulator decide the same.
 
 A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves,
-so the δ ranks past the first pool, which are that pool's by their threshold, are in none. A policy
-with `cascade = False` does as §3.4 says (`policies.AsPrinted`).
+so the δ ranks past the first pool, which are that pool's by their threshold, are in none.
 
     tokens   {expert: tokens routed to it}, one layer of one forward
     scores   int64 [L, E], tokens·L·E + (L·E − 1 − index): orders experts by tokens, ties by key, no two alike
@@ -136,15 +135,12 @@ class Residency:
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Decide about one layer's step: in which states its experts are and stay, and which others
         are evicted."""
-        if not 0 <= layer < self.L:
-            raise ValueError(
-                f"layer {layer} is out of range; there are {self.L} MoE layers, 0 to {self.L - 1}"
-            )
         experts = sorted(tokens)
-        if experts and not (experts[0] >= 0 and experts[-1] < self.E and min(tokens.values()) >= 1):
+        within = 0 <= layer < self.L and all(0 <= expert < self.E for expert in experts)
+        if not within or min(tokens.values(), default=1) < 1:
             raise ValueError(
-                f"a step is {{expert: tokens}} with experts 0 to {self.E - 1} and at least one token "
-                f"each; this one is {dict(tokens)}"
+                f"the step is {dict(tokens)} in layer {layer}; it is {{expert: tokens}}, one or more "
+                f"each, of {self.L} layers with {self.E} experts"
             )
         keys = [self._keys[layer][expert] for expert in experts]
         before = [self.state(key) for key in keys]
@@ -240,7 +236,7 @@ class Residency:
                     leaving.append((key, keep[key]))
                 keep[key] = goal
             if refused in keep:  # what of the next pool?
-                lower = below.get(goal) if getattr(pool.policy, "cascade", True) else None
+                lower = below.get(goal)
                 stays = keep[refused]
                 if lower not in (None, stays):
                     moves.appendleft((refused, lower))

@@ -11,6 +11,7 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ from moelab.specs import MoESpec
 RESERVE = 512 << 20
 #: the folder of all control groups; the file that says in which ones this process is
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+#: files of a group: a limit, and what is used of it
+LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory.high", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+#: of memory.stat: what the page cache would give back, in older systems the group's own, then all
+_CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.M)
 _ALLOWED = (
     "it must be bytes, a fraction of the experts up to 1, or a text such as '2GB', '800MiB', '50%' "
     "or 'auto'"
@@ -106,40 +115,24 @@ def available(root: Path = ROOT) -> int:
 
     free = psutil.virtual_memory().available
     for group in own_groups(root):
-        for limit in ("memory.max", "memory.high", "memory.limit_in_bytes"):
-            try:
-                bound = int((group / limit).read_text())  # not "max"
-                usage = group / (
-                    "memory.usage_in_bytes" if limit.endswith("_bytes") else "memory.current"
-                )
-                cached = re.search(
-                    r"^total_inactive_file (\d+)$|^inactive_file (\d+)$",
-                    (group / "memory.stat").read_text(),
-                    re.M,
-                )
-                free = min(
-                    free,
-                    bound - int(usage.read_text()) + int(cached[1] or cached[2] if cached else 0),
-                )
-            except (OSError, ValueError):
-                continue  # no such limit here
+        for limit, usage in LIMITS:
+            with suppress(OSError, ValueError):  # no such limit here, or "max"
+                bound, used = (int((group / name).read_text()) for name in (limit, usage))
+                cached = _CACHED.findall((group / "memory.stat").read_text())
+                free = min(free, bound - used + sum(map(int, cached[-1:])))
     return max(0, free)
 
 
 def own_groups(root: Path = ROOT) -> list[Path]:
     """The folders of the control groups that limit this process's memory, its own first, then those
     around it; in a container the outermost is what is mounted as `root`."""
-    try:
-        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
-    except OSError:
-        lines = []  # no Linux
-    v1 = root / "memory"
-    own = [v1 / path.lstrip("/") for _, kinds, path in lines if "memory" in kinds.split(",")] + [
-        mount / path.lstrip("/")
-        for _, kinds, path in lines
-        if not kinds
-        for mount in (root, root / "unified")
-    ]
+    v1, own = root / "memory", []
+    for line in OWN.read_text().splitlines() if OWN.exists() else ():  # only on Linux
+        _, kinds, path = line.split(":", 2)
+        mounts = (
+            (v1,) if "memory" in kinds.split(",") else () if kinds else (root, root / "unified")
+        )
+        own += [mount / path.lstrip("/") for mount in mounts]
     found = [
         group
         for folder in [*own, v1, root]

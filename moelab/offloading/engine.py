@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
 from moelab.offloading.step import StepController
-from moelab.offloading.threads import narrow, threads
+from moelab.offloading.threads import narrow
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.headers import NAMES
 from moelab.store.reader import Reader, cast
@@ -46,8 +46,6 @@ from moelab.store.reader import Reader, cast
 PREFILL = 2
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
 SHARE = 0.2
-#: seconds that an expert is waited for on average, up to which loading keeps up with computing
-SHORT = 2e-3
 
 
 class Cancelled(RuntimeError):
@@ -68,9 +66,8 @@ class Engine:
     order : of a step's reads and decoding.
     workers : threads that decode.
     ahead : how many experts may be prefetched into slots that nothing demanded needs.
-    one_thread : whether one token's experts may be computed by one thread while others are decoded.
     held : slots of the experts that are in memory already, as residency has them.
-    cancelled : asked before every layer whether to end this thread's forward pass with `Cancelled`.
+    cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
@@ -84,12 +81,11 @@ class Engine:
         order: Callable[[Sequence[Request]], Order] = plain_order,
         workers: int = 1,
         ahead: int = 0,
-        one_thread: bool = False,
         held: dict[ExpertKey, dict[str, int]] | None = None,
     ) -> None:
         self.residency, self.order, self.workers = residency, order, workers
-        self.run, self.timeline, self.one_thread = run, run.timeline, one_thread
-        self.cancelled: Callable[[], bool] | None = None
+        self.run, self.timeline = run, run.timeline
+        self.cancelled: set[int] = set()
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
@@ -155,7 +151,7 @@ class Engine:
             raise RuntimeError(
                 "this model's engine is closed; moelab.open_model(store, memory=…) opens it again"
             )
-        if self.cancelled is not None and self.cancelled():
+        if threading.get_ident() in self.cancelled:
             raise Cancelled
         raise_waiting()
         if self._broken or self.loader.closed:  # as one of its threads has ended early
@@ -183,17 +179,13 @@ class Engine:
     ) -> Tensor:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
         parts, contributions = _parts(ids, experts.num_experts), []
-        # One core less for computing while others decode: two threads of a team of which one has
-        # lost its core wait for each other. Not where they wait for a slow disk.
-        alone = self.one_thread and len(x) == 1 and step.loads and self.loader.waits.value < SHORT
-        with threads(1) if alone else nullcontext():
-            for request in self._as_ready(step):
-                expert, start = request.key.expert, clock()
-                choice, tokens = parts[expert]
-                tensors = self.weights(*request.key, reuse=True)
-                out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
-                contributions.append((expert, tokens, out))
-                self._executed([request], start)
+        for request in self._as_ready(step):
+            expert, start = request.key.expert, clock()
+            choice, tokens = parts[expert]
+            tensors = self.weights(*request.key, reuse=True)
+            out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
+            contributions.append((expert, tokens, out))
+            self._executed([request], start)
         return experts.accumulate(x, contributions)
 
     def _with_executor(
@@ -366,12 +358,8 @@ class Engine:
     def weights(self, layer: int, expert: int, reuse: bool = False) -> dict[str, Tensor]:
         """The tensors of an expert that is loaded, in the dtype of the hidden states, which a store
         usually has them in already. With `reuse` they are valid until the next call."""
-        tensors, dtype = self.loader.tensors((layer, expert), reuse), self.computes_in
-        if dtype is None or all(
-            t.dtype == dtype or not t.is_floating_point() for t in tensors.values()
-        ):
-            return tensors
-        return cast(tensors, dtype)
+        tensors = self.loader.tensors((layer, expert), reuse)
+        return tensors if self.computes_in is None else cast(tensors, self.computes_in)
 
     @property
     def _link(self) -> Any:
@@ -402,8 +390,8 @@ class EngineSource:
             return self.engine.weights(layer, expert)
         except KeyError:
             raise ValueError(
-                f"the executor asks for expert {expert} of layer {layer}, which no token was routed to, "
-                f"so it has not been loaded: use this executor on a model in memory"
+                f"expert {expert} of layer {layer} is not loaded, as no token was routed to it: use "
+                f"this executor on a model in memory"
             ) from None
 
     def matrices(

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -32,18 +33,14 @@ class Link:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._mine, self._stream = (
-            threading.local(),
-            torch.cuda.Stream(device) if device.type == "cuda" else None,
-        )
-        self._left: dict[
-            int, Any
-        ] = {}  # slot → what the compute stream does last with an expert that leaves it
+        self._mine = threading.local()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # slot → what the compute stream does last with an expert that leaves it
+        self._left: dict[int, Any] = {}
         # slot → (number, end) of what was sent there and has not been used
         self._coming: dict[int, tuple[int, Any]] = {}
-        self._sent: list[
-            tuple[Any, Any, Any, int]
-        ] = []  # (what, begin, end, bytes) of what may be under way
+        # (what, begin, end, bytes) of what may be under way
+        self._sent: list[tuple[Any, Any, Any, int]] = []
         self._number = 0
         self._mark: tuple[Any, float] = ()
 
@@ -66,10 +63,7 @@ class Link:
         with torch.cuda.stream(self._stream):
             waited = None
             for what, source, slot, out in copies:
-                begin, end = (
-                    torch.cuda.Event(enable_timing=True),
-                    torch.cuda.Event(enable_timing=True),
-                )
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 if (left := self._left.get(slot)) is not None and left is not waited:
                     self._stream.wait_event(left)
                     waited = left
@@ -151,11 +145,8 @@ class PinnedReader(Reader):
                 "one of the two"
             )
         super().__init__(store, **options)
-        keys = [
-            (layer, expert)
-            for layer, of in enumerate(store.layers)
-            for expert in range(len(of.experts))
-        ]
+        layers = enumerate(store.layers)
+        keys = [(layer, e) for layer, of in layers for e in range(len(of.experts))]
         ends = np.cumsum([run(store.entries(*key), "both")[1] for key in keys]).tolist()
         memory = host_memory(ends[-1], device, self)
         self._held: dict[tuple[int, int], Chunks] = {}
@@ -181,17 +172,9 @@ class PinnedReader(Reader):
         for part in parts:
             offset, length = run(whole.entries, part)
             begin = offset - whole.offset if length else 0
-            found.append(
-                Chunks(
-                    layer,
-                    expert,
-                    part,
-                    whole.entries,
-                    whole.data[begin : begin + length],
-                    offset,
-                    self.store.stored_bytes(layer, expert, part),
-                )
-            )
+            data = whole.data[begin : begin + length]
+            nbytes = self.store.stored_bytes(layer, expert, part)
+            found.append(replace(whole, part=part, data=data, offset=offset, nbytes=nbytes))
         return found
 
     def held(self, layer: int, expert: int) -> Chunks:

@@ -5,8 +5,8 @@ Source: ZipMoE §3.2, §3.3, §4; Speculating Experts Algorithm 1. The engine's 
 one lock, the simulator from its event loop, so both follow the same rules.
 
     WAITING ─ slots ─▶ LOADING ─ last read and decode ─▶ LOADED: computed, or prefetched for later
-                         ├─ error ─▶ FAILED
-                         └─ no longer wanted ─▶ DROPPED: gives its slots back when nothing runs on it
+                         └─ no longer wanted, or a prefetch that fails ─▶ DROPPED: gives its slots back when
+                            nothing runs on it
 
 Slots are numbers of three kinds: "e" and "sm" for the two compressed chunks of an expert, "full"
 for its decoded tensors. Three rules exclude a deadlock. A load takes all the slots that it lacks at
@@ -80,7 +80,7 @@ def read_name(kinds: tuple[str, ...]) -> str:
     return "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read"
 
 
-Phase = Enum("Phase", "WAITING LOADING LOADED FAILED DROPPED")
+Phase = Enum("Phase", "WAITING LOADING LOADED DROPPED")
 
 
 @dataclass
@@ -122,7 +122,6 @@ class Load:
     phase: Phase = Phase.WAITING
     busy: int = 0
     nbytes: int = 0
-    error: BaseException | None = None
 
     @property
     def decodable(self) -> bool:
@@ -147,10 +146,6 @@ class Batch:
     waiting: list[Load] = field(default_factory=list)
     leaving: set[ExpertKey] = field(default_factory=set)
     reads: list[tuple[Load, tuple[str, ...]]] = field(default_factory=list)
-
-    def fail(self, error: BaseException) -> None:
-        self.failed = True
-        self.ready(error)
 
     def admitted(self) -> list[Load]:
         both = *self.loaded.values(), *self.loads.values()
@@ -424,10 +419,7 @@ class LoadQueue:
         self._ahead -= 1
         self.held[load.key], load.keep, load.batch = load.slots, keep, batch
         batch.loads[load.key] = load
-        if load.phase is Phase.FAILED:
-            batch.fail(load.error)
-            load.error = None
-        elif load.phase is Phase.LOADED:
+        if load.phase is Phase.LOADED:
             self._loaded(load)
 
     def _drop(self, load: Load) -> None:
@@ -447,18 +439,14 @@ class LoadQueue:
         if load.phase is Phase.DROPPED:
             self._free_dropped(load)
             self._admit()
+        elif error is not None and load.keep is None:  # its layer will load it itself
+            load.batch.take_out(load.key)
+            self._drop(load)
+            self._admit()
         elif error is not None:
-            load.phase = Phase.FAILED
-            load.batch.reads = [
-                (other, kinds) for other, kinds in load.batch.reads if other is not load
-            ]
-            if load.keep is None:
-                load.error = error
-            else:
-                load.batch.fail(
-                    error
-                )  # and not kept: who raises it hangs frames, and so the model, on it
-        elif load.phase is Phase.LOADING and not (load.todo or load.reads or load.busy):
+            load.batch.failed = True
+            load.batch.ready(error)
+        elif not (load.batch.failed or load.todo or load.reads or load.busy):
             load.phase = Phase.LOADED
             self._loaded(load)
             self._admit()

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from moelab.intervals import Mean
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
@@ -60,7 +59,6 @@ class Loader:
     held : slots of the experts that are in memory already.
     counts : of what is prefetched.
     ready : where the running layer's experts arrive: keys, or an error.
-    waits : mean seconds for which the layer waited for an expert.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class Loader:
         self.slots, self.reader, self.timeline = slots, reader, timeline
         self.in_place, self.closed = slots.sizes.in_place, False
         self.ready: SimpleQueue[Any] = SimpleQueue()
-        self.waits = Mean()
         two_stages, entries = decoder(slots).two_stages, reader.store.entries
         self.queue = LoadQueue(
             slots.count,
@@ -125,7 +122,6 @@ class Loader:
         if isinstance(found, BaseException):
             raise found
         waited = clock() - start
-        self.waits.took(waited)
         if waited > 2e-6:
             self.timeline.add(Event("compute", "wait", *found, start, start + waited))
         return found

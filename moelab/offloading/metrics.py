@@ -8,6 +8,7 @@ energy."""
 from __future__ import annotations
 
 import re
+import resource
 import sys
 from bisect import bisect_right
 from collections import defaultdict
@@ -18,8 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from moelab.cache.residency import CacheCounters
 from moelab.specs import Event
@@ -41,8 +40,7 @@ class Metrics:
     …).
 
     ttft : median duration of a prefill: the time to the first token, without sampling.
-    tpot, tpot_p10, tpot_p90 : median and quantiles of the duration of a decode forward, which gives
-        each sequence of the batch one token.
+    tpot : median duration of a decode forward, which gives each sequence of the batch one token.
     throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
         runs from the end of the forward before to the end of this one, so sampling counts.
     wall : from the first forward's start to the last one's end.
@@ -63,8 +61,6 @@ class Metrics:
 
     ttft: float | None
     tpot: float | None
-    tpot_p10: float | None
-    tpot_p90: float | None
     throughput: float | None
     wall: float
     prefill_tokens: int
@@ -114,11 +110,10 @@ def metrics(
     """The `Metrics` of a run.
 
     events : in any order; an event's bytes count where its kind is a read.
-    forwards : (start, end, tokens, phase), in order of time; ValueError for other phases than
-        "prefill" and "decode", or forwards that overlap or end before they start.
+    forwards : (start, end, tokens, phase), one after another.
     counters, prefetched, process : of the residency, of prefetching, and `process()`, where there
     are any."""
-    forwards = _in_order([Forward(*forward) for forward in forwards])
+    forwards = [Forward(*forward) for forward in forwards]
     starts = [forward.start for forward in forwards]
     read, stall, busy = (defaultdict(float) for _ in range(3))
     for event in events:
@@ -136,12 +131,9 @@ def metrics(
     tokens = {phase: _tokens(forwards, phase) for phase in ("prefill", "decode")}
     inside, total = sum(prefill) + sum(decode), sum(read.values())
     waited, reading = sum(stall.values()), busy.get("disk", 0) + busy.get("link", 0)
-    low, high = np.quantile(decode, [0.1, 0.9]).tolist() if decode else (None, None)
     return Metrics(
         ttft=median(prefill) if prefill else None,
         tpot=median(decode) if decode else None,
-        tpot_p10=low,
-        tpot_p90=high,
         throughput=_ratio(tokens["decode"], _decoding(forwards)),
         wall=forwards[-1].end - forwards[0].start if forwards else 0.0,
         prefill_tokens=tokens["prefill"],
@@ -159,18 +151,6 @@ def metrics(
         **({} if counters is None else _of_the_cache(counters)),
         **process,
     )
-
-
-def _in_order(forwards: list[Forward]) -> list[Forward]:
-    """The forwards; ValueError as of `metrics`."""
-    for forward in forwards:
-        if forward.phase not in ("prefill", "decode") or forward.end < forward.start:
-            raise ValueError(
-                f"{forward}: a forward is 'prefill' or 'decode' and ends after it starts"
-            )
-    if any(after.start < before.end for before, after in pairwise(forwards)):
-        raise ValueError("the forwards overlap or are out of order; give them in order of time")
-    return forwards
 
 
 def _durations(forwards: list[Forward], phase: str) -> list[float]:
@@ -206,10 +186,6 @@ def process() -> dict[str, int | None]:
     """Peak memory and page faults of this process since it began; None where the system does not
     tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return {"peak_rss_bytes": None, "major_faults": None}
     usage, peak = resource.getrusage(resource.RUSAGE_SELF), None
     with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
         status = Path("/proc/self/status").read_text()

@@ -30,7 +30,7 @@ from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import Order, given_order, plain_order
+from moelab.offloading.load_queue import Order, plain_order
 from moelab.offloading.loading import DEPTH, filling
 from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
@@ -40,7 +40,6 @@ from moelab.offloading.slots import (
     divide,
     slot_counts,
 )
-from moelab.offloading.threads import one_thread_pays
 from moelab.registry import make
 from moelab.specs import ExpertKey
 from moelab.store.layout import ExpertStore
@@ -185,7 +184,7 @@ def offload(
                 residency = memory.residency()
             slots = memory.slots()
             slots.touch()
-        engine = memory.engine(model, residency, slots, reader, delays, held)
+        engine = memory.engine(residency, slots, reader, delays, held)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -256,11 +255,10 @@ class Memory:
         how = self.how
         if how.mode == "pinned":
             return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
-        return Reader(self.store, how.mode, how.bandwidth, how.verify)
+        return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
 
     def engine(
         self,
-        model: Any,
         residency: Residency,
         slots: Slots,
         reader: Reader,
@@ -286,25 +284,22 @@ class Memory:
             how.scheduler,
             how.on.type,
         )
-        sends = how.mode == "pinned" and self.sizes.in_place
         return Engine(
             residency,
             slots,
             reader,
             EngineRun(settings, residency),
-            _order(how.scheduler, delays, how.workers, sends),
+            _order(how.scheduler, delays, how.workers),
             how.workers,
             ahead,
-            one_thread=not self.sizes.in_place and one_thread_pays(self.store, model),
             held=held,
         )
 
 
-def _order(scheduler: Any, delays: Any, workers: int, sends: bool) -> Callable[..., Order]:
-    """A scheduler as the engine calls it, with requests alone. sends : whether experts are sent from
-    pinned memory as they lie, which takes equally long."""
-    if scheduler == "default" and (sends or delays is None):
-        return given_order if sends else plain_order
+def _order(scheduler: Any, delays: Any, workers: int) -> Callable[..., Order]:
+    """A scheduler as the engine calls it, with requests alone."""
+    if scheduler == "default" and delays is None:
+        return plain_order
     order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     return lambda requests: order(requests, delays, workers)
 

@@ -2,9 +2,8 @@
 a resource.
 
 Source: the Trace Event Format of Chromium. Complete events ("X") with start and duration in
-microseconds, names of tracks as metadata ("M"), and bytes read so far as a counter ("C"). A track
-must not have two events that overlap without one holding the other, which holds as a resource does
-one thing at a time."""
+microseconds, and names of tracks as metadata ("M"). A track must not have two events that overlap
+without one holding the other, which holds as a resource does one thing at a time."""
 
 from __future__ import annotations
 
@@ -26,27 +25,24 @@ def trace_events(events: Iterable[Event], forwards: Sequence[Forward], kind: str
     events = sorted(events, key=lambda event: (event.start, -event.end))
     begin = min([one.start for one in (*events[:1], *forwards[:1])], default=0.0)
     tracks = list(dict.fromkeys([*TRACKS, *sorted({event.resource for event in events})]))
-    rows = [_row("M", 0, "process_name", {"name": f"moelab, {kind}"})]
-    for track, name in enumerate(tracks):
-        rows.append(_row("M", track, "thread_name", {"name": name}))
-        rows.append(_row("M", track, "thread_sort_index", {"sort_index": track}))
+
+    def complete(
+        track: str, name: str, kind: str, start: float, end: float, about: dict[str, int]
+    ) -> dict[str, Any]:
+        times = {"ts": 1e6 * (start - begin), "dur": 1e6 * (end - start)}
+        return _row("X", tracks.index(track), name, about, cat=kind, **times)
+
+    rows = [_row("M", i, "thread_name", {"name": name}) for i, name in enumerate(tracks)]
     for n, one in enumerate(forwards):
-        about = {"tokens": one.tokens}
-        rows.append(
-            _complete(0, f"{one.phase} {n}", one.phase, one.start - begin, one.end - begin, about)
-        )
+        name, about = f"{one.phase} {n}", {"tokens": one.tokens}
+        rows.append(complete(TRACKS[0], name, one.phase, one.start, one.end, about))
     for event in events:
+        where = ".".join(str(n) for n in (event.layer, event.expert) if n >= 0)
         about = {"layer": event.layer, "expert": event.expert, "bytes": event.bytes}
-        name, track = event.kind + _where(event), tracks.index(event.resource)
-        rows.append(
-            _complete(track, name, event.kind, event.start - begin, event.end - begin, about)
-        )
-    read = 0
-    for event in sorted((event for event in events if event.bytes), key=lambda event: event.end):
-        read += event.bytes
-        rows.append(_row("C", 0, "bytes read", {"bytes": read}, ts=1e6 * (event.end - begin)))
+        name = f"{event.kind} {where}".strip()
+        rows.append(complete(event.resource, name, event.kind, event.start, event.end, about))
     return {
-        "traceEvents": rows,
+        "traceEvents": [_row("M", 0, "process_name", {"name": f"moelab, {kind}"}), *rows],
         "displayTimeUnit": "ms",
         "otherData": {"kind": kind, "written by": "moelab"},
     }
@@ -54,19 +50,6 @@ def trace_events(events: Iterable[Event], forwards: Sequence[Forward], kind: str
 
 def _row(ph: str, track: int, name: str, args: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"ph": ph, "pid": 1, "tid": track, "name": name, "args": args, **more}
-
-
-def _complete(
-    track: int, name: str, category: str, start: float, end: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    """Something on a track from `start` to `end` in seconds."""
-    return _row("X", track, name, args, cat=category, ts=1e6 * start, dur=1e6 * (end - start))
-
-
-def _where(event: Event) -> str:
-    if event.layer < 0:
-        return ""
-    return f" {event.layer}" + (f".{event.expert}" if event.expert >= 0 else "")
 
 
 def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> Path:

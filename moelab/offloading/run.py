@@ -156,20 +156,14 @@ class EngineRun:
         `moelab.offloading.perfetto`."""
         return perfetto.save(path, self.timeline, self.forwards, "measured")
 
-    def copy(self) -> EngineRun:
-        """What has happened so far, which stays as it is while the model goes on."""
+    def since(self, forward: int = 0) -> EngineRun:
+        """What has happened from this forward pass on, which stays as it is while the model goes
+        on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters, made.fetched = deepcopy(self.counters), copy(self.fetched)
-        made.timeline._all, made.timeline._names = list(self.timeline._all), self.timeline._names
-        made.forwards = list(self.forwards)
-        done = len(made.forwards)
-        made.steps, made.predictions = self.steps[:done], self.predictions[:done]
-        return made
-
-    def since(self, forward: int) -> EngineRun:
-        """A copy that begins with this forward pass; its counters are of the whole run."""
-        made = self.copy()
-        made.forget(forward)
+        done = len(self.forwards)
+        made.forwards = self.forwards[forward:done]
+        made.steps, made.predictions = self.steps[forward:done], self.predictions[forward:done]
         begin = made.forwards[0].start if made.forwards else float("inf")
         made.timeline._all = [event for event in self.timeline if event.end > begin]
         return made
@@ -181,7 +175,6 @@ class EngineRun:
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
-        self._in_forward = False
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
@@ -193,12 +186,14 @@ class EngineRun:
         del self.steps[len(self.forwards) :], self.predictions[len(self.forwards) :]
         self.steps.append([])
         self.predictions.append([])
-        self._in_forward = True
 
     def end_forward(self, forward: Forward) -> None:
-        self._in_forward = False
         self.forwards.append(forward)
         self.timeline.compact()
+
+    @property
+    def _in_forward(self) -> bool:
+        return len(self.steps) > len(self.forwards)
 
     def layer(self, layer: int, tokens: dict[int, int]) -> None:
         """A layer runs; ignored outside a forward pass, where a part of the model was called by

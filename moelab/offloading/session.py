@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -122,10 +121,8 @@ class Session:
             self.run = EngineRun(_resident_settings(model), self.residency)
         else:
             self.residency, self.run = engine.residency, engine.run
-            mine = weakref.WeakMethod(self._is_cancelled)  # an engine must not keep its model
-            engine.cancelled = lambda: (asked := mine()) is not None and asked()
-        self._calls: dict[int, object] = {}  # thread → the generation or forward that it runs
-        self._cancelled: set[object] = set()
+        self._running: set[int] = set()  # threads that run a generation, or a forward by itself
+        self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
         self.forked()
         renew_in_children(self)
@@ -154,7 +151,7 @@ class Session:
     def forked(self) -> None:
         """In a child process there are no other threads, so it is nobody's turn."""
         self.turn, self._forward = threading.RLock(), None
-        self._calls.clear()
+        self._running.clear()
 
     @property
     def executor(self) -> Run:
@@ -182,8 +179,8 @@ class Session:
         stays."""
         with self.turn:
             self.run.reset()
-            #: the forward pass that runs: its module, call, beginning
-            self._forward: tuple[int, object, float, ForwardInfo] | None = None
+            #: the forward pass that runs: its module, thread, beginning
+            self._forward: tuple[int, int, float, ForwardInfo] | None = None
             self._routed: list[tuple[MoELayer, Any]] = []  # ids [T, K] of its layers
 
     def metrics(self) -> Metrics:
@@ -204,8 +201,9 @@ class Session:
     def cancel(self) -> bool:
         """End the generations that run with `Cancelled`, before their next layer; False if none is
         running."""
-        self._cancelled = set(self._calls.copy().values())
-        return bool(self._cancelled)
+        running = self._running.copy()
+        self._cancelled |= running
+        return bool(running)
 
     def close(self) -> None:
         """Take everything off the model; an offloaded one loses its threads and experts and cannot
@@ -226,27 +224,28 @@ class Session:
         """Within the block this thread runs a generation, or a forward pass by itself, which
         `cancel` and, with an engine, Ctrl-C end between two layers."""
         me = threading.get_ident()
-        if me in self._calls:  # a forward of a generation, or a generation that assists it
+        if me in self._running:  # a forward of a generation, or a generation that assists it
             yield
             return
-        self._calls[me] = object()
+        self._cancelled.discard(me)
+        self._running.add(me)
         try:
             with deferred() if self.engine is not None else nullcontext():
                 yield
         finally:
-            self._cancelled.discard(self._calls.pop(me, None))
+            self._running.discard(me)
+            self._cancelled.discard(me)
+            if self._forward is not None and self._forward[1] == me:
+                self._forward = None  # one that was interrupted
             if self.engine is not None:
                 self.engine.widen()
 
-    def _is_cancelled(self) -> bool:
-        return bool(self._cancelled) and self._calls.get(threading.get_ident()) in self._cancelled
-
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        call = self._calls.get(threading.get_ident())
-        within = self._forward is not None and self._forward[:2] == (self._model, call)
+        me = threading.get_ident()
+        within = self._forward is not None and self._forward[:2] == (self._model, me)
         if within and id(module) != self._model:
             return  # the encoder, called by the model
-        if self._is_cancelled():
+        if me in self._cancelled:
             raise Cancelled
         require_unwritten(module)
         require_adaptable(module)
@@ -254,7 +253,7 @@ class Session:
         self.run.begin_forward()
         exact = self.executor is eager
         start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
-        self._forward, self._routed = (id(module), call, start, info), []
+        self._forward, self._routed = (id(module), me, start, info), []
 
     def _end_forward(self, module: Any, _: tuple, output: Any) -> Any:
         if self._forward is None or self._forward[0] != id(module):

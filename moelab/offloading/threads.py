@@ -1,5 +1,5 @@
-"""How many threads compute: one of torch's for a while, where others need the cores, and each of
-those by itself.
+"""How many threads compute: fewer of torch's, where others need the cores, and each of those by
+itself.
 
 A thread of an OpenMP team that has nothing to do spins for milliseconds before it sleeps. Where
 computing is left to one thread so that experts can be loaded beside it, the rest of the team would
@@ -10,17 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 import torch
 
 from moelab.kernels.compile import c_library
-from moelab.models.experts import seam_of
-from moelab.models.seam import discover
-from moelab.store.layout import ExpertStore
-from moelab.store.reader import StoreExperts
 
 #: addresses of functions of torch's OpenMP: to end a team's idle threads (5.0), to say how large
 #: the teams of the calling thread are; 0 where there is none
@@ -53,29 +47,3 @@ def step_back() -> None:
     alone()
     with suppress(AttributeError, OSError):  # only on Linux has a thread a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    """Torch computes with so many threads."""
-    before = torch.get_num_threads()
-    try:
-        narrow(n)
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def one_thread_pays(store: ExpertStore, model: Any) -> bool:
-    """Whether a token's experts may be computed by one thread while others are decoded, which needs
-    a core: whether that gives the same bits, tried on 8 tokens, as no library promises it."""
-    if model.device.type != "cpu" or torch.get_num_threads() == 1:
-        return False
-    experts, results = seam_of(discover(model)[0].experts), []
-    x = torch.randn(8, 1, store.spec.H, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-    with StoreExperts(store, model.dtype) as source, torch.inference_mode():
-        weights = source(0, 0)
-        for n in (1, torch.get_num_threads()):
-            with threads(n):
-                results.append(torch.stack([experts.ffn(row, weights) for row in x]))
-    return torch.equal(*results)

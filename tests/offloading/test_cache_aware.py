@@ -127,15 +127,6 @@ def test_it_chooses_what_is_in_memory_and_counts(name, tmp_path):
         assert model.moelab.routing is None
 
 
-def test_as_many_experts_a_token_as_the_live_model_has(tmp_path):
-    folder = tiny.save("qwen3_moe", tmp_path, torch.float32)
-    with open_model(folder, memory="50%", executor="sorted", cache_aware=5.0) as model:
-        for layer in discover(model):
-            layer.router.top_k = 5
-        generate(model)
-        assert model.moelab.routing.requests == 5 * len(discover(model)) * 5
-
-
 def test_nothing_changes_at_margin_0_nor_in_prefill(tmp_path):
     with open_model(tiny.save("qwen3_moe", tmp_path, torch.bfloat16), memory="50%") as model:
         plain = model(PROMPT).logits

@@ -88,11 +88,18 @@ def test_ctrl_c_at_any_time(folder, codec, mode, options):
     chance, hits = random.Random(0), 0
     with set_up(folder, codec, mode, options) as (model, reference):
         jitter(model, chance)
+<<<<<<< HEAD
         before = torch.get_num_threads()
         for _ in range(2):  # the first compiles, and takes longer
             start = time.perf_counter()
             assert_equal(model, reference, new=3)
             longest = time.perf_counter() - start
+=======
+        assert_equal(model, reference, new=3)
+        start = time.perf_counter()
+        generate(model, new=3)
+        longest, before = time.perf_counter() - start, torch.get_num_threads()
+>>>>>>> w4
         for seed in range(depth(4, 500)):
             loader = model.moelab.engine.loader
             with watched():
@@ -183,23 +190,3 @@ def test_cancel_ends_the_generations_that_run_and_nothing_else(folder):
         thread.join(60)
         assert ended and not model.moelab.cancel()
         assert_equal(model, reference, seed=1, new=2)
-
-
-def test_opening_and_closing_that_are_interrupted_leave_no_thread(folder, monkeypatch):
-    model = offload(folder / "huffman", 0.5)
-    generate(model, batch=1, new=2)
-    loader = model.moelab.engine.loader
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loader, "stop", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model.moelab.close()
-    model.moelab.close()
-    assert not threads()
-    monkeypatch.setattr("moelab.offloading.offload.Session", lambda *_: interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        offload(folder / "huffman", 0.5)
-    assert not threads()

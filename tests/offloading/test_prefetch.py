@@ -9,16 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import convert, open_model
+from moelab import open_model
 from moelab.cache.pools import Pools
 from moelab.models import plug
 from moelab.offloading.offload import offload
-from moelab.offloading.slots import Sizes
 from moelab.registry import make
 from moelab.speculate import Speculation
-from moelab.store.layout import ExpertStore
-from tests.depth import in_turn
-from tests.models import tiny
 from tests.offloading.test_offload import assert_equal, jitter
 from tests.timelines import check
 
@@ -32,24 +28,6 @@ def nothing_is_lost(model):
     for kind in ("full", "e", "sm"):
         taken = [one[kind] for one in queue.held.values() if kind in one]
         assert sorted([*queue.free[kind], *taken]) == list(range(slots.count[kind]))
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("name, codec", in_turn(tiny.ARCHITECTURES, ["huffman", "raw"]))
-def test_hints_change_no_bit_on_any_architecture(name, codec, tmp_path):
-    reference = open_model(tiny.save(name, tmp_path / "model", torch.bfloat16))
-    store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", codec=codec).folder)
-    for budget, ahead, guess in ((4 * Sizes.of(store).in_flight, 3, "random"), (0.75, 2, "router")):
-        offloaded = offload(store, budget, ahead=ahead)
-        jitter(offloaded, random.Random(0))
-        with (
-            offloaded.moelab as offloading,
-            Speculation(offloaded, make("predictor", guess, offloaded), "hint"),
-        ):
-            assert_equal(offloaded, reference)
-            assert check(offloading.timeline) == []
-            assert offloading.metrics().prefetched["begun"]
-            nothing_is_lost(offloaded)
 
 
 @settings(max_examples=6)
@@ -104,45 +82,9 @@ def test_speculating_executes_what_a_resident_model_would_and_reads_nothing_twic
     offloaded.moelab.close()
 
 
-def test_the_bytes_of_wrong_guesses_are_counted(qwen):
-    """All eight experts of layer 1 are announced; those that the layer didn't need have been read
-    for nothing."""
-    model, store = qwen
-    offloaded = offload(store, "10MB", plan=Pools(), ahead=8)
-    engine, reader = offloaded.moelab.engine, offloaded.moelab.engine.loader.reader
-    size = {}
-
-    def announcing(x, ids, weights, experts):
-        if experts.layer == 0:
-            engine.prefetch(1, torch.arange(8)[None])
-        result = engine(x, ids, weights, experts)
-        deadline = time.monotonic() + 60
-        while experts.layer == 0 and engine.loader.queue.busy and time.monotonic() < deadline:
-            time.sleep(1e-3)
-        return result
-
-    plug(offloaded, engine=announcing)
-    with torch.inference_mode():
-        offloaded(torch.tensor([[5]]))
-    found = offloaded.moelab.metrics().prefetched
-    needed = {
-        request for layer, experts in offloaded.moelab.steps[0] if layer == 1 for request in experts
-    }
-    for event in offloaded.moelab.timeline:
-        if event.resource == "disk":
-            size[event.layer, event.expert] = event.bytes
-    assert found["begun"] == 8 and found["used"] == found["early"] == len(needed)
-    assert found["nbytes"] == sum(size[1, expert] for expert in range(8))
-    assert (
-        found["wasted"] == sum(size[1, expert] for expert in range(8) if expert not in needed) > 0
-    )
-    assert reader.counters.bytes == sum(size.values())
-    nothing_is_lost(offloaded)
-    offloaded.moelab.close()
-
-
 @pytest.mark.parametrize("needed", [True, False])
 def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, needed):
+    """One that comes again, as of a damaged store: a read that fails once is repeated."""
     model, store = qwen
     prompt = torch.tensor([[7, 8]])
     with offload(store, "10MB", plan=Pools(), ahead=8) as offloaded:
@@ -154,7 +96,7 @@ def test_an_error_while_fetching_ahead_reaches_only_who_needs_the_expert(qwen, n
         read = reader.read_parts
 
         def failing(layer, expert, *args):
-            if (layer, expert) == (1, chosen) and not failed:
+            if (layer, expert) == (1, chosen) and len(failed) < 2:
                 failed.append(chosen)
                 raise OSError(5, "reading experts-00001.safetensors failed")
             return read(layer, expert, *args)

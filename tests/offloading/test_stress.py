@@ -1,7 +1,5 @@
 """A stress test of the offloading engine: many generations, each set up at random, each equal to
-eager bit for bit.
-
-    python -m tests.offloading.test_stress 1000
+eager bit for bit; `make stress` runs hundreds.
 
 Each one draws a codec, a budget from the least that works to everything, pools, policy, scope,
 margin, workers, staging, good or bad predictions to prefetch one or two layers ahead, batch, lengths
@@ -11,9 +9,7 @@ eager's, and with the stacks of all threads if one generation takes too long."""
 from __future__ import annotations
 
 import faulthandler
-import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -127,11 +123,11 @@ def held_up(rng: random.Random) -> Iterator[None]:
         yield
 
 
-def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """`n` generations; returns how many of each kind there were, and the cache's counts over all.
+def stress(n: int, seed: int = 0) -> Counter:
+    """`n` generations; returns the cache's counts over all.
 
     Raises AssertionError, with the options, at the first output that differs from eager's."""
-    rng, tried, counts = random.Random(seed), Counter(), Counter()
+    rng, counts = random.Random(seed), Counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder, references, stores = Path(temporary), {}, []
         for name in MODELS:
@@ -156,23 +152,15 @@ def stress(n: int = 1000, seed: int = 0) -> dict[str, Any]:
                         f"{said}: not eager's output"
                     )
                 found = session.residency.counters
-            tried.update([name, str(store.codec), options["cache"], options["scope"] + " scope"])
             counts.update(
                 hits=sum(found.hits.values()), misses=found.misses, evictions=found.evictions
             )
-    return {
-        "all equal to eager": True,
-        "set-ups": n,
-        **counts,
-        "of these": dict(sorted(tried.items())),
-    }
+    return counts
 
 
 @pytest.mark.stress
-def test_stress_finds_nothing_and_counts():
-    n = depth(3, 300)
-    found = stress(n)
-    assert found["all equal to eager"] and found["set-ups"] == n and found["misses"] > 0
+def test_stress_finds_nothing():
+    assert stress(depth(8, 300))["misses"] > 0
 
 
 def test_stress_notices_a_wrong_weight(monkeypatch):
@@ -187,8 +175,3 @@ def test_stress_notices_a_wrong_weight(monkeypatch):
     monkeypatch.setitem(globals(), "draw", lambda rng, store: {"budget": 1.0})
     with pytest.raises(AssertionError, match="not eager's"):
         stress(1)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # the models are too small for more
-    print(json.dumps(stress(*(int(word) for word in sys.argv[1:])), indent=1))

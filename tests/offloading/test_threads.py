@@ -64,7 +64,7 @@ def test_where_openmp_cannot_be_told_torch_is(three, monkeypatch):
     monkeypatch.setattr(threads, "PAUSE", 0)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(lambda: (threads.alone(), torch.get_num_threads())[1]).result() == 3
-    with pytest.raises(KeyError), threads.threads(1):
-        assert torch.get_num_threads() == 1
-        raise KeyError
+    narrow(1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(3)
     assert torch.get_num_threads() == 3
