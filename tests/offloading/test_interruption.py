@@ -88,18 +88,10 @@ def test_ctrl_c_at_any_time(folder, codec, mode, options):
     chance, hits = random.Random(0), 0
     with set_up(folder, codec, mode, options) as (model, reference):
         jitter(model, chance)
-<<<<<<< HEAD
-        before = torch.get_num_threads()
-        for _ in range(2):  # the first compiles, and takes longer
-            start = time.perf_counter()
-            assert_equal(model, reference, new=3)
-            longest = time.perf_counter() - start
-=======
         assert_equal(model, reference, new=3)
         start = time.perf_counter()
         generate(model, new=3)
         longest, before = time.perf_counter() - start, torch.get_num_threads()
->>>>>>> w4
         for seed in range(depth(4, 500)):
             loader = model.moelab.engine.loader
             with watched():
