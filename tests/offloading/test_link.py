@@ -95,9 +95,7 @@ def opened(monkeypatch):
             if options.pop("mode", None) == "pinned":
                 monkeypatch.setattr(
                     "moelab.offloading.offload.Reader",
-                    lambda store, _, rate, verify: PinnedReader(
-                        store, CPU, bandwidth=rate, verify=verify
-                    ),
+                    lambda store, _, **given: PinnedReader(store, CPU, **given),
                 )
         return open_model(folder, memory=memory, device=device, **options)
 
