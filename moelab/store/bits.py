@@ -43,15 +43,10 @@ def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
         from moelab.store import bits_triton
 
         return bits_triton.join(exponents, sign_mantissa, out)
-    if isinstance(out, torch.Tensor):
-        join(
-            as_bytes(exponents),
-            as_bytes(sign_mantissa),
-            as_bytes(out, writable=True).view(np.uint16),
-        )
-        return out
-    _check_sizes(len(out), exponents, sign_mantissa)
-    join_words(exponents, sign_mantissa, out)
+    words = as_bytes(out, writable=True).view(np.uint16)
+    exponents, sign_mantissa = as_bytes(exponents), as_bytes(sign_mantissa)
+    _check_sizes(len(words), exponents, sign_mantissa)
+    join_words(exponents, sign_mantissa, words)
     return out
 
 
@@ -106,3 +101,11 @@ def join_words(exponents, sign_mantissa, words):
     for i in range(len(words)):
         x = np.uint16(np.uint16(exponents[i]) << np.uint16(8)) | np.uint16(sign_mantissa[i])
         words[i] = np.uint16(x >> np.uint16(1)) | np.uint16(x << np.uint16(15))
+
+
+@kernel
+def count(words, shift, counts):
+    """Add to `counts` how often each word occurs, shifted right; returns them."""
+    for word in words:
+        counts[word >> shift] += 1
+    return counts

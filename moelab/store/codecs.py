@@ -77,10 +77,7 @@ class Zstd(Codec):
             if size != len(target):
                 raise ValueError(f"the zstd frame holds {size} bytes; {len(target)} were expected")
             with zstandard.ZstdDecompressor().stream_reader(source) as reader:
-                filled = 0
-                while n := reader.readinto(target[filled:]):
-                    filled += n
-                if filled < len(target) or reader.read(1):
+                if reader.readinto(target) < len(target) or reader.read(1):
                     raise ValueError(f"the zstd frame does not end after {len(target)} bytes")
         except zstandard.ZstdError as error:
             raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.kernels.compile import kernel
 from moelab.progress import progress
-from moelab.store.bits import as_bytes
+from moelab.store.bits import as_bytes, count
 from moelab.store.headers import read_folder, read_header
 
 SLICE = 64 << 20  # bytes read at a time
@@ -65,12 +64,6 @@ class EntropyRow:
     kind: str = ""
 
 
-@kernel
-def _count(words, counts):
-    for i in range(len(words)):
-        counts[words[i]] += 1
-
-
 def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = None) -> np.ndarray:
     """Histogram of the bit patterns of `weights` (fp32: of their upper 16 bits): int64 [65536].
 
@@ -87,8 +80,7 @@ def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = 
     words = (
         data if bits == 8 else data.view(np.uint16)[1::2] if bits == 32 else data.view(np.uint16)
     )
-    _count(words, counts)
-    return counts
+    return count(words, 0, counts)
 
 
 def marginals(counts: np.ndarray, dtype: str = "BF16") -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -141,17 +141,14 @@ class StoreWriter:
         begun with other options."""
         lines = self._journal.lines
         begun = lines[0] if lines and isinstance(lines[0], dict) else {}
-        spec = begun.get("spec")
-        if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
-            self.head["spec"]["name"] = name  # the same source may be called differently now
         head = self.head | {"content": content}
         differ = {key for key in begun | head if begun.get(key) != head.get(key)}
         there = begun.get("format") == FORMAT and any(self.folder.glob("experts-*"))
         if there and differ - {"content"}:
             names = ", ".join(sorted("shards" if key == "K" else key for key in differ))
             raise ValueError(
-                f"{self.folder} is an unfinished store with another {names}; finish it with the source "
-                f"and the options that it was begun with, or remove it"
+                f"{self.folder} is an unfinished store with another {names}; "
+                f"finish it with the source and the options that it was begun with, or remove it"
             )
         if not differ:
             self.records = list(self._whole(lines[1:]))

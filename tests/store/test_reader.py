@@ -162,7 +162,7 @@ def test_unsuitable_arguments(store):
         for buffer in (big[:4096], big[64:], big.view(np.int8), big.reshape(2, -1)):
             with pytest.raises(ValueError, match="the buffer must be uint8"):
                 reader.read(0, 0, "both", buffer)
-        with pytest.raises(ValueError, match="part is 'F'"):
+        with pytest.raises(ValueError, match="no part 'F'"):
             reader.read(0, 0, "F")
         with pytest.raises(LookupError):
             reader.read(0, 7)
