@@ -56,22 +56,19 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
 
     Raises TypeError if it is none of these, ValueError if it is not contiguous or, with `writable`,
     is read-only."""
-    if isinstance(buffer, torch.Tensor) and not buffer.numel():
-        buffer = np.empty(0, np.uint8)  # torch cannot view nothing as bytes if its stride is 0
-    elif isinstance(buffer, torch.Tensor):
-        buffer = (
-            buffer.detach().reshape(-1).view(torch.uint8).numpy()
-            if buffer.is_contiguous()
-            else None
-        )
-    elif isinstance(buffer, np.ndarray):
-        buffer = buffer.reshape(-1).view(np.uint8) if buffer.flags.c_contiguous else None
-    else:
+    if not isinstance(buffer, (torch.Tensor, np.ndarray)):
         buffer = np.frombuffer(buffer, np.uint8)
-    if buffer is None:
+    is_tensor = isinstance(buffer, torch.Tensor)
+    if not (buffer.is_contiguous() if is_tensor else buffer.flags.c_contiguous):
         raise ValueError(
             "the array is not contiguous; pass a contiguous slice or call .contiguous() first"
         )
+    if is_tensor and not buffer.numel():
+        buffer = np.empty(0, np.uint8)  # torch cannot view nothing as bytes if its stride is 0
+    elif is_tensor:
+        buffer = buffer.detach().reshape(-1).view(torch.uint8).numpy()
+    else:
+        buffer = buffer.reshape(-1).view(np.uint8)
     if writable and not buffer.flags.writeable:
         raise ValueError(
             "the output buffer is read-only; pass a bytearray, an array or a tensor that can be written"

@@ -23,24 +23,20 @@ def describe(store: ExpertStore) -> str:
         "",
     ]
     head = ["tensor", "dtype", "shape", "experts", "MB", "E MB", "SM MB", "stored", "codec"]
-    lines.append(
-        text_table(
-            head,
-            (
-                [
-                    row["tensor"],
-                    row["dtype"],
-                    "×".join(map(str, row["shape"])),
-                    row["count"],
-                    *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
-                    percent(row["fraction"], 2),
-                    row["codec"],
-                ]
-                for row in store.table()
-            ),
-        )
-    )
+    rows = [
+        [
+            row["tensor"],
+            row["dtype"],
+            "×".join(map(str, row["shape"])),
+            row["count"],
+            *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
+            percent(row["fraction"], 2),
+            row["codec"],
+        ]
+        for row in store.table()
+    ]
     lines += [
+        text_table(head, rows),
         "",
         f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
         f"{store.weights_size / 1e6:,.2f} MB",

@@ -62,11 +62,9 @@ HUGE = 2 << 20  # bytes of a huge page
 
 def modes() -> list[str]:
     """The modes of reading that this system has: "direct", "uncached", "buffered"."""
-    return (
-        (["direct"] if hasattr(os, "O_DIRECT") else [])
-        + (["uncached"] if hasattr(fcntl, "F_NOCACHE") else [])
-        + ["buffered"]
-    )
+    direct = ["direct"] if hasattr(os, "O_DIRECT") else []
+    uncached = ["uncached"] if hasattr(fcntl, "F_NOCACHE") else []
+    return [*direct, *uncached, "buffered"]
 
 
 def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
@@ -172,12 +170,8 @@ class Reader:
 
     def buffer(self, part: str = "both") -> np.ndarray:
         """A new buffer for this part of any expert of the store."""
-        return aligned_buffer(
-            max(
-                (run(entries, part)[1] for layer in self.store.layers for entries in layer.experts),
-                default=0,
-            )
-        )
+        experts = (entries for layer in self.store.layers for entries in layer.experts)
+        return aligned_buffer(max(run(entries, part)[1] for entries in experts))
 
     def read(
         self, layer: int, expert: int, part: str = "both", buffer: np.ndarray | None = None
@@ -384,12 +378,8 @@ class StoreExperts:
     def __init__(
         self, store: ExpertFiles, dtype: torch.dtype | None = None, **options: Any
     ) -> None:
-        self.store, self.dtype, self.reader, self._local = (
-            store,
-            dtype,
-            Reader(store, **options),
-            threading.local(),
-        )
+        self.store, self.dtype = store, dtype
+        self.reader, self._local = Reader(store, **options), threading.local()
         self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
 
     def __call__(self, layer: int, expert: int) -> Tensors:
