@@ -34,7 +34,7 @@ from moelab.models.guard import check_spec
 from moelab.models.identity import digest, of_tensors
 from moelab.progress import progress
 from moelab.specs import DTYPE_BYTES, MoESpec
-from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
+from moelab.store.headers import ONLY_SAFETENSORS, WEIGHT_MAP, WEIGHT_SUFFIXES, Stored, read_folder
 from moelab.store.layout import FILE_LIMIT, INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import MEASURED
 
@@ -154,7 +154,7 @@ class Checkpoint:
         as they were found to stay inside."""
         for path in sorted(self.folder.iterdir()):
             name, foreign = path.name, path.is_symlink() and path.suffix not in SUFFIXES
-            if name.startswith(".") or name == MEASURED or path.suffix in OTHER_WEIGHTS:
+            if name.startswith(".") or name == MEASURED or path.suffix in WEIGHT_SUFFIXES:
                 continue
             if foreign or not path.is_file():
                 continue
@@ -245,7 +245,7 @@ def _check_folder(folder: Path) -> None:
         )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.json, so it is no transformers checkpoint{other_weights(folder)}"
+            f"{folder} has no config.json, so it is no transformers checkpoint; {ONLY_SAFETENSORS}"
         )
     home = folder.resolve()
     for path in read_by_name(folder):

@@ -133,8 +133,6 @@ def read_codec(record: Any) -> Codec:
         return packings.from_record(record)
     if record.removesuffix(".T") in fewbit.FORMATS:
         return fewbit.find_format(record)
-    if record.partition(":")[0] in packings.KINDS:
-        raise ValueError(f"its packing {record[:80]!r} was written by an earlier moelab")
     return find_codec(record)
 
 

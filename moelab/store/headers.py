@@ -26,7 +26,7 @@ MOST_JSON = 100_000_000
 #: the index of a folder of several files
 WEIGHT_MAP = "model.safetensors.index.json"
 #: endings of files of weights; safetensors alone are read
-OTHER_WEIGHTS = (
+WEIGHT_SUFFIXES = (
     ".safetensors",
     ".bin",
     ".pt",
@@ -36,6 +36,10 @@ OTHER_WEIGHTS = (
     ".h5",
     ".msgpack",
     ".onnx",
+)
+ONLY_SAFETENSORS = (
+    "weights in other formats are not read: take the safetensors checkpoint of this model, or "
+    "write one with transformers' save_pretrained"
 )
 #: safetensors' name of a type → torch's
 DTYPES = {
@@ -173,7 +177,7 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
     else:
         files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
     if not files:
-        raise FileNotFoundError(f"{folder} has no .safetensors files{other_weights(folder)}")
+        raise FileNotFoundError(f"{folder} has no .safetensors files; {ONLY_SAFETENSORS}")
     tensors: dict[str, Stored] = {}
     for file in files:
         if not file.is_file():
@@ -197,18 +201,6 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
                 f"{there.get(key)}; download the checkpoint again"
             )
     return files, tensors
-
-
-def other_weights(folder: Path) -> str:
-    """For a message: the files of weights in other formats that lie in a folder, and what to do; ""
-    for none."""
-    found = sorted(file.name for file in folder.iterdir() if file.suffix in OTHER_WEIGHTS[1:])
-    if not found:
-        return ""
-    return (
-        f", and {', '.join(found)[:200]} are weights in a format that is not read: take the "
-        f"safetensors checkpoint of this model, or write one with transformers' save_pretrained"
-    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
