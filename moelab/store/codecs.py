@@ -23,7 +23,6 @@ from moelab.registry import Entry
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, WORTH, Codec, room
-from moelab.store.entropy import entropy
 
 #: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
 #: show.
@@ -243,6 +242,12 @@ def _pack(plane: np.ndarray, codec: Codec, shards: int, exponents: bool) -> Plan
         if sum(map(len, blobs)) <= WORTH * len(plane):
             return Plane(codec, blobs)
     return Plane(RAW, (RAW.compress(plane),))
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Shannon entropy, in bits a symbol, of a histogram; 0 for an empty one."""
+    p = counts[counts > 0] / max(counts.sum(), 1)
+    return float(abs((p * np.log2(p)).sum()))  # abs: −0.0 for a single symbol
 
 
 def _sampled_entropy(plane: np.ndarray) -> float:

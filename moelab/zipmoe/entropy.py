@@ -21,6 +21,7 @@ import numpy as np
 
 from moelab.progress import progress
 from moelab.store.bits import as_bytes, count
+from moelab.store.codecs import entropy
 from moelab.store.headers import read_folder, read_header
 
 SLICE = 64 << 20  # bytes read at a time
@@ -89,12 +90,6 @@ def marginals(counts: np.ndarray, dtype: str = "BF16") -> tuple[np.ndarray, np.n
     _, e, m = FORMATS[dtype]
     table = counts[: 1 << (1 + e + m)].reshape(2, 1 << e, 1 << m)
     return table.sum((1, 2)), table.sum((0, 2)), table.sum((0, 1))
-
-
-def entropy(counts: np.ndarray) -> float:
-    """Shannon entropy, in bits a symbol, of a histogram; 0 for an empty one."""
-    p = counts[counts > 0] / max(counts.sum(), 1)
-    return float(abs((p * np.log2(p)).sum()))  # abs: −0.0 for a single symbol
 
 
 def describe(counts: np.ndarray, dtype: str = "BF16", **of: Any) -> EntropyRow:
