@@ -350,10 +350,8 @@ def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor) -> None:
     """One tensor of an expert into `out`, as `decode` does with all of them."""
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
-    try:
+    with named(e, name):
         decompress_tensor(PackedTensor(planes), out)
-    except ValueError as error:
-        raise damaged(e, name, error) from error
 
 
 def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -361,11 +359,16 @@ def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def damaged(chunks: Chunks, name: str, error: ValueError) -> StoreError:
-    """The error for a chunk that cannot be decoded."""
-    return StoreError(
-        f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: {error}"
-    )
+@contextlib.contextmanager
+def named(chunks: Chunks, name: str) -> Iterator[None]:
+    """Let the error for a chunk that cannot be decoded, a StoreError, say which it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise StoreError(
+            f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: "
+            f"{error}"
+        ) from error
 
 
 class StoreExperts:

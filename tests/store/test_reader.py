@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moelab.store import reader as reading
-from moelab.store.layout import ALIGN, ExpertStore, StoreError, run
+from moelab.store.layout import ExpertStore, StoreError, run
 from moelab.store.reader import (
     MEASURED,
     Reader,
@@ -189,11 +189,6 @@ def test_the_fastest_mode_is_measured_once(store, monkeypatch):
     (store.folder / MEASURED).write_text("{")
     with pytest.raises(pytest.fail.Exception):
         fastest_mode(store)
-
-
-def test_buffers_are_aligned():
-    for n in (1, 4096, 10_001, 1 << 20):
-        assert len(aligned_buffer(n)) == n and aligned_buffer(n).ctypes.data % ALIGN == 0
 
 
 def test_both_parts_into_a_buffer_each_in_one_request(store):
