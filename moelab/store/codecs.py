@@ -160,8 +160,6 @@ class PackedTensor(NamedTuple):
 def shard_count(n_bytes: int, most: int) -> int:
     """How many shards a plane of `n_bytes` is split into: at most `most`, and none smaller than
     `MIN_SHARD`."""
-    if most < 1:
-        raise ValueError(f"shards is {most}; a tensor has at least one exponent shard")
     return max(1, min(most, n_bytes // MIN_SHARD))
 
 

@@ -398,10 +398,6 @@ class StoreWriter:
 
     def publish(self) -> Path:
         """Give the finished store its name."""
-        if os.path.lexists(self.destination):
-            raise FileExistsError(
-                f"{self.destination} appeared meanwhile; the new store is at {self.folder}"
-            )
         os.rename(self.folder, self.destination)
         self._journal.remove()
         return self.destination

@@ -166,10 +166,6 @@ def test_unsuitable_arguments(store):
             reader.read(0, 0, "F")
         with pytest.raises(LookupError):
             reader.read(0, 7)
-        e, sm, other = reader.read(0, 0, "E"), reader.read(0, 0, "SM"), reader.read(0, 1, "SM")
-        for pair in ((e, other), (sm, e), (e, e)):
-            with pytest.raises(ValueError, match="not the two parts of one expert"):
-                decode(*pair)
 
 
 def test_the_fastest_mode_is_measured_once(store, monkeypatch):
