@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
+from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore
 from moelab.table import percent, text_table
 
 
@@ -15,7 +15,7 @@ def describe(store: ExpertStore) -> str:
     lines = [
         f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
         f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
-        f"exponent shards a tensor, checksums {store.checksum_name}",
+        f"exponent shards a tensor, checksums {CHECKSUM}",
         f"rounded to {store.quantized}, so its source cannot be restored"
         if store.quantized
         else f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "

@@ -63,10 +63,12 @@ class StoreError(ValueError):
     """A store that is damaged, incomplete or not the one that was asked for."""
 
 
-#: name → checksum of a bytes-like object, 16 hex digits; releases the GIL
-CHECKSUMS: dict[str, Callable[[Any], str]] = {
-    "xxh3": lambda data: xxhash.xxh3_64_hexdigest(as_bytes(data))
-}
+CHECKSUM = "xxh3"
+
+
+def checksum(data: Any) -> str:
+    """XXH3 of a bytes-like object, 16 hex digits; releases the GIL."""
+    return xxhash.xxh3_64_hexdigest(as_bytes(data))
 
 
 #: what reading JSON of another form than expected raises
@@ -421,7 +423,7 @@ class ExpertStore(ExpertFiles):
     StoreError : another format or version, a damaged index, a file that is missing or has another
     size."""
 
-    aligned = True
+    aligned, checksum = True, staticmethod(checksum)
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = absolute(folder)
@@ -451,11 +453,11 @@ class ExpertStore(ExpertFiles):
         self._check_files(fields["sha256"])
 
     def _set_model(self, fields: Record) -> None:
-        found = fields["format"], fields["version"], fields["layout"]
+        found = tuple(fields[name] for name in ("format", "version", "layout", "checksum"))
+        readable = FORMAT, VERSION, LAYOUT, CHECKSUM
         _need(
-            found == (FORMAT, VERSION, LAYOUT) and fields["checksum"] in CHECKSUMS,
-            f"format, version, layout and checksum are {found} and {fields['checksum']!r}; this "
-            f"moelab reads {(FORMAT, VERSION, LAYOUT)} and {', '.join(CHECKSUMS)}",
+            found == readable,
+            f"format, version, layout and checksum are {found}; this moelab reads {readable}",
         )
         self.spec, self.identity = MoESpec.from_dict(fields["spec"]), fields["identity"]
         _need(re.fullmatch("[0-9a-f]{16}", self.identity), f"its identity is {self.identity!r:.40}")
@@ -465,7 +467,6 @@ class ExpertStore(ExpertFiles):
             self.identity += f"-{self.quantized}"
         self.codec, self.shards = fields["codec"], _integer(fields["K"])
         find_codec(self.codec)
-        self.checksum_name, self.checksum = fields["checksum"], CHECKSUMS[fields["checksum"]]
 
     def _set_layers(self, layers: list[Record]) -> None:
         self.layers = [Layer(i, layer) for i, layer in enumerate(layers)]

@@ -30,7 +30,7 @@ from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import Codec
 from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
 from moelab.store.layout import (
-    CHECKSUMS,
+    CHECKSUM,
     FORMAT,
     INDEX,
     MAKES_NO_SENSE,
@@ -41,6 +41,7 @@ from moelab.store.layout import (
     Chunk,
     Layer,
     aligned,
+    checksum,
     in_file,
     layer_file,
     layer_header,
@@ -101,7 +102,6 @@ class StoreWriter:
             )
         self.layers, self.codec, self.shards = layers, codec, shards
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
-        checksum, self.checksum = next(iter(CHECKSUMS.items()))
         head = {
             "format": FORMAT,
             "version": VERSION,
@@ -110,7 +110,7 @@ class StoreWriter:
             "codec": codec,
             "K": shards,
             "layout": LAYOUT,
-            "checksum": checksum,
+            "checksum": CHECKSUM,
             "layers": layers,
             **({"quantized": quantized} if quantized else {}),
         }
@@ -187,7 +187,7 @@ class StoreWriter:
                 if (
                     chunk.offset != at
                     or len(data) != aligned(chunk.length)
-                    or self.checksum(data[: chunk.length]) != chunk.checksum
+                    or checksum(data[: chunk.length]) != chunk.checksum
                     or any(data[chunk.length :])
                 ):
                     return False
@@ -225,7 +225,7 @@ class StoreWriter:
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
-            entries[name] = [self.checksum(tensor), []]
+            entries[name] = [checksum(tensor), []]
             if blobs and name in blobs:
                 form, blob = blobs[name]
                 packed[name] = codecs.PackedTensor((codecs.Plane(form, (blob,)),))
@@ -297,7 +297,7 @@ class StoreWriter:
                 view = view[self._file.write(view) :]  # the system may take less than it is given
         self._end += aligned(n)
         self._unsynced += aligned(n)
-        return [self._end - aligned(n), n, self.checksum(shard)]
+        return [self._end - aligned(n), n, checksum(shard)]
 
     def _commit(self) -> None:
         """Wait until the layer's file is on the disk, then enter its new experts in the journal."""
@@ -337,7 +337,7 @@ class StoreWriter:
             table = {}
             for name, content in [*files, (WEIGHT_MAP, weight_map.encode())]:
                 _write(self.folder / plain_name(name), content)
-                table[name] = [len(content), self.checksum(content)]
+                table[name] = [len(content), checksum(content)]
             index, digest = seal(
                 {
                     **self.head,
@@ -389,7 +389,7 @@ class StoreWriter:
                                 f"{tensor.file} ends inside the tensor {key}, at byte "
                                 f"{tensor.begin + i + n:,}"
                             )
-                        checks.append(self.checksum(piece))
+                        checks.append(checksum(piece))
                         out.write(piece)
                 written[key] = [tensor.dtype, list(tensor.shape), checks]
             out.flush()
