@@ -39,7 +39,7 @@ from moelab.registry import make
 from moelab.specs import DeviceSpec, Figure
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
-from moelab.store.entropy import describe, joint_counts
+from moelab.zipmoe.entropy import describe, joint_counts
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

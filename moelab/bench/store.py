@@ -32,9 +32,9 @@ from moelab.intervals import Interval
 from moelab.records import Numbers, Record, Records
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
-from moelab.store.entropy import FORMATS, describe, joint_counts
 from moelab.store.headers import NAMES
 from moelab.store.reader import measure_modes, modes
+from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 EXPERT = 16 << 20  # bytes of the expert that is measured
 PEER = "zipnn"

@@ -126,7 +126,7 @@ def _write_experts(
             tensors, blobs, read = read_expert(experts, layer, expert)
             found = None
             if read and not quantize:
-                found = places(read, pieces(tensors, blobs), writer.checksum)
+                found = places(read, pieces(tensors, blobs))
             del read  # one expert at a time is in memory
             if quantize:
                 quantize_expert(quantize, tensors, blobs, layers[layer])

@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,12 @@ from moelab.store.headers import (
     read_header,
 )
 from moelab.store.layout import (
-    CHECKSUMS,
     PIECE,
     SOURCE_LAYOUT,
     WEIGHTS,
     ExpertStore,
     StoreError,
+    checksum,
     plain_name,
 )
 from moelab.store.reader import Chunks
@@ -60,7 +60,6 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def places(
     read: Iterable[tuple[str, int, torch.Tensor]],
     tensors: dict[str, torch.Tensor],
-    checksum: Callable[[Any], str],
 ) -> list[list] | None:
     """Where each tensor that was read of the source is in an expert's tensors; None if one cannot
     be found there.
@@ -231,7 +230,7 @@ def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str
         bits = {name: _bits(tensor) for name, tensor in pieces(tensors, blobs_of(chunks)).items()}
         for key, start, name, shape, offset, strides, check in layout["experts"][i]:
             data = bits[name].as_strided(shape, strides, offset).contiguous()
-            if check is not None and CHECKSUMS[layout["checksum"]](data) != check:
+            if check is not None and checksum(data) != check:
                 raise StoreError(
                     f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
                     f"does not give {key} of the source; convert the model again"

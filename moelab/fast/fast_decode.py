@@ -22,7 +22,7 @@ from moelab.fast.packing import on_huge_pages, packer
 from moelab.kernels.products import Matrices
 from moelab.models.patches import Patches, bare
 from moelab.models.unchanged import FusedModule
-from moelab.store.layout import CHECKSUMS
+from moelab.store.layout import checksum
 
 #: what `FastDecode` replaces, in this order: probes of what is made of others use theirs
 KERNELS = {
@@ -123,4 +123,4 @@ class FastDecode(Patches):
 
 
 def _checksum(weight: Tensor) -> str:
-    return CHECKSUMS["xxh3"](weight.detach().contiguous().view(torch.uint8).numpy())
+    return checksum(weight.detach().contiguous().view(torch.uint8).numpy())

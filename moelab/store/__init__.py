@@ -9,7 +9,7 @@
     layout             a store's files and index; `ExpertStore`, and `ExpertFiles`, what a reader needs
     reader, stages     an expert's chunks from the disk, and its tensors from them, at once or in two steps
     writer             an expert after another; resumed where it was cut off
-    verify, inspect    commands;    entropy   how compressible a checkpoint is
+    verify, inspect    commands
     *_triton           the same on a GPU
 
 A new codec is a subclass of `Codec` and a line in `codecs.CODECS`, or in `fewbit.FORMATS` if it

@@ -26,7 +26,7 @@ from moelab.kernels.emit import emitted, read, take
 from moelab.kernels.threads import TEAM, in_threads
 from moelab.kernels.vectors import BF12 as KIND
 from moelab.kernels.vectors import BLOCK
-from moelab.store.bits import as_bytes
+from moelab.store.bits import as_bytes, count
 from moelab.store.codec import WORTH, Codec, in_blocks, rows_in_blocks
 from moelab.store.headers import Shape
 
@@ -80,7 +80,7 @@ CODEC = BF12("bf12")
 def pack(weights: Any) -> np.ndarray:
     """The blob, uint8, of whole blocks of bf16 weights, whatever its size."""
     words = as_bytes(weights).view(np.uint16)
-    counts = _high_bytes(words)
+    counts = count(words, 8, np.zeros(256, np.int64))
     counts[list(_NEVER)] = -1
     table = np.argsort(-counts, kind="stable")[:16].astype(np.uint8)
     codes = np.full(256, 255, np.uint8)
@@ -129,14 +129,6 @@ def _join(w, other, table, n, out):
             order = [number + count * byte for number in range(count) for byte in (0, 1)]
             at.store(low.shuffled(order, high))
             at = at + 2 * count
-
-
-@kernel
-def _high_bytes(words):
-    counts = np.zeros(256, np.int64)
-    for word in words:
-        counts[word >> 8] += 1
-    return counts
 
 
 @kernel

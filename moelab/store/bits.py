@@ -43,15 +43,10 @@ def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
         from moelab.store import bits_triton
 
         return bits_triton.join(exponents, sign_mantissa, out)
-    if isinstance(out, torch.Tensor):
-        join(
-            as_bytes(exponents),
-            as_bytes(sign_mantissa),
-            as_bytes(out, writable=True).view(np.uint16),
-        )
-        return out
-    _check_sizes(len(out), exponents, sign_mantissa)
-    join_words(exponents, sign_mantissa, out)
+    words = as_bytes(out, writable=True).view(np.uint16)
+    exponents, sign_mantissa = as_bytes(exponents), as_bytes(sign_mantissa)
+    _check_sizes(len(words), exponents, sign_mantissa)
+    join_words(exponents, sign_mantissa, words)
     return out
 
 
@@ -61,22 +56,19 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
 
     Raises TypeError if it is none of these, ValueError if it is not contiguous or, with `writable`,
     is read-only."""
-    if isinstance(buffer, torch.Tensor) and not buffer.numel():
-        buffer = np.empty(0, np.uint8)  # torch cannot view nothing as bytes if its stride is 0
-    elif isinstance(buffer, torch.Tensor):
-        buffer = (
-            buffer.detach().reshape(-1).view(torch.uint8).numpy()
-            if buffer.is_contiguous()
-            else None
-        )
-    elif isinstance(buffer, np.ndarray):
-        buffer = buffer.reshape(-1).view(np.uint8) if buffer.flags.c_contiguous else None
-    else:
+    if not isinstance(buffer, (torch.Tensor, np.ndarray)):
         buffer = np.frombuffer(buffer, np.uint8)
-    if buffer is None:
+    is_tensor = isinstance(buffer, torch.Tensor)
+    if not (buffer.is_contiguous() if is_tensor else buffer.flags.c_contiguous):
         raise ValueError(
             "the array is not contiguous; pass a contiguous slice or call .contiguous() first"
         )
+    if is_tensor and not buffer.numel():
+        buffer = np.empty(0, np.uint8)  # torch cannot view nothing as bytes if its stride is 0
+    elif is_tensor:
+        buffer = buffer.detach().reshape(-1).view(torch.uint8).numpy()
+    else:
+        buffer = buffer.reshape(-1).view(np.uint8)
     if writable and not buffer.flags.writeable:
         raise ValueError(
             "the output buffer is read-only; pass a bytearray, an array or a tensor that can be written"
@@ -106,3 +98,11 @@ def join_words(exponents, sign_mantissa, words):
     for i in range(len(words)):
         x = np.uint16(np.uint16(exponents[i]) << np.uint16(8)) | np.uint16(sign_mantissa[i])
         words[i] = np.uint16(x >> np.uint16(1)) | np.uint16(x << np.uint16(15))
+
+
+@kernel
+def count(words, shift, counts):
+    """Add to `counts` how often each word occurs, shifted right; returns them."""
+    for word in words:
+        counts[word >> shift] += 1
+    return counts

@@ -38,8 +38,7 @@ def join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tensor
     ):
         raise ValueError(
             f"exponents, sign-mantissa bytes and weights of two bytes must be {n} contiguous entries each "
-            f"on {out.device}; these are "
-            + ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in given)
+            f"on {out.device}; these are {[(t.dtype, t.shape, t.device) for t in given]}"
         )
     if n:
         flat = (

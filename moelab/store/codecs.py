@@ -23,7 +23,6 @@ from moelab.registry import Entry
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, WORTH, Codec, room
-from moelab.store.entropy import entropy
 
 #: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
 #: show.
@@ -77,10 +76,7 @@ class Zstd(Codec):
             if size != len(target):
                 raise ValueError(f"the zstd frame holds {size} bytes; {len(target)} were expected")
             with zstandard.ZstdDecompressor().stream_reader(source) as reader:
-                filled = 0
-                while n := reader.readinto(target[filled:]):
-                    filled += n
-                if filled < len(target) or reader.read(1):
+                if reader.readinto(target) < len(target) or reader.read(1):
                     raise ValueError(f"the zstd frame does not end after {len(target)} bytes")
         except zstandard.ZstdError as error:
             raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None
@@ -136,8 +132,6 @@ def read_codec(record: Any) -> Codec:
         return packings.from_record(record)
     if record.removesuffix(".T") in fewbit.FORMATS:
         return fewbit.find_format(record)
-    if record.partition(":")[0] in packings.KINDS:
-        raise ValueError(f"its packing {record[:80]!r} was written by an earlier moelab")
     return find_codec(record)
 
 
@@ -166,8 +160,6 @@ class PackedTensor(NamedTuple):
 def shard_count(n_bytes: int, most: int) -> int:
     """How many shards a plane of `n_bytes` is split into: at most `most`, and none smaller than
     `MIN_SHARD`."""
-    if most < 1:
-        raise ValueError(f"shards is {most}; a tensor has at least one exponent shard")
     return max(1, min(most, n_bytes // MIN_SHARD))
 
 
@@ -248,6 +240,12 @@ def _pack(plane: np.ndarray, codec: Codec, shards: int, exponents: bool) -> Plan
         if sum(map(len, blobs)) <= WORTH * len(plane):
             return Plane(codec, blobs)
     return Plane(RAW, (RAW.compress(plane),))
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Shannon entropy, in bits a symbol, of a histogram; 0 for an empty one."""
+    p = counts[counts > 0] / max(counts.sum(), 1)
+    return float(abs((p * np.log2(p)).sum()))  # abs: −0.0 for a single symbol
 
 
 def _sampled_entropy(plane: np.ndarray) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
+from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore
 from moelab.table import percent, text_table
 
 
@@ -15,7 +15,7 @@ def describe(store: ExpertStore) -> str:
     lines = [
         f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
         f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
-        f"exponent shards a tensor, checksums {store.checksum_name}",
+        f"exponent shards a tensor, checksums {CHECKSUM}",
         f"rounded to {store.quantized}, so its source cannot be restored"
         if store.quantized
         else f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
@@ -23,24 +23,20 @@ def describe(store: ExpertStore) -> str:
         "",
     ]
     head = ["tensor", "dtype", "shape", "experts", "MB", "E MB", "SM MB", "stored", "codec"]
-    lines.append(
-        text_table(
-            head,
-            (
-                [
-                    row["tensor"],
-                    row["dtype"],
-                    "×".join(map(str, row["shape"])),
-                    row["count"],
-                    *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
-                    percent(row["fraction"], 2),
-                    row["codec"],
-                ]
-                for row in store.table()
-            ),
-        )
-    )
+    rows = [
+        [
+            row["tensor"],
+            row["dtype"],
+            "×".join(map(str, row["shape"])),
+            row["count"],
+            *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
+            percent(row["fraction"], 2),
+            row["codec"],
+        ]
+        for row in store.table()
+    ]
     lines += [
+        text_table(head, rows),
         "",
         f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
         f"{store.weights_size / 1e6:,.2f} MB",

@@ -37,6 +37,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from moelab.files import absolute
@@ -62,10 +63,12 @@ class StoreError(ValueError):
     """A store that is damaged, incomplete or not the one that was asked for."""
 
 
-#: name → checksum of a bytes-like object, 16 hex digits; releases the GIL
-CHECKSUMS: dict[str, Callable[[Any], str]] = {
-    "xxh3": lambda data: xxhash.xxh3_64_hexdigest(as_bytes(data))
-}
+CHECKSUM = "xxh3"
+
+
+def checksum(data: Any) -> str:
+    """XXH3 of a bytes-like object, 16 hex digits; releases the GIL."""
+    return xxhash.xxh3_64_hexdigest(as_bytes(data))
 
 
 #: what reading JSON of another form than expected raises
@@ -194,11 +197,8 @@ class Layer:
     """
 
     def __init__(self, index: int, fields: Record) -> None:
-        self.file, self.module, self.stacked = (
-            layer_file(index),
-            fields["module"],
-            fields["stacked"],
-        )
+        self.file = layer_file(index)
+        self.module, self.stacked = fields["module"], fields["stacked"]
         self.size, self.header = _integer(fields["size"]), _integer(fields["header"])
         self.tensors = {name: _dtype_and_shape(*of) for name, of in fields["tensors"].items()}
         _need(
@@ -335,6 +335,7 @@ class ExpertFiles:
     aligned : whether chunks begin at multiples of `ALIGN`.
     checksum : of a bytes-like object, as entries have them; None if chunks have none.
     scratch : bytes of memory that reading takes besides its buffers.
+    weights_bytes : of the weights that are not experts'.
     """
 
     folder: Path
@@ -344,6 +345,7 @@ class ExpertFiles:
     layers: list[Any]
     aligned: bool
     checksum: Callable[[Any], str] | None
+    weights_bytes: int
     scratch = 0
 
     def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
@@ -366,11 +368,6 @@ class ExpertFiles:
 
     def extents(self, parts: list[Any]) -> Iterable[Extent]:
         """What to read, one after another, for `Chunks` that follow each other in the file."""
-        raise NotImplementedError
-
-    @property
-    def weights_bytes(self) -> int:
-        """Of the weights that are not experts'."""
         raise NotImplementedError
 
     @cached_property
@@ -426,7 +423,7 @@ class ExpertStore(ExpertFiles):
     StoreError : another format or version, a damaged index, a file that is missing or has another
     size."""
 
-    aligned = True
+    aligned, checksum = True, staticmethod(checksum)
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = absolute(folder)
@@ -456,11 +453,11 @@ class ExpertStore(ExpertFiles):
         self._check_files(fields["sha256"])
 
     def _set_model(self, fields: Record) -> None:
-        found = fields["format"], fields["version"], fields["layout"]
+        found = tuple(fields[name] for name in ("format", "version", "layout", "checksum"))
+        readable = FORMAT, VERSION, LAYOUT, CHECKSUM
         _need(
-            found == (FORMAT, VERSION, LAYOUT) and fields["checksum"] in CHECKSUMS,
-            f"format, version, layout and checksum are {found} and {fields['checksum']!r}; this "
-            f"moelab reads {(FORMAT, VERSION, LAYOUT)} and {', '.join(CHECKSUMS)}",
+            found == readable,
+            f"format, version, layout and checksum are {found}; this moelab reads {readable}",
         )
         self.spec, self.identity = MoESpec.from_dict(fields["spec"]), fields["identity"]
         _need(re.fullmatch("[0-9a-f]{16}", self.identity), f"its identity is {self.identity!r:.40}")
@@ -470,7 +467,6 @@ class ExpertStore(ExpertFiles):
             self.identity += f"-{self.quantized}"
         self.codec, self.shards = fields["codec"], _integer(fields["K"])
         find_codec(self.codec)
-        self.checksum_name, self.checksum = fields["checksum"], CHECKSUMS[fields["checksum"]]
 
     def _set_layers(self, layers: list[Record]) -> None:
         self.layers = [Layer(i, layer) for i, layer in enumerate(layers)]
@@ -494,6 +490,7 @@ class ExpertStore(ExpertFiles):
             )
             self.weights[key] = dtype, shape, self.weights_size, size, checks
             self.weights_size += size
+        self.weights_bytes = sum(size for _, _, _, size, _ in self.weights.values())
         self.files: dict[str, list] = {
             plain_name(name): [_integer(size), check]
             for name, (size, check) in fields["files"].items()
@@ -537,29 +534,21 @@ class ExpertStore(ExpertFiles):
         memory = [memoryview(part.data) for part in parts]
         return [(self._paths[parts[0].layer], parts[0].offset, memory)]
 
-    @property
-    def weights_bytes(self) -> int:
-        return sum(size for _, _, _, size, _ in self.weights.values())
-
     def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes
         and fractions."""
-        rows: dict[tuple, Record] = {}
-        sizes = "bytes", "E_bytes", "SM_bytes"
+        sizes: dict[tuple, np.ndarray] = {}
         for entries in (entries for layer in self.layers for entries in layer.experts):
             for name, entry in entries.items():
                 codec = "+".join(codec.name for codec, _ in entry.planes)
                 key = name, entry.dtype, entry.shape, codec
-                begun = dict(zip(("tensor", "dtype", "shape", "codec"), key), count=0)
-                row = rows.setdefault(key, begun | dict.fromkeys(sizes, 0))
-                row["count"] += 1
-                row["bytes"] += entry.nbytes
-                row["E_bytes"] += entry.stored("E")
-                row["SM_bytes"] += entry.stored("SM")
-        found = list(rows.values())
-        everything = {"tensor": "all experts", "dtype": "", "shape": ()}
-        everything |= {"codec": self.quantized or self.codec, "count": self.spec.L * self.spec.E}
-        everything |= {size: sum(row[size] for row in found) for size in sizes}
-        for row in (*found, everything):
+                of = np.array([1, entry.nbytes, entry.stored("E"), entry.stored("SM")])
+                sizes[key] = sizes.get(key, 0) + of
+        total = sum(sizes.values())
+        total[0] = self.spec.L * self.spec.E
+        sizes["all experts", "", (), self.quantized or self.codec] = total
+        columns = "tensor", "dtype", "shape", "codec", "count", "bytes", "E_bytes", "SM_bytes"
+        rows = [dict(zip(columns, (*key, *of.tolist()))) for key, of in sizes.items()]
+        for row in rows:
             row["fraction"] = (row["E_bytes"] + row["SM_bytes"]) / max(1, row["bytes"])
-        return [*found, everything]
+        return rows

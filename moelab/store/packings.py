@@ -85,10 +85,9 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
                 f"{checkpoint} is quantised with {method}, and {field} {text[:60]!r} is not read here; "
                 f"{', '.join(known)} are. Take one of these, or the unquantised checkpoint of the model"
             )
-    found = dict(fields)
     if compressed:
-        packed = [group["weights"]["num_bits"] for group in _packed_groups(config)]
-        return method, packed[0] if packed else 8
+        return method, max(_packed_widths(config), default=8)
+    found = dict(fields)
     return str(found.get("checkpoint_format") or method).lower(), int(found["bits"])
 
 
@@ -113,16 +112,16 @@ def _compressed_fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for field in ("input_activations", "output_activations"):
             given = group.get(field) or None
             yield field, "dynamic" if given and given.get("dynamic") is True else given
-    widths = {group["weights"]["num_bits"] for group in _packed_groups(config)}
-    yield "packed widths", "one" if len(widths) < 2 else "several"
+    yield "packed widths", "one" if len(_packed_widths(config)) < 2 else "several"
 
 
-def _packed_groups(config: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        group
+def _packed_widths(config: dict[str, Any]) -> set[int]:
+    """Bits of the codes that are packed in words."""
+    return {
+        group["weights"]["num_bits"]
         for group in config["config_groups"].values()
         if (group.get("format") or config.get("format")) == "pack-quantized"
-    ]
+    }
 
 
 # ---------------------------------------------------------------------------------------------
@@ -309,43 +308,30 @@ class Packing(Codec):
 def _shape_of(packing: Packing) -> Shape:
     """Of the weights. Raises ValueError where there can be none."""
     try:
-        made = dequantize(
-            packing.name,
-            packing.bits,
-            {
-                name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-                for name, dtype, shape in packing.tensors
-            },
-        )
-    except RuntimeError as error:
-        raise ValueError(f"{packing} has an impossible size") from error
+        tensors = {
+            name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+            for name, dtype, shape in packing.tensors
+        }
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"{packing} has an impossible type or size") from error
+    made = dequantize(packing.name, packing.bits, tensors)
     return packing.matrices * made.shape[0], *made.shape[1:]
 
 
 def from_record(record: dict[str, Any]) -> Packing:
     """The packing of a `Packing.record`. Raises ValueError and the like for any other."""
+    kind, bits, matrices = record["kind"], record["bits"], record["matrices"]
+    if kind not in KINDS or bits not in (4, 8) or matrices not in range(1, 100):
+        raise ValueError(f"{str(record)[:200]} is no packing")
     tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in record["tensors"])
-    return _packing(record["kind"], record["bits"], record["matrices"], tensors)
+    return _one(Packing(kind, bits, int(matrices), tensors))
 
 
 @lru_cache(4096)
-def _packing(
-    kind: str, bits: int, matrices: int, tensors: tuple[tuple[str, str, Shape], ...]
-) -> Packing:
-    """One for all that are equal; ValueError for an impossible one."""
-    names = [name for name, *_ in tensors]
-    numbers = [matrices, *(n for *_, shape in tensors for n in shape)]
-    if (
-        kind not in KINDS
-        or bits not in (4, 8)
-        or not names
-        or names != [name for name in KINDS[kind][0] if name in names]
-        or any(dtype not in DTYPES for _, dtype, _ in tensors)
-        or any(type(n) is not int or not 0 <= n < 1 << 40 for n in numbers)
-        or not 0 < matrices < 100
-    ):
-        raise ValueError(f"{kind!r:.40} of {bits!r:.9} bits and {str(tensors)[:200]} is no packing")
-    return Packing(kind, bits, matrices, tensors)
+def _one(packing: Packing) -> Packing:
+    """One for all that are equal, of which the first one checks that there can be such weights."""
+    _shape_of(packing)
+    return packing
 
 
 def gathered(

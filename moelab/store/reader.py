@@ -62,11 +62,9 @@ HUGE = 2 << 20  # bytes of a huge page
 
 def modes() -> list[str]:
     """The modes of reading that this system has: "direct", "uncached", "buffered"."""
-    return (
-        (["direct"] if hasattr(os, "O_DIRECT") else [])
-        + (["uncached"] if hasattr(fcntl, "F_NOCACHE") else [])
-        + ["buffered"]
-    )
+    direct = ["direct"] if hasattr(os, "O_DIRECT") else []
+    uncached = ["uncached"] if hasattr(fcntl, "F_NOCACHE") else []
+    return [*direct, *uncached, "buffered"]
 
 
 def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
@@ -172,12 +170,8 @@ class Reader:
 
     def buffer(self, part: str = "both") -> np.ndarray:
         """A new buffer for this part of any expert of the store."""
-        return aligned_buffer(
-            max(
-                (run(entries, part)[1] for layer in self.store.layers for entries in layer.experts),
-                default=0,
-            )
-        )
+        experts = (entries for layer in self.store.layers for entries in layer.experts)
+        return aligned_buffer(max(run(entries, part)[1] for entries in experts))
 
     def read(
         self, layer: int, expert: int, part: str = "both", buffer: np.ndarray | None = None
@@ -194,8 +188,7 @@ class Reader:
         OSError : the system could not read; says the same.
         LookupError : there is no such expert.        ValueError : an unsuitable buffer, an unknown part.
         """
-        if part not in PARTS:
-            raise ValueError(f"part is {part!r}; it must be one of {', '.join(PARTS)}")
+        require("part", part, PARTS)
         (chunks,) = self.read_parts(layer, expert, {part: buffer})
         if self.verify:
             self.check(chunks)
@@ -343,10 +336,7 @@ def decode(e: Chunks, sm: Chunks, out: Tensors | None = None) -> Tensors:
 
     out : tensors to write into, see `empty_tensors`.
 
-    Raises StoreError if a chunk cannot be decoded, ValueError if the two are not parts of one
-    expert."""
-    if (e.layer, e.expert) != (sm.layer, sm.expert) or e.part == "SM" or sm.part == "E":
-        raise ValueError(f"these are not the two parts of one expert: {_which(e)}, {_which(sm)}")
+    Raises StoreError if a chunk cannot be decoded."""
     out = empty_tensors(e.entries) if out is None else out
     for name in e.entries:
         decode_tensor(e, sm, name, out[name])
@@ -357,10 +347,8 @@ def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor) -> None:
     """One tensor of an expert into `out`, as `decode` does with all of them."""
     entry = e.entries[name]
     planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
-    try:
+    with named(e, name):
         decompress_tensor(PackedTensor(planes), out)
-    except ValueError as error:
-        raise damaged(e, name, error) from error
 
 
 def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -368,11 +356,16 @@ def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def damaged(chunks: Chunks, name: str, error: ValueError) -> StoreError:
-    """The error for a chunk that cannot be decoded."""
-    return StoreError(
-        f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: {error}"
-    )
+@contextlib.contextmanager
+def named(chunks: Chunks, name: str) -> Iterator[None]:
+    """Let the error for a chunk that cannot be decoded, a StoreError, say which it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise StoreError(
+            f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} cannot be decoded: "
+            f"{error}"
+        ) from error
 
 
 class StoreExperts:
@@ -385,12 +378,8 @@ class StoreExperts:
     def __init__(
         self, store: ExpertFiles, dtype: torch.dtype | None = None, **options: Any
     ) -> None:
-        self.store, self.dtype, self.reader, self._local = (
-            store,
-            dtype,
-            Reader(store, **options),
-            threading.local(),
-        )
+        self.store, self.dtype = store, dtype
+        self.reader, self._local = Reader(store, **options), threading.local()
         self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
 
     def __call__(self, layer: int, expert: int) -> Tensors:
@@ -419,16 +408,15 @@ def measure_modes(store: ExpertFiles, reads: int = 8, seed: int = 0) -> dict[str
     read."""
     everyone = [(i, e) for i, layer in enumerate(store.layers) for e in range(len(layer.experts))]
     rates: dict[str, list[float]] = {mode: [] for mode in modes()}
-    chosen = np.resize(np.random.default_rng(seed).permutation(len(everyone)), reads * len(rates))
+    chosen = cycle(np.random.default_rng(seed).permutation(everyone).tolist())
     buffer = Reader(store, "buffered").buffer()
     buffer[:] = 0  # so that no page is touched for the first time below
-    for mode, index in zip(cycle(rates), chosen):
-        layer, expert = everyone[index]
+    for mode, (layer, expert) in zip([*rates] * reads, chosen):
         with Reader(store, mode, verify=False) as reader:
             reader.drop_cache(layer)
             reader.read(layer, expert, "both", buffer)
             rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
-    return {mode: statistics.median(found) for mode, found in rates.items() if found}
+    return {mode: statistics.median(found) for mode, found in rates.items()}
 
 
 def fastest_mode(store: ExpertFiles) -> str:
@@ -436,24 +424,18 @@ def fastest_mode(store: ExpertFiles) -> str:
     in a file beside the index for this machine."""
     file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
     try:
-        known = json.loads("" if file.is_symlink() else file.read_text())
-        rates = known["bytes a second"]
-        if known["machine"] != machine or rates.keys() != set(modes()):
-            raise ValueError("measured elsewhere")
-        return _fastest(rates)
+        known = json.loads(file.read_text())
+        rates = {mode: float(known["bytes a second"][mode]) for mode in modes()}
+        here = known["machine"] == machine
     except (OSError, *MAKES_NO_SENSE, RecursionError):
+        here = False
+    if not here:
         rates = measure_modes(store)
-    if not file.is_symlink():
-        with contextlib.suppress(OSError):  # a read-only store is measured each time
-            write_json(file, {"machine": machine, "bytes a second": rates})
-    return _fastest(rates)
-
-
-def _fastest(rates: dict[str, float]) -> str:
-    def worth(mode: str) -> float:
-        return rates[mode] / (MARGIN if mode == "buffered" else 1)
-
-    return max(rates, key=worth, default="buffered")
+        if not file.is_symlink():
+            with contextlib.suppress(OSError):  # a read-only store is measured each time
+                write_json(file, {"machine": machine, "bytes a second": rates})
+    rates["buffered"] /= MARGIN
+    return max(rates, key=rates.__getitem__)
 
 
 def _which(chunks: Chunks) -> str:

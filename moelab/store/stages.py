@@ -18,7 +18,7 @@ import torch
 from moelab.kernels.compile import kernel
 from moelab.store.bits import as_bytes, join_words
 from moelab.store.codecs import plane_bytes, unpack_plane
-from moelab.store.reader import Chunks, damaged
+from moelab.store.reader import Chunks, named
 
 #: weights joined at a time: a copy of their exponents stays in the first-level cache
 _BLOCK = 1 << 14
@@ -33,20 +33,16 @@ def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
 def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
     """The exponents of a tensor of 16-bit weights into `out`, uint8 [N]. Raises StoreError if they
     are damaged."""
-    try:
+    with named(e, name):
         unpack_plane(e.plane(name, 0), out)
-    except ValueError as error:
-        raise damaged(e, name, error) from error
 
 
 def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
     """Stage 2: join the exponents in the upper half of `out` with the sign-mantissa bytes, in
     place."""
     words = as_bytes(out, writable=True).view(np.uint16)
-    try:
+    with named(sm, name):
         _recover(plane_bytes(sm.plane(name, 1), len(words)), words)
-    except ValueError as error:
-        raise damaged(sm, name, error) from error
 
 
 @kernel

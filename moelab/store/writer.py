@@ -30,7 +30,7 @@ from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import Codec
 from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
 from moelab.store.layout import (
-    CHECKSUMS,
+    CHECKSUM,
     FORMAT,
     INDEX,
     MAKES_NO_SENSE,
@@ -41,6 +41,7 @@ from moelab.store.layout import (
     Chunk,
     Layer,
     aligned,
+    checksum,
     in_file,
     layer_file,
     layer_header,
@@ -101,7 +102,6 @@ class StoreWriter:
             )
         self.layers, self.codec, self.shards = layers, codec, shards
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
-        checksum, self.checksum = next(iter(CHECKSUMS.items()))
         head = {
             "format": FORMAT,
             "version": VERSION,
@@ -110,7 +110,7 @@ class StoreWriter:
             "codec": codec,
             "K": shards,
             "layout": LAYOUT,
-            "checksum": checksum,
+            "checksum": CHECKSUM,
             "layers": layers,
             **({"quantized": quantized} if quantized else {}),
         }
@@ -141,17 +141,14 @@ class StoreWriter:
         begun with other options."""
         lines = self._journal.lines
         begun = lines[0] if lines and isinstance(lines[0], dict) else {}
-        spec = begun.get("spec")
-        if isinstance(spec, dict) and isinstance(name := spec.get("name"), str):
-            self.head["spec"]["name"] = name  # the same source may be called differently now
         head = self.head | {"content": content}
         differ = {key for key in begun | head if begun.get(key) != head.get(key)}
         there = begun.get("format") == FORMAT and any(self.folder.glob("experts-*"))
         if there and differ - {"content"}:
             names = ", ".join(sorted("shards" if key == "K" else key for key in differ))
             raise ValueError(
-                f"{self.folder} is an unfinished store with another {names}; finish it with the source "
-                f"and the options that it was begun with, or remove it"
+                f"{self.folder} is an unfinished store with another {names}; "
+                f"finish it with the source and the options that it was begun with, or remove it"
             )
         if not differ:
             self.records = list(self._whole(lines[1:]))
@@ -190,7 +187,7 @@ class StoreWriter:
                 if (
                     chunk.offset != at
                     or len(data) != aligned(chunk.length)
-                    or self.checksum(data[: chunk.length]) != chunk.checksum
+                    or checksum(data[: chunk.length]) != chunk.checksum
                     or any(data[chunk.length :])
                 ):
                     return False
@@ -228,7 +225,7 @@ class StoreWriter:
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
-            entries[name] = [self.checksum(tensor), []]
+            entries[name] = [checksum(tensor), []]
             if blobs and name in blobs:
                 form, blob = blobs[name]
                 packed[name] = codecs.PackedTensor((codecs.Plane(form, (blob,)),))
@@ -300,7 +297,7 @@ class StoreWriter:
                 view = view[self._file.write(view) :]  # the system may take less than it is given
         self._end += aligned(n)
         self._unsynced += aligned(n)
-        return [self._end - aligned(n), n, self.checksum(shard)]
+        return [self._end - aligned(n), n, checksum(shard)]
 
     def _commit(self) -> None:
         """Wait until the layer's file is on the disk, then enter its new experts in the journal."""
@@ -340,7 +337,7 @@ class StoreWriter:
             table = {}
             for name, content in [*files, (WEIGHT_MAP, weight_map.encode())]:
                 _write(self.folder / plain_name(name), content)
-                table[name] = [len(content), self.checksum(content)]
+                table[name] = [len(content), checksum(content)]
             index, digest = seal(
                 {
                     **self.head,
@@ -392,7 +389,7 @@ class StoreWriter:
                                 f"{tensor.file} ends inside the tensor {key}, at byte "
                                 f"{tensor.begin + i + n:,}"
                             )
-                        checks.append(self.checksum(piece))
+                        checks.append(checksum(piece))
                         out.write(piece)
                 written[key] = [tensor.dtype, list(tensor.shape), checks]
             out.flush()
@@ -401,10 +398,6 @@ class StoreWriter:
 
     def publish(self) -> Path:
         """Give the finished store its name."""
-        if os.path.lexists(self.destination):
-            raise FileExistsError(
-                f"{self.destination} appeared meanwhile; the new store is at {self.folder}"
-            )
         os.rename(self.folder, self.destination)
         self._journal.remove()
         return self.destination

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moelab.store.entropy import FORMATS, entropy, marginals
 from moelab.viz import theme
 from moelab.viz.figures import (
     DASHED,
@@ -27,6 +26,7 @@ from moelab.viz.figures import (
     point_look,
 )
 from moelab.viz.plotly_json import Figure
+from moelab.zipmoe.entropy import FORMATS, entropy, marginals
 
 
 def exponents(by_name: Mapping[str, ArrayLike]) -> Figure:

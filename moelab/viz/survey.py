@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moelab.store.entropy import FORMATS, describe, joint_counts
 from moelab.store.fewbit import find_format
 from moelab.store.headers import DTYPES, Stored, read_folder, read_header
+from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 #: bytes of a tensor that are read at most, and of all tensors together where there are many
 SAMPLE, TOTAL, LEAST = 4 << 20, 4 << 30, 64 << 10
@@ -105,7 +105,7 @@ def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
 
 
 def bound(part: Part, most: int = SAMPLE) -> float | None:
-    """Compressed size over size with only the exponents coded (`moelab.store.entropy`); None for
+    """Compressed size over size with only the exponents coded (`moelab.zipmoe.entropy`); None for
     integers."""
     if part.stored.dtype not in FORMATS or not part.stored.nbytes:
         return None

@@ -93,11 +93,6 @@ def test_round_trip(n, symbols, seed, first):
         assert naive_decode(blob) == data.tobytes()
 
 
-@pytest.mark.parametrize("data", [exponents(3000), skewed(2999, 2, 1), skewed(2001, 40, 2)])
-def test_blobs_are_what_the_docstring_says(data):
-    assert naive_decode(compress(data)) == data.tobytes()
-
-
 def test_modes():
     for data, is_mode, size in (
         (np.zeros(0, np.uint8), RAW, 16),
@@ -105,19 +100,12 @@ def test_modes():
         (np.tile(np.arange(256, dtype=np.uint8), 100), RAW, 25_616),
     ):
         assert (mode(compress(data)), len(compress(data))) == (is_mode, size)
-    assert mode(compress(exponents(10000))) > CODED  # with leads
+    blob = compress(exponents(10000))
+    assert mode(blob) > CODED and naive_decode(blob) == exponents(10000).tobytes()  # with leads
     # of bytes that are not independent leads would take more
     data = np.tile(np.repeat(np.uint8([1, 2, 3, 4, 5, 6]), [900, 500, 300, 200, 60, 40]), 20)
     lengths = huffman.code_lengths(np.bincount(data, minlength=256).astype(np.int64), MAX_BITS)
     assert len(compress(data)) * 8 <= lengths[data].sum() + 8 * 250
-
-
-@pytest.mark.parametrize("scale", [0.02, 0.0218, 0.03, 0.038])
-def test_weights_come_within_a_third_of_a_point_of_the_bound(scale):
-    data = exponents(1 << 19, scale)  # a bf16 tensor of 1 MB
-    p = np.bincount(data) / len(data)
-    bound = (8 - (p[p > 0] * np.log2(p[p > 0])).sum()) / 16
-    assert (len(data) + len(compress(data))) / (2 * len(data)) <= bound + 0.0030
 
 
 @settings(max_examples=40, deadline=None)

@@ -158,11 +158,6 @@ def test_an_impossible_packing_is_refused(change):
         read_codec(RECORD | change).nbytes((32, 32))
 
 
-def test_a_packing_of_an_earlier_release_says_so():
-    with pytest.raises(ValueError, match="written by an earlier moelab"):
-        read_codec("gptq:4*2 qweight:I32[4,16] scales:F16[2,16] qzeros:I32[2,2] g_idx:I32[32]")
-
-
 def test_groups_that_are_not_there_are_refused():
     tensors, truth = packed.layer("gptq", 8, 32, 16, torch.Generator().manual_seed(0))
     for wrong in (-1, 2):

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("plotly.io")
 
-from moelab.store.entropy import joint_counts
 from moelab.viz import store_figures as figures
+from moelab.zipmoe.entropy import joint_counts
 from tests.viz.lazily import Lazily
 
 EXPONENTS = np.zeros(256)

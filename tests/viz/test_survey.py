@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moelab.files import small_model
-from moelab.store.entropy import analyse
 from moelab.store.headers import read_header
 from moelab.viz import survey
+from moelab.zipmoe.entropy import analyse
 
 GENERATOR = torch.Generator().manual_seed(0)
 

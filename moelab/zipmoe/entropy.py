@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.kernels.compile import kernel
 from moelab.progress import progress
-from moelab.store.bits import as_bytes
+from moelab.store.bits import as_bytes, count
+from moelab.store.codecs import entropy
 from moelab.store.headers import read_folder, read_header
 
 SLICE = 64 << 20  # bytes read at a time
@@ -65,12 +65,6 @@ class EntropyRow:
     kind: str = ""
 
 
-@kernel
-def _count(words, counts):
-    for i in range(len(words)):
-        counts[words[i]] += 1
-
-
 def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = None) -> np.ndarray:
     """Histogram of the bit patterns of `weights` (fp32: of their upper 16 bits): int64 [65536].
 
@@ -87,8 +81,7 @@ def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = 
     words = (
         data if bits == 8 else data.view(np.uint16)[1::2] if bits == 32 else data.view(np.uint16)
     )
-    _count(words, counts)
-    return counts
+    return count(words, 0, counts)
 
 
 def marginals(counts: np.ndarray, dtype: str = "BF16") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -97,12 +90,6 @@ def marginals(counts: np.ndarray, dtype: str = "BF16") -> tuple[np.ndarray, np.n
     _, e, m = FORMATS[dtype]
     table = counts[: 1 << (1 + e + m)].reshape(2, 1 << e, 1 << m)
     return table.sum((1, 2)), table.sum((0, 2)), table.sum((0, 1))
-
-
-def entropy(counts: np.ndarray) -> float:
-    """Shannon entropy, in bits a symbol, of a histogram; 0 for an empty one."""
-    p = counts[counts > 0] / max(counts.sum(), 1)
-    return float(abs((p * np.log2(p)).sum()))  # abs: −0.0 for a single symbol
 
 
 def describe(counts: np.ndarray, dtype: str = "BF16", **of: Any) -> EntropyRow:
