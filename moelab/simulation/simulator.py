@@ -215,8 +215,7 @@ def replay(
         raise TypeError(
             f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run"
         )
-    settings = run.settings
-    policy = cache or settings.policy
+    settings, policy = run.settings, cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
             f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, "
