@@ -32,6 +32,14 @@ SETUPS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def pythons_own_handler():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small model's checkpoint, and its store with each codec."""
