@@ -68,9 +68,12 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
     # transformers imports this one while it opens a model, and the defaults of its functions would
     # then be the group.
     importlib.import_module("torch.distributed.nn")
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", init_method, timedelta(seconds=timeout), size, rank
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", init_method, timedelta(seconds=timeout), size, rank
+        )
+    except RuntimeError as error:  # another rank may have joined and failed at once
+        raise PeerLost(f"rank {rank} cannot connect to the other ranks: {error}") from error
     try:
         yield device
         try:
