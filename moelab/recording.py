@@ -49,7 +49,7 @@ def record(
     order given.
 
     model : any transformers MoE model, opened by moelab or not.
-    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids.
+    prompts : texts, `moelab.prompts` or lists of token ids.
     max_new_tokens : tokens to generate greedily after each prompt; 0 records the prefill alone. The
         last token generated is never fed back, so n new tokens give n − 1 decode steps.
     hidden : also keep router inputs and residuals, [T, L, H] each, on disk: True in temporary files
@@ -86,7 +86,7 @@ def record(
 
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Texts, `moelab.datasets.Prompt`s or lists of ids as lists of ids; ValueError for none, or an
+    """Texts, `moelab.prompts` or lists of ids as lists of ids; ValueError for none, or an
     empty one."""
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; give a list of prompts, [prompt] for one")

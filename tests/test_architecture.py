@@ -21,7 +21,7 @@ COMMON = {
     "progress",
     "table",
     "cards",
-    "datasets",
+    "library",
     "kernels",
     "arguments",
     "files",
@@ -32,7 +32,7 @@ COMMON = {
     "records",
     "forks",
 }
-#: what cards, configs and datasets may use of these
+#: what cards, configs and library may use of these
 BASE = {"specs", "progress", "files", "registry", "schema"}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
@@ -42,7 +42,7 @@ DIRECTIONS = {
     "progress": set(),
     "table": set(),
     "cards": set(),
-    "datasets": set(),
+    "library": set(),
     "kernels": {"progress", "forks"},
     "arguments": {"files", "registry"},
     "files": {"schema"},
@@ -102,7 +102,10 @@ DIRECTIONS = {
     "ndp": {"trace", "experts", "parallel", "claims"},
 }
 TECHNIQUES = set(DIRECTIONS)
-DIRECTIONS["evaluation"] = TECHNIQUES
+#: prompts, with which these try what they have made
+DIRECTIONS["ane"] |= {"evaluation"}
+DIRECTIONS["generate"] |= {"evaluation"}
+DIRECTIONS["evaluation"] = TECHNIQUES - {"ane", "ndp", "generate"}
 DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
 DIRECTIONS["advice"] = TECHNIQUES | {"evaluation", "bench"}
 DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench"}
@@ -141,7 +144,7 @@ WITHOUT_TORCH = {
     "specs",
     "configs",
     "cards",
-    "datasets",
+    "library",
     "progress",
     "table",
     "arguments",
@@ -196,7 +199,7 @@ def violations(path):
     if part not in DIRECTIONS:
         yield f"{part} is new: say in DIRECTIONS what it may import"
     common = (
-        BASE if part in ("cards", "configs", "datasets") else set() if part in COMMON else COMMON
+        BASE if part in ("cards", "configs", "library") else set() if part in COMMON else COMMON
     )
     for name, inside in imports(path):
         package, _, rest = name.partition(".")
@@ -305,7 +308,7 @@ for name in {modules}:
         ("offloading/x.py", "def f():\n    import zstandard"),
         ("offloading/x.py", "from transformers import AutoModel"),
         ("viz/x.py", "class A:\n    def f(self):\n        import moelab.lab.runner"),
-        ("datasets.py", "import torch"),
+        ("library.py", "import torch"),
     ],
 )
 def test_violations_are_seen(file, source, tmp_path, monkeypatch):

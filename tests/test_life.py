@@ -384,10 +384,8 @@ def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
     """Nor do its threads, files and memory stay (huggingface/transformers#26026)."""
     folder, left, said = folders["wide" if "dense" in options else "bf16"], [], []
     if "prefetch" in options:
-        monkeypatch.setattr(moelab.api.datasets, "token_count", lambda _: None)
-        monkeypatch.setattr(
-            moelab.api.datasets, "prompts", lambda *_, **__: [PROMPTS[0][0].tolist()]
-        )
+        monkeypatch.setattr(moelab.api, "token_count", lambda _: None)
+        monkeypatch.setattr(moelab.api, "passages", lambda *_: [PROMPTS[0][0].tolist()])
     for _ in range(2):
         lm = moelab.open_model(folder, **options)
         engine = lm.moelab.engine

@@ -27,7 +27,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import inclusion_probabilities
 from moelab.checkpoint.convert import kept_store
-from moelab.datasets import prompts
+from moelab.evaluation.questions import prompts
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes

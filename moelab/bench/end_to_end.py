@@ -630,7 +630,7 @@ def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list
     """A checkpoint's folder and spec, and so many tokens of prose by its own tokenizer."""
     from moelab.checkpoint import opening
     from moelab.checkpoint.checkpoint import Checkpoint
-    from moelab.datasets import prompts
+    from moelab.evaluation.questions import prompts
 
     checkpoint = Checkpoint.at(model)
     opening.require_tokenizer(checkpoint)

@@ -35,8 +35,9 @@ from moelab.calibration import (
     overflow,
     overlap_at_k,
 )
-from moelab.datasets import prompts, token_count
+from moelab.evaluation.questions import prompts
 from moelab.intervals import interval
+from moelab.library import token_count
 from moelab.recording import record
 from moelab.records import Numbers, Records
 from moelab.trace import DECODE, PREFILL, RoutingTrace

@@ -14,10 +14,11 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from moelab import datasets, open_model, registry
+from moelab import open_model, registry
 from moelab.arguments import whole
-from moelab.evaluation import accuracy
+from moelab.evaluation import accuracy, questions
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
+from moelab.library import token_count
 from moelab.models import plug, plugged, unplug
 from moelab.recording import record
 from moelab.records import Numbers, Records
@@ -100,13 +101,13 @@ def layer_errors(
     """Format and layer → errors in per cent, on the routing of `prompts` prompts; "all" is the RMS
     over layers."""
     kinds = ("code", "prose", "lookup", "needle")
-    texts = datasets.prompts(
+    texts = questions.prompts(
         kinds,
         -(-prompts // len(kinds)),
         tokens=tokens,
         seed=seed,
         split="train",
-        count=datasets.token_count(model.tokenizer),
+        count=token_count(model.tokenizer),
     )
     trace = record(model, texts, hidden=True)
     rows: dict[str, Numbers] = {}

@@ -145,7 +145,7 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
 def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0) -> DefaultVectors:
     """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
 
-    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no
+    prompts : texts, `moelab.prompts` or lists of token ids; run one by one, so that no
         padding is averaged.
     max_new_tokens : tokens generated greedily after each prompt, which count too.
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.evaluation.predictors import score
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors, training
 from moelab.speculate.estimator import ESTIMATORS
 from moelab.speculate.routers import route, router_logits
 from moelab.speculate.rows import Rows
-from moelab.speculate.scoring import score
 from moelab.speculate.training import divergence, evaluate, train
 from tests.speculate.conftest import make
 

@@ -15,7 +15,7 @@ from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench import experts, neuron_examples, parallel, static
 from moelab.bench.quantization import compare_formats, layer_errors
 from moelab.calibration import Calibration, chunk_loads
-from moelab.datasets import REMEMBERED
+from moelab.evaluation.questions import REMEMBERED
 from moelab.experts.quantization import FORMATS, Quantized
 from moelab.models import plug, unplug
 from moelab.parallel import volumes

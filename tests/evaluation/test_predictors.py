@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moelab.evaluation.predictors import Score, choose, score, similarity, walk
 from moelab.intervals import ratio
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.routers import route
-from moelab.speculate.scoring import Score, choose, score, similarity, walk
 from moelab.trace import DECODE, PREFILL
 from tests.speculate.conftest import PROMPTS, make, neighbours
 
