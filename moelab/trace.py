@@ -85,9 +85,7 @@ class RoutingTrace:
 
     def counts(self) -> torch.Tensor:
         """Tokens that each expert executed: int64 [L, E]."""
-        L, E = self.spec.L, self.spec.E
-        flat = self.ids.long() + torch.arange(L)[:, None] * (E + 1)  # [T, L, K], E is "none"
-        return torch.bincount(flat.reshape(-1), minlength=L * (E + 1)).view(L, E + 1)[:, :E]
+        return counted(self.ids, self.spec.E)[0]
 
     def save(self, path: str | Path, hidden: bool = True) -> Path:
         """Write the trace atomically to `path` (a .safetensors file); returns the path.
@@ -172,6 +170,20 @@ class RoutingTrace:
 
     def _repr_html_(self) -> str:
         return html_table("Routing trace", self.summary())
+
+
+def counted(
+    ids: torch.Tensor, E: int, bins: torch.Tensor | None = None, n: int = 1
+) -> torch.Tensor:
+    """Tokens of each expert by bin: int64 [n, L, E], of ids [T, L, K] whose tokens are in `bins` [T],
+    0 … n − 1 (None: all in one). The id E, "no expert ran", is counted nowhere."""
+    bins = torch.zeros(len(ids), dtype=torch.long) if bins is None else bins.long()
+    base = bins[:, None] * (E + 1)
+    layers = [
+        torch.bincount((base + layer).reshape(-1), minlength=n * (E + 1)).view(n, E + 1)
+        for layer in ids.unbind(1)
+    ]
+    return torch.stack(layers, 1)[..., :E]
 
 
 def hidden_path(trace_path: Path, name: str) -> Path:

@@ -20,11 +20,12 @@ from moelab.ane.device.published import TABLE_3
 from moelab.ane.plan import Account, ANEPlan, count, make_plan
 from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, one_of, several, whole
-from moelab.calibration import calibrate, loads_of_ids
+from moelab.calibration import calibrate
 from moelab.evaluation import accuracy, questions
 from moelab.library import token_count
 from moelab.recording import record
 from moelab.records import Record, Records
+from moelab.static.loads import loads_of_ids
 from moelab.trace import PREFILL, RoutingTrace
 
 #: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`

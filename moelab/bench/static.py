@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moelab.bench.experts import Layers
-from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
+from moelab.calibration import Calibration
 from moelab.evaluation import questions
 from moelab.evaluation.accuracy import compare_dropping, paired_means
 from moelab.evaluation.calibrate import SOURCES
@@ -32,10 +32,12 @@ from moelab.models.patches import Patches
 from moelab.records import Record, Records
 from moelab.static import blocks
 from moelab.static.blockwise import Blockwise
+from moelab.static.loads import chunk_loads
 from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
 from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.trace import PREFILL, RoutingTrace
+from moelab.zipmoe.inclusion import inclusion_probabilities
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens
 TASKS = ("loss", "needle_multikey", *questions.REMEMBERED)

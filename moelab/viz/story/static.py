@@ -14,12 +14,13 @@ import ipywidgets
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench import experts, neuron_examples, parallel, static
 from moelab.bench.quantization import compare_formats, layer_errors
-from moelab.calibration import Calibration, chunk_loads
+from moelab.calibration import Calibration
 from moelab.evaluation.questions import REMEMBERED
 from moelab.experts.quantization import FORMATS, Quantized
 from moelab.models import plug, unplug
 from moelab.parallel import volumes
 from moelab.static import blocks
+from moelab.static.loads import chunk_loads
 from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS
 from moelab.table import ms, percent
