@@ -46,55 +46,20 @@ def advise(spec: MoESpec, devices: int) -> Advice:
             f"them gives every device a part"
         )
     wide = [tp for tp in fitting if spec.I / tp >= LEAST_I] or fitting[:1]
-    rule = _few if spec.E <= FEW else _between if spec.E < MANY else _many
-    tp, *reasons = rule(spec, devices, wide)
+    least, most = HYBRID
+    moderate = [tp for tp in wide if least <= tp <= most and tp < devices]
+    if spec.E <= FEW:
+        tp, why = wide[-1], f"are few (≤ {FEW}): they are cut"
+    elif spec.E >= MANY:
+        tp, why = wide[0], f"are many (≥ {MANY}): they are spread"
+    elif moderate:
+        tp, why = moderate[0], "are neither few nor many: a moderate tp beside ep"
+    else:
+        tp = wide[-1] if wide[-1] <= most else wide[0]
+        why = f"are neither few nor many, and no tp of {least} to {most} leaves parts and an ep"
+    reasons = [f"{spec.E} experts {why}."]
     if tp > 1:
         part = spec.I / tp
-        reasons.append(
-            f"A part keeps I = {part:.4g}, at least {LEAST_I}."
-            if part >= LEAST_I
-            else f"A part keeps only I = {part:.4g}, less than {LEAST_I}; fewer devices would do better."
-        )
+        size = "at least" if part >= LEAST_I else "less than"
+        reasons.append(f"A part keeps I = {part:.4g}, {size} {LEAST_I}.")
     return Advice(tp, devices // tp, tuple(reasons))
-
-
-# Each rule gives tp and the reasons. wide : the possible tp with which a part keeps I ≥ 128.
-
-
-def _few(spec: MoESpec, devices: int, wide: list[int]) -> tuple[int, *tuple[str, ...]]:
-    tp, cut = wide[-1], f"{spec.E} experts are few (≤ {FEW}): they are cut"
-    if tp == devices:
-        return tp, f"{cut}, every device works on every token, and none is a straggler."
-    return (
-        tp,
-        f"{cut}.",
-        f"Cut into {devices}, an expert would keep I = {spec.I / devices:.4g}, less than {LEAST_I}: "
-        f"so tp is {tp}, and the experts are spread over {devices // tp}.",
-    )
-
-
-def _between(spec: MoESpec, devices: int, wide: list[int]) -> tuple[int, str]:
-    neither = f"{spec.E} experts are neither few (≤ {FEW}) nor many (≥ {MANY}): "
-    least, most = HYBRID
-    if moderate := [tp for tp in wide if least <= tp <= most and tp < devices]:
-        return moderate[0], f"{neither}a moderate tp beside ep."
-    tp = wide[-1] if wide[-1] <= most else wide[0]
-    if tp == 1:
-        then = "So the experts are spread."
-    elif tp == devices:
-        then = "So they are cut: every device works on every token, and none is a straggler."
-    else:
-        then = f"So tp is {tp}, the least with which every device holds a part."
-    return tp, (
-        f"{neither}both would be combined, but {devices} devices have no tp of {least} to {most} that "
-        f"leaves parts of I ≥ {LEAST_I} and an ep. {then}"
-    )
-
-
-def _many(spec: MoESpec, devices: int, wide: list[int]) -> tuple[int, str]:
-    tp, many = wide[0], f"{spec.E} experts are many (≥ {MANY}): they"
-    if tp == 1:
-        return tp, f"{many} are spread, each device computes whole ones."
-    return tp, (
-        f"{many} would be spread, but {devices} devices are more than the experts, so tp is {tp}."
-    )

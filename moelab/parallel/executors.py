@@ -12,7 +12,7 @@ that sum in the type of their hidden states (not Nemotron-H and Inkling 2). The 
 sums: 1e-6 in fp32.
 
 Left out: experts cut along H, and blocks of tokens shared out (`moelab.experts.sharding` shows both
-on virtual cores); routers run in sequence parallel (`moelab.parallel.volumes` has what that saves).
+on virtual cores); routers run in sequence parallel (`moelab.static.volumes` has what that saves).
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    W = ep × tp ranks, see `Grid`
 """

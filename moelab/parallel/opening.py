@@ -74,7 +74,8 @@ def _variant(advice: Advice, inner: Executor | None) -> tuple[str, int]:
 def first_ranks(scores: torch.Tensor, world: Exchange) -> torch.Tensor:
     """Scores [B, V] of nothing but rank 0's choices, so that 8 bytes a sequence are sent in place
     of all its scores."""
-    best = world.broadcast(scores.argmax(-1, keepdim=True), "tokens")
+    best = scores.argmax(-1, keepdim=True)
+    best = world.all_gather(best, [len(best)] * world.size, "tokens")[: len(best)]
     return torch.full_like(scores, -torch.inf).scatter_(1, best, 0.0)
 
 

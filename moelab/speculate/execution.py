@@ -67,7 +67,7 @@ class Speculation(AbstractContextManager):
                 f"router-free needs the predictor 'estimator', which replaces routers; "
                 f"{type(predictor).__name__} asks them"
             )
-        self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
+        self.predictor, self.mode, self.prefill = predictor, mode, prefill
         self.layers, self._none = discover(model), predictor.spec.E
         #: the module of each layer whose first argument is the residual
         self._entries = (
@@ -76,7 +76,9 @@ class Speculation(AbstractContextManager):
         self._residuals: dict[int, Tensor] = {}  # r of each layer, in this pass
         self._predicted: dict[int, Prediction] = {}  # for each layer, in this pass
         self._hooks, self._predicting = Patches(), False
-        self.reset()
+        device = getattr(model, "device", "cpu")
+        self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device)
+        self.requests, self.hits = self._counts
         self._end()
         predictor.begin()
         with Patches() as patches:
@@ -95,18 +97,11 @@ class Speculation(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reset(self) -> None:
-        """Count from zero."""
-        device = getattr(self.model, "device", "cpu")
-        self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device)
-        self.requests, self.hits = self._counts
-
     def recall(self, phase: int | None = None) -> Tensor:
         """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
         predictions."""
-        if phase is None:
-            return self.hits.sum(0).double() / self.requests.sum(0)
-        return self.hits[phase].double() / self.requests[phase]
+        counts = self._counts.sum(1) if phase is None else self._counts[:, phase]
+        return counts[1].double() / counts[0]
 
     # ---------------------------------------------------------------------------------------------
     # hooks on the layers

@@ -18,8 +18,7 @@ from moelab.calibration import Calibration
 from moelab.evaluation.questions import REMEMBERED
 from moelab.experts.quantization import FORMATS, Quantized
 from moelab.models import plug, unplug
-from moelab.parallel import volumes
-from moelab.static import blocks
+from moelab.static import blocks, volumes
 from moelab.static.loads import chunk_loads
 from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS

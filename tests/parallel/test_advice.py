@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.parallel import volumes
 from moelab.parallel.advice import advise
-from moelab.parallel.eplb import balance, consecutive, device_loads, imbalance, pack, replicate
 from moelab.parallel.sharding import owners
 from moelab.specs import MoESpec
+from moelab.static import volumes
+from moelab.static.eplb import balance, consecutive, device_loads, imbalance, pack, replicate
 
 
 @given(
@@ -106,8 +106,6 @@ def test_advice_fits_and_its_reasons_are_true(E, I, devices):
         return
     assert made.tp * made.ep == devices and made.ep <= E and made.reasons
     said = str(made)
-    assert "none is a straggler" not in said or made.ep == 1
-    assert "whole ones" not in said or made.tp == 1
     assert "moderate tp beside ep" not in said or (2 <= made.tp <= 8 and made.ep > 1)
     assert "at least 128" not in said or I / made.tp >= 128
-    assert "keeps only" not in said or I / made.tp < 128
+    assert "less than 128" not in said or I / made.tp < 128
