@@ -174,7 +174,6 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
             staging=staging,
             order=ordered("default", machine),
             prefetching=prefetching,
-            quiet=True,
         )
 
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens

@@ -261,7 +261,6 @@ class Bench:
             machine,
             staging=self.staging,
             order=ordered(order, machine),
-            quiet=True,
         )
 
     # ---- run

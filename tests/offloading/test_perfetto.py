@@ -40,7 +40,6 @@ def simulation():
         [(1, "decode")] * 5,
         Residency(3, 8, Pools(F=4)),
         Machine(DELAYS, other=(1e-4, 0.0)),
-        start=100.0,
     )
 
 

@@ -139,7 +139,6 @@ class Stage:
             staging=self.settings.staging + ahead,
             order=ordered(self.settings.scheduler, machine),
             prefetching=prefetching,
-            quiet=True,
         )
 
     def loss(self, way: str, predictor: str, distance: int) -> float | None:
