@@ -15,7 +15,6 @@ from moelab.files import load_tensors, save_tensors
 from moelab.models.identity import same_source
 from moelab.schema import Count, checked
 from moelab.specs import MoESpec
-from moelab.table import html_table
 from moelab.trace import DECODE, PREFILL, RoutingTrace, counted
 
 FORMAT = "moelab.calibration/1"
@@ -145,6 +144,3 @@ class Calibration:
 
     def __repr__(self) -> str:
         return "Calibration(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
-
-    def _repr_html_(self) -> str:
-        return html_table("Calibration", self.summary())

@@ -7,7 +7,6 @@ of its prompts one by one."""
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -42,7 +41,6 @@ def record(
     hidden: bool | str | Path = False,
     *,
     batch_size: int = 8,
-    tokenizer: Any = None,
     **generate_options: Any,
 ) -> RoutingTrace:
     """Run `prompts` and record the routing of prefill and decode; `sequence` counts prompts in the
@@ -56,12 +54,11 @@ def record(
         that last as long as the trace, a path (of a .safetensors file) beside that file, and the
         trace is saved there.
     batch_size : prompts run together, padded to the longest.
-    tokenizer : by default the model's own `.tokenizer`.
     generate_options : passed on to `generate`.
 
     Raises ValueError: no prompts, an empty prompt, no tokenizer for texts, or hidden states of an
     architecture whose residual stream is of an unknown kind (`moelab.models.stream`)."""
-    ids = token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
+    ids = token_ids(prompts, getattr(model, "tokenizer", None))
     recorder = _Recorder(model)
     with tempfile.TemporaryDirectory(prefix="moelab-trace-") as folder:
         path = Path(folder, "trace.safetensors") if isinstance(hidden, bool) else Path(hidden)
@@ -94,9 +91,7 @@ def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     if not prompts:
         raise ValueError("prompts is empty: give at least one, e.g. moelab.prompts('needle', 8)")
     if any(isinstance(p, str) for p in prompts) and tokenizer is None:
-        raise ValueError(
-            "these prompts are texts and the model has no tokenizer: pass tokenizer=…, or token ids"
-        )
+        raise ValueError("these prompts are texts and the model has no tokenizer: give token ids")
     prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]
     ids = [[int(t) for t in p] for p in prompts]
     if [] in ids:
@@ -144,21 +139,18 @@ class _Recorder:
     def attach(
         self, patches: Patches, model: Any, appends: dict[str, Callable[[Tensor], None]]
     ) -> None:
-        """Listen to the passes that this thread runs; `appends` take the hidden states, by name."""
-        me, around = threading.get_ident(), streams(model) if appends else []
-
-        def mine(function: Callable[..., None]) -> Callable[..., None]:
-            return lambda *args: function(*args) if threading.get_ident() == me else None
+        """Listen to the model's passes; `appends` take the hidden states, by name."""
+        around = streams(model) if appends else []
 
         def listen(module: nn.Module, name: str, layer: int) -> None:
             see = partial(self.see, name, layer)
-            patches.hook(module.register_forward_pre_hook, mine(lambda _m, args: see(args[0])))
+            patches.hook(module.register_forward_pre_hook, lambda _m, args: see(args[0]))
 
         for stack, layers in stacks(model):
-            patches.hook(stack.register_forward_pre_hook, mine(self.step), with_kwargs=True)
-            patches.hook(stack.register_forward_hook, mine(lambda *_: self.flush(appends)))
+            patches.hook(stack.register_forward_pre_hook, self.step, with_kwargs=True)
+            patches.hook(stack.register_forward_hook, lambda *_: self.flush(appends))
             for layer in layers:
-                register, hook, options = layer.listening(mine(partial(self.put, layer.index)))
+                register, hook, options = layer.listening(partial(self.put, layer.index))
                 patches.hook(register, hook, **options)
                 if appends:
                     listen(layer.router, "router_inputs", layer.index)

@@ -21,7 +21,6 @@ from moelab.files import absolute, atomic, load_tensors, save_tensors
 from moelab.schema import FLOATS, checked
 from moelab.specs import MoESpec
 from moelab.store.headers import NAMES
-from moelab.table import html_table
 
 PREFILL, DECODE = 0, 1
 FORMAT = "moelab.trace/1"
@@ -167,9 +166,6 @@ class RoutingTrace:
 
     def __repr__(self) -> str:
         return "RoutingTrace(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
-
-    def _repr_html_(self) -> str:
-        return html_table("Routing trace", self.summary())
 
 
 def counted(

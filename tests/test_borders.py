@@ -37,7 +37,6 @@ from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
 from moelab.schema import checked, parse_json, typed
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
-from moelab.speculate.next_token import NextToken
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 from tests.depth import depth
@@ -103,19 +102,6 @@ def as_vectors(path, model):
     finite([*found.d.flatten().tolist(), *found.shared.flatten().tolist()])
     made = found.layer_default(0, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
     assert made.shape == found.shared[:1].shape
-
-
-def next_token_file(path, model):
-    spec = spec_of(model)
-    W = torch.randn(spec.L, spec.H + spec.E + 1, spec.E)
-    NextToken(W, 16.0, 0.5, identity(model)).save(path)
-
-
-def as_next_token(path, model):
-    found = NextToken.load(path, model)
-    s = np.ones((1, found.W.shape[1] - found.W.shape[2] - 1), np.float32)
-    finite(found.expected(0, s, np.ones(found.shape[1], np.float32)).tolist())
-    assert 0 <= found.discount < 1 and found.half_life > 0
 
 
 def estimator_file(path, model):
@@ -221,7 +207,6 @@ TENSORS = {
     "trace": (trace_file, as_trace),
     "calibration": (calibration_file, as_calibration),
     "vectors": (vectors_file, as_vectors),
-    "next-token": (next_token_file, as_next_token),
     "estimator": (estimator_file, as_estimator),
 }
 OBJECTS = {

@@ -164,4 +164,3 @@ def test_it_is_saved_and_shows_itself(tmp_path):
         assert getattr(loaded, name) == getattr(calibration, name)
     said = repr(calibration)
     assert "toy-moe" in said and "11 tokens" in said and "\n" not in said
-    assert "needle &lt;&amp;&gt; prose" in calibration._repr_html_()

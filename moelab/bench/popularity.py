@@ -27,8 +27,8 @@ from torch import Tensor
 from moelab import open_model
 from moelab.arguments import several, whole
 from moelab.calibration import Calibration, calibrate
+from moelab.evaluation.intervals import interval
 from moelab.evaluation.questions import prompts
-from moelab.intervals import interval
 from moelab.library import token_count
 from moelab.recording import record
 from moelab.records import Numbers, Records

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from moelab.evaluation import accuracy
+from moelab.evaluation.intervals import Interval
 from moelab.evaluation.predictors import Score, choose, score, similarity
 from moelab.evaluation.questions import REMEMBERED, prompts
-from moelab.intervals import Interval
 from moelab.offloading.session import Session
 from moelab.recording import record
 from moelab.records import Numbers, Record

@@ -21,7 +21,7 @@ import torch
 
 from moelab.bench import measure
 from moelab.bench.measure import Samples
-from moelab.intervals import Interval
+from moelab.evaluation.intervals import Interval
 from moelab.progress import progress
 from moelab.records import Numbers
 from moelab.specs import MoESpec

@@ -24,8 +24,8 @@ from moelab.calibration import Calibration
 from moelab.evaluation import questions
 from moelab.evaluation.accuracy import compare_dropping, paired_means
 from moelab.evaluation.calibrate import SOURCES
+from moelab.evaluation.intervals import Interval, t95
 from moelab.experts.executor import Tally
-from moelab.intervals import Interval, t95
 from moelab.library import token_count
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches

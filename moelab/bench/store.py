@@ -28,7 +28,7 @@ from moelab.bench.measure import Samples, gain, interleaved, load_average, speed
 from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.intervals import Interval
+from moelab.evaluation.intervals import Interval
 from moelab.records import Numbers, Record, Records
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from moelab.evaluation import questions, scores
+from moelab.evaluation.intervals import standard_error, t95
 from moelab.evaluation.questions import Prompt
-from moelab.intervals import standard_error, t95
 from moelab.library import token_count
 from moelab.records import Numbers, Record, Records
 from moelab.table import text_table

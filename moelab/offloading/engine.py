@@ -26,12 +26,12 @@ from torch import Tensor
 
 from moelab.cache.residency import Request, Residency, Step
 from moelab.forks import renew_in_children
-from moelab.intervals import Mean
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.load_queue import Order, plain_order
 from moelab.offloading.loading import Loader, clock
+from moelab.offloading.mean import Mean
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots

@@ -17,27 +17,16 @@ Shapes: s [T, H], u [E], W [L, H + E + 1, E].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.files import save_tensors
 from moelab.progress import progress
-from moelab.schema import Must, Positive, checked
-from moelab.speculate.signals import load_for
 from moelab.trace import RoutingTrace
 
-FORMAT, FITTED = "moelab.next_token/1", "moelab.speculate.next_token.fit(trace)"
 #: strengths of the ridge that are tried, in mean squares of an input
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
-
-
-class _About(TypedDict):
-    half_life: Positive
-    discount: Annotated[float, Must(lambda share: 0 <= share < 1, "from 0 to below 1")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +35,6 @@ class NextToken:
 
     W: Tensor
     half_life: float
-    discount: float
-    model_id: str
 
     def expected(self, layer: int, s: np.ndarray, u: np.ndarray) -> np.ndarray:
         """ŷ [E] of a layer, from the router inputs s [T, H] of the tokens that go on and recent
@@ -59,23 +46,6 @@ class NextToken:
     def shape(self) -> tuple[int, int]:
         """L, E."""
         return len(self.W), self.W.shape[-1]
-
-    def save(self, path: str | Path) -> Path:
-        about = {"half_life": self.half_life, "discount": self.discount}
-        return save_tensors(path, FORMAT, {"W": self.W}, model_id=self.model_id, about=about)
-
-    @classmethod
-    def load(cls, path: str | Path, model: Any) -> NextToken:
-        """Read what was fitted for `model`. ValueError if it is not readable or another model's."""
-        about = {"about": _About, "model_id": str}
-        return load_for(model, path, FORMAT, "next-token regression", FITTED, about, cls._loaded)
-
-    @classmethod
-    def _loaded(
-        cls, tensors: dict[str, Tensor], about: dict[str, float], model_id: str
-    ) -> NextToken:
-        W = checked(tensors, "W", ("float32",), (None, None, None))
-        return cls(W, **about, model_id=model_id)
 
 
 def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> NextToken:
@@ -106,7 +76,7 @@ def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> 
         x = torch.cat([s, lately(chosen, half_life), torch.ones(len(s), 1)], 1)
         y, last = coming(chosen, of, discount)
         layers.append(ridge(x[~last], y[~last], held_out[passed][~last]))
-    return NextToken(torch.stack(layers), half_life, discount, trace.model_id)
+    return NextToken(torch.stack(layers), half_life)
 
 
 def chosen_of(ids: Tensor, E: int) -> Tensor:

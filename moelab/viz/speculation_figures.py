@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike
 from moelab.bench.predictors import Learned
 from moelab.bench.prefetch import ARMS, Taken, hideable
 from moelab.bench.prefetch import by_layer as by_layers
+from moelab.evaluation.intervals import Interval, interval
 from moelab.evaluation.predictors import Score
-from moelab.intervals import Interval, interval
 from moelab.specs import Event
 from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt

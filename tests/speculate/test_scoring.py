@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moelab.evaluation.intervals import ratio
 from moelab.evaluation.predictors import Score, choose, score, similarity, walk
-from moelab.intervals import ratio
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors

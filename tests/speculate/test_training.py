@@ -24,19 +24,17 @@ PROMPTS = torch.randint(3, 96, (24, 11), generator=torch.Generator().manual_seed
 
 
 @pytest.fixture(scope="module")
-def small(tiny_model, tmp_path_factory):
-    """(model, path of a trace, validation trace, default vectors) of one architecture."""
+def small(tiny_model):
+    """(model, trace, validation trace, default vectors) of one architecture."""
     model = tiny_model("mixtral")
-    path = tmp_path_factory.mktemp("trace") / "train.safetensors"
-    record(model, PROMPTS[:20], hidden=path)
-    validation = record(model, PROMPTS[20:], hidden=True)
-    return model, path, validation, default_vectors(model, PROMPTS[:4])
+    trace, validation = (record(model, of, hidden=True) for of in (PROMPTS[:20], PROMPTS[20:]))
+    return model, trace, validation, default_vectors(model, PROMPTS[:4])
 
 
 def quick(small, **changes):
-    model, path, validation, vectors = small
+    model, trace, validation, vectors = small
     options = {"validation": validation, "parameters": 4000, "tokens": 1100, "batch": 64}
-    return train(path, model, vectors, **options | {"every": 150} | changes)
+    return train(trace, model, vectors, **options | {"every": 150} | changes)
 
 
 @torch.no_grad()
@@ -114,11 +112,6 @@ def test_training_learns_and_returns_its_best(small, kind):
         assert start.hit_rate == pytest.approx(by_router.tolist(), abs=1e-9)
 
 
-def test_where_training_only_hurts_the_start_comes_back(small):
-    trained = quick(small, learning_rate=3.0, muon_rate=3.0)
-    assert trained.best == trained.history[0] and not trained.estimator.head.weight.any()
-
-
 def test_the_seed_decides(small):
     one, same, other = (
         quick(small, tokens=300, seed=seed).estimator.state_dict() for seed in (3, 3, 4)
@@ -127,26 +120,26 @@ def test_the_seed_decides(small):
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_early_stopping_keeps_the_weights_of_the_best_validation(small, monkeypatch):
-    losses, seen = iter([9.0, 5.0, 3.0, 4.0, 3.5, 1.0]), []
+def test_the_weights_of_the_best_validation_are_kept(small, monkeypatch):
+    losses, seen = iter([9.0, 5.0, 3.0, 4.0, 3.5]), []
 
     def scripted(estimator, _):
         seen.append({name: tensor.clone() for name, tensor in estimator.state_dict().items()})
         return next(losses), (0.5, 0.5)
 
     monkeypatch.setattr(training, "evaluate", scripted)
-    trained = quick(small, tokens=10**6, every=50, patience=2)
-    assert trained.stopped_early and [p.loss for p in trained.history] == [9.0, 5.0, 3.0, 4.0, 3.5]
+    trained = quick(small, tokens=800, every=200)
+    assert [point.loss for point in trained.history] == [9.0, 5.0, 3.0, 4.0, 3.5]
     assert trained.best == trained.history[2]
     kept = trained.estimator.state_dict()
     assert all(torch.equal(seen[2][name], kept[name]) for name in kept)
 
 
 def test_unusable_arguments_are_named(small, tiny_model):
-    model, path, validation, vectors = small
+    model, trace, validation, vectors = small
     for what, changes, message in (
         ((model, record(model, PROMPTS[:2]), validation, vectors), {}, "no hidden states"),
-        ((tiny_model("olmoe"), path, validation, vectors), {}, "another model"),
+        ((tiny_model("olmoe"), trace, validation, vectors), {}, "another model"),
         (small, {"ahead": 3}, "no MoE layer has another one so far ahead"),
         (small, {"tokens": 0}, "at least 1"),
     ):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.intervals import interval, median, named, ratio, standard_error, t95
+from moelab.evaluation.intervals import interval, median, named, ratio, standard_error, t95
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
