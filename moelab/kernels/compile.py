@@ -24,27 +24,22 @@ from numba import types
 from numba.core import caching, event
 from numba.core.ccallback import CFunc
 
-from moelab.progress import Notice
-
 _OURS: set[str] = set()  # files that have kernels
 _ALIVE: list[Any] = []  # compiled functions, which would take their code with them
 
 
 class _Announcing(event.Listener):
-    """Says that kernels are being compiled, while one is that numba's cache lacks."""
+    """Says once that kernels are being compiled, when one is that numba's cache lacks."""
 
-    depth = 0  # one is compiled within another
-    notice = Notice("compiling kernels (the first time only) …")
+    said = False
 
     def on_start(self, begun: event.Event) -> None:
-        self.depth += 1
-        if begun.data["dispatcher"].py_func.__code__.co_filename in _OURS:
-            self.notice.begin()
+        if not self.said and begun.data["dispatcher"].py_func.__code__.co_filename in _OURS:
+            print("compiling kernels (the first time only) …", file=sys.stderr, flush=True)
+            self.said = True
 
     def on_end(self, ended: event.Event) -> None:
-        self.depth -= 1
-        if not self.depth:
-            self.notice.end()
+        pass
 
 
 event.register("numba:compile", _Announcing())

@@ -42,7 +42,6 @@ class Estimator(nn.Module):
     """
 
     #: whether what it gives is to be added to the next router's own logits on q
-    #: (`predictors.estimated`)
     residual = False
 
     def __init__(

@@ -53,12 +53,6 @@ def lacking(name: str) -> list[str]:
     return [part for part in takes(name) if part not in ("vectors", "seed")]
 
 
-def estimated(estimator: Estimate, layer: int, target: MoELayer, q: Tensor) -> Tensor:
-    """An estimator's logits [T, E] of `target` for signals q [T, H] of the layer `layer`."""
-    logits = estimator(q, layer)
-    return router_logits(target, q) + logits if getattr(estimator, "residual", False) else logits
-
-
 class Predictor(ABC):
     """Predicts, at MoE layer l, the experts and weights of layer l + ahead.
 
@@ -76,9 +70,9 @@ class Predictor(ABC):
             raise ValueError(
                 f"ahead is {ahead}; a prediction is for a later layer, so it must be at least 1"
             )
-        if unknown := ingredients.keys() - set(self.takes):
+        if unknown := sorted(ingredients.keys() - {*self.takes}):
             raise ValueError(
-                f"the predictor {made} takes no {', '.join(sorted(unknown))}; it takes "
+                f"the predictor {made} takes no {unknown[0]}; it takes "
                 f"{', '.join(('ahead', *self.takes))}"
             )
         for name in self.takes:
@@ -178,7 +172,11 @@ class Hybrid(Quasi):
 
     def predict(self, layer, s, r, ids, weights):
         q, target = self.quasi(layer, r, ids, weights), self.targets[layer]
-        logits = estimated(self.estimator, layer, target, q) if self.choice[layer] else None
+        if not self.choice[layer]:
+            return route(target, q)
+        logits = self.estimator(q, layer)
+        if getattr(self.estimator, "residual", False):
+            logits = router_logits(target, q) + logits
         return route(target, q, logits)
 
 
