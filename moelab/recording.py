@@ -7,6 +7,7 @@ of its prompts one by one."""
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -139,18 +140,21 @@ class _Recorder:
     def attach(
         self, patches: Patches, model: Any, appends: dict[str, Callable[[Tensor], None]]
     ) -> None:
-        """Listen to the model's passes; `appends` take the hidden states, by name."""
-        around = streams(model) if appends else []
+        """Listen to the passes that this thread runs; `appends` take the hidden states, by name."""
+        me, around = threading.get_ident(), streams(model) if appends else []
+
+        def mine(function: Callable[..., None]) -> Callable[..., None]:
+            return lambda *args: function(*args) if threading.get_ident() == me else None
 
         def listen(module: nn.Module, name: str, layer: int) -> None:
             see = partial(self.see, name, layer)
-            patches.hook(module.register_forward_pre_hook, lambda _m, args: see(args[0]))
+            patches.hook(module.register_forward_pre_hook, mine(lambda _m, args: see(args[0])))
 
         for stack, layers in stacks(model):
-            patches.hook(stack.register_forward_pre_hook, self.step, with_kwargs=True)
-            patches.hook(stack.register_forward_hook, lambda *_: self.flush(appends))
+            patches.hook(stack.register_forward_pre_hook, mine(self.step), with_kwargs=True)
+            patches.hook(stack.register_forward_hook, mine(lambda *_: self.flush(appends)))
             for layer in layers:
-                register, hook, options = layer.listening(partial(self.put, layer.index))
+                register, hook, options = layer.listening(mine(partial(self.put, layer.index)))
                 patches.hook(register, hook, **options)
                 if appends:
                     listen(layer.router, "router_inputs", layer.index)

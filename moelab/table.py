@@ -95,14 +95,14 @@ def filled(text: str) -> str:
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns aligned under their heads, the widest wrapped where it would be wider than the
+    """Columns aligned under their heads, the widest wrapped where they would be wider than the
     terminal; cells are written by `format_value`."""
     rows = [list(head), *([format_value(cell) for cell in row] for row in rows)]
     columns = list(zip(*rows))
     widths = [max(map(len, column)) for column in columns]
-    widest = max(widths)
-    over = sum(widths) + 2 * len(widths) - terminal_width()
-    widths[widths.index(widest)] -= min(max(over, 0), max(widest - 24, 0))
+    for _ in range(sum(widths) + 2 * len(widths) - terminal_width()):
+        widest = max(widths)
+        widths[widths.index(widest)] -= widest > 24
     lines = []
     for row in rows:
         cells = [

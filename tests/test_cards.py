@@ -213,18 +213,7 @@ def test_a_device_card_is_whole_and_sourced(name):
     assert list(cards.load_card(name)) == ["name", "notes", "figures"]
     device = cards.load_device(name)
     assert {"memory_gb", "memory_bandwidth_gbs"} <= set(device.figures)
-    endings = {
-        "_gb": "GB",
-        "_gbs": "GB/s",
-        "_tflops": "TFLOPS",
-        "_tops": "TOPS",
-        "_w": "W",
-        "_ghz": "GHz",
-        "_count": "1",
-    }
-    for key, figure in device.figures.items():
-        assert figure.value > 0 and figure.source.strip()
-        assert figure.unit == next(unit for ending, unit in endings.items() if key.endswith(ending))
+    assert all(figure.source.strip() for figure in device.figures.values())
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
@@ -293,7 +282,7 @@ def test_an_unknown_name_says_what_there_is(load, wrong, meant):
 @pytest.mark.parametrize(
     "line, problem",
     [
-        ('unit = "MB/s"', "in the unit"),
+        ('unit = "MB/s"', "in the unit that its name ends in: _gbs"),
         ('value = "fast"', "must be a finite number"),
         ("value = 0", "must be above 0"),
         ("value = nan", "must be a finite number"),
@@ -315,16 +304,6 @@ def test_a_figure_that_means_something_else_is_named(line, problem, tmp_path):
     with pytest.raises(
         ValueError, match=r"mine.toml .*figures.storage_read_gbs.*" + re.escape(problem)
     ):
-        cards.load_device(file)
-
-
-def test_a_figures_name_ends_in_its_unit(tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_text(
-        "name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\nkind = "
-        "'measured'\nsource = 'x'"
-    )
-    with pytest.raises(ValueError, match="figures.disk_speed.*its name ends in: _gbs"):
         cards.load_device(file)
 
 
