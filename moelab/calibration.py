@@ -127,20 +127,9 @@ class Calibration:
             raise ValueError(f"its counts are all zero, or more than {spec.K} a token and layer")
         return cls(counts, tokens, spec, model_id, source)
 
-    def summary(self) -> dict[str, str]:
-        lines = {
-            "model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",
-            "calibrated on": self.source or "not said",
-        }
-        for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
-            r, dead = self.imbalance(phase), int((self.counts(phase) == 0).sum())
-            r = r[~r.isnan()]  # layers that these tokens do not pass
-            skew = f"{r.min():.2f} to {r.max():.2f} over layers" if len(r) else "unknown"
-            lines[name] = (
-                f"{self.tokens[phase]:,} tokens; busiest expert ÷ mean {skew}; "
-                f"{dead} of {self.spec.L * self.spec.E} experts unused"
-            )
-        return lines
-
     def __repr__(self) -> str:
-        return "Calibration(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
+        prefill, decode = self.tokens
+        return (
+            f"Calibration({self.spec.name}, on {self.source or 'prompts that are not named'}: "
+            f"{prefill:,} tokens in prefill, {decode:,} in decode)"
+        )

@@ -147,25 +147,12 @@ class RoutingTrace:
                 ) from error
         return cls(**columns, spec=spec, model_id=model_id)
 
-    def summary(self) -> dict[str, str]:
-        n_prefill = int((self.phase == PREFILL).sum())
-        counts = self.counts().double()
-        load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
-        return {
-            "model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",
-            "tokens": f"{len(self):,} of {self.sequences} prompts ({n_prefill:,} prefill, "
-            f"{len(self) - n_prefill:,} decode)",
-            "busiest expert ÷ mean": f"{load.min():.2f} to {load.max():.2f} over layers"
-            if len(self)
-            else "–",
-            "experts never used": f"{int((counts == 0).sum())} of {counts.numel()}",
-            "hidden states": "no"
-            if self.router_inputs is None
-            else f"2 × {self.router_inputs.nbytes / 1e6:,.1f} MB",
-        }
-
     def __repr__(self) -> str:
-        return "RoutingTrace(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
+        spec, prefill = self.spec, int((self.phase == PREFILL).sum())
+        return (
+            f"RoutingTrace({spec.name}: {len(self):,} tokens of {self.sequences} prompts, "
+            f"{prefill:,} in prefill; {spec.L} MoE layers of {spec.E} experts, top-{spec.K})"
+        )
 
 
 def counted(

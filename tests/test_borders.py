@@ -74,7 +74,7 @@ def as_trace(path, model):
     finite(trace.weights.float().flatten().tolist())
     assert set(trace.phase.tolist()) <= {0, 1}
     assert min([0, *trace.sequence.tolist(), *trace.tokens.tolist()]) == 0
-    assert trace.counts().sum() <= trace.ids.numel() and trace.summary()
+    assert trace.counts().sum() <= trace.ids.numel() and repr(trace)
 
 
 def calibration_file(path, model):
@@ -87,7 +87,7 @@ def as_calibration(path, model):
     assert counts.shape == (2, spec.L, spec.E) and counts.min() >= 0 and counts.sum() > 0
     for phase, tokens in zip(counts.tolist(), found.tokens):
         assert all(sum(layer) <= tokens * spec.K for layer in phase)
-    assert found.summary()
+    assert repr(found)
 
 
 def vectors_file(path, model):
