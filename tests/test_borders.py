@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 import sys
 
 import numpy as np
@@ -29,11 +28,11 @@ from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
 from moelab.checkpoint.opening import open_checkpoint, spec_of
 from moelab.comparison import compare
-from moelab.files import CHECKOUT, read_json, write_json
+from moelab.files import read_json, write_json
 from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
-from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
+from moelab.records import MetricsFile
 from moelab.schema import checked, parse_json, typed
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
@@ -358,28 +357,6 @@ def test_counts_that_are_none_are_refused(tmp_path):
         assert refused(tmp_path / "c.npy", as_counts, None, array)
 
 
-@pytest.mark.parametrize("shape", [RunFile, FigureFile, BenchFile])
-def test_what_a_run_keeps_is_of_one_form(shape, tmp_path):
-    env = {"git": None, "versions": {"a": "1"}, "device": "cpu", "cpu": "x", "cores": 2}
-    document = {
-        RunFile: {"parameters": {}, "seconds": 1.0, "peak_anonymous_bytes": 5, "env": env},
-        FigureFile: {"caption": "c", "alt": "a", "figure": {"data": [{}], "layout": {}}},
-        BenchFile: {"bench": "b", "kind": "exact", "results": {}},
-    }[shape]
-
-    def judge(path, _):
-        read_json(path, shape)
-
-    path = write_json(tmp_path / "f.json", document)
-    assert read_json(path, shape) == document
-    for key in document:
-        write_json(path, {name: value for name, value in document.items() if name != key})
-        assert refused(path, judge, None, key) != (key == "peak_anonymous_bytes")  # optional
-    for what, other in mutants(document, 0, 80):
-        path.write_text(json.dumps(other))
-        refused(path, judge, None, what)
-
-
 @pytest.mark.parametrize(
     "command", ["run {}", "run {} --list", "sweep {} --grid a=1", "reproduce {}"]
 )
@@ -391,14 +368,6 @@ def test_what_is_no_notebook_is_one_line(command, tmp_path, capsys, monkeypatch)
         assert main(command.format(path).split()) == 2
         told = capsys.readouterr().err.strip().splitlines()
         assert len(told) == 1 and "broken.ipynb is no readable notebook" in told[0]
-
-
-def test_the_git_filter_says_what_is_no_notebook():
-    pytest.importorskip("nbstripout")
-    command = [sys.executable, "-m", "moelab.lab.strip"]
-    how = {"capture_output": True, "text": True, "cwd": CHECKOUT, "timeout": 60}
-    done = subprocess.run(command, input='{"nbformat": 3, "worksheets": 5}', **how)
-    assert done.returncode != 0 and "Traceback" not in done.stderr and "otebook" in done.stderr
 
 
 def test_annotations_mean_what_they_say():

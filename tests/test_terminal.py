@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import registry
-from moelab.__main__ import COMMANDS, main
+from moelab.__main__ import main
 from moelab.advice import doctor
 from moelab.arguments import Parser, one_of
 from moelab.table import text_table
@@ -49,25 +49,16 @@ def test_no_terminal_s_encoding_loses_output(words, encoding, monkeypatch):
     "words, said",
     [
         (["generat"], "'generate'"),
-        (["Doctor"], "'doctor'"),
         (["generate", "--memroy", "8GB"], "--memory"),
-        (["generate", "--prefetch", "quasy"], "'quasi'"),
-        (["generate", "--cache", "lruu"], "'lru'"),
         (["generate", "--executor", "fasst"], "'fast'"),
         (["convert", "a", "b", "--quantize", "intt4"], "'int4'"),
         (["bench", "engin"], "'engine'"),
-        (["ane", "plan", "x", "--device", "m2-ultr"], "'m2-ultra'"),
-        (["ane", "pln"], "mean 'plan'"),
         (["run", "calibraton"], "mean '01_calibration'"),
         (["sweep", "engin", "--grid", "a=1"], "mean 'engine'"),
         (["view", "model_map", "-p", "color=x"], "mean 'colour'"),
         (["view", "budgt"], "'budget'"),
-        (["evaluate", "--modes", "hnt"], "'hint'"),
-        (["evaluate", "--modes", "executor:fsat"], "'fast'"),
         (["evaluate", "--modes", "hint:quazi"], "'quasi'"),
         (["advise", "qwen3-30b-a3"], "'Qwen3-30B-A3B'"),
-        (["synthesize", "x", "--model", "Mixtral"], "'Mixtral-8x7B'"),
-        (["generate", "--memory", "16"], "'16GB'"),
         (["generate", "--memory", "16", "GB"], "'16GB'"),
         (["advise", "--memory", "18"], "'18GB'"),
     ],
@@ -162,38 +153,15 @@ def test_a_mistake_of_ours_is_called_one(monkeypatch, capsys):
         main(["check", "--debug"])
 
 
-def test_help_describes_every_bench_and_says_how_to_call_it(capsys):
-    from moelab.bench import BENCHES
-
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    told = capsys.readouterr().out
-    lines = [line.split(maxsplit=1) for line in told.splitlines() if line.startswith("  ")]
-    assert all(
-        any(line[0] == name and len(line[1]) > 20 for line in lines if len(line) == 2)
-        for name in BENCHES
-    )
-    assert "python -m" not in told and len(COMMANDS) > 20
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ["convert", "", "x"],
-        ["convert", "x", ""],
-        ["inspect", ""],
-        ["verify", ""],
         ["advise", ""],
         ["generate", "--calibration", ""],
-        ["generate", "--calibration="],
-        ["view", "budget", ""],
         ["view", "model_map", "--output", ""],
         ["evaluate", "--estimator", ""],
-        ["doctor", ""],
-        ["ane", "lint", ""],
-        ["ane", "convert", "", "x"],
         ["run", "01", "--results", ""],
-        ["bench", "engine", "--folder", ""],
         ["sweep", "", "--grid", "a=1"],
     ],
 )

@@ -142,12 +142,11 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     return following.router_input(times(factor, x).to(r.dtype))
 
 
-def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0) -> DefaultVectors:
+def default_vectors(model: Any, prompts: Sequence[Any]) -> DefaultVectors:
     """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
 
     prompts : texts, `moelab.prompts` or lists of token ids; run one by one, so that no
         padding is averaged.
-    max_new_tokens : tokens generated greedily after each prompt, which count too.
 
     Experts are computed one by one, as with the executor "exact", whichever the model was opened
     with.
@@ -167,7 +166,7 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
         for prompt in progress(ids, "default vectors", unit="prompt"):
             tokens = torch.tensor([prompt], device=model.device)
             with torch.no_grad():
-                recording.run(model, tokens, torch.ones_like(tokens), max_new_tokens, {})
+                recording.run(model, tokens, torch.ones_like(tokens), 0, {})
     return sums.vectors(identity(model))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from moelab.parallel.advice import advise
 from moelab.parallel.sharding import owners
 from moelab.specs import MoESpec
 from moelab.static import volumes
-from moelab.static.eplb import balance, consecutive, device_loads, imbalance, pack, replicate
+from moelab.static.eplb import balance, consecutive, device_loads, imbalance, replicate
 
 
 @given(
@@ -38,18 +38,6 @@ def test_replicas_are_the_best_there_are(load, spare):
     every = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
     best = min(max(value / m for value, m in zip(load, counts)) for counts in every)
     assert max(value / m for value, m in zip(load, replicate(load, places))) == best
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
-def test_packing_is_close_to_the_optimum(load, bins):
-    size = 6 // bins
-    best = min(
-        max(sum(load[i] for i in order[b * size : (b + 1) * size]) for b in range(bins))
-        for order in permutations(range(6))
-    )
-    fullest = max(sum(load[i] for i in items) for items in pack(load, bins))
-    assert best <= fullest <= 4 / 3 * best  # heaviest first is known to be that close
 
 
 def test_what_it_gains_and_what_it_refuses():

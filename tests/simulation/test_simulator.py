@@ -25,7 +25,6 @@ from moelab.simulation.simulator import (
 from moelab.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.zipmoe.affinity import naive_order
-from moelab.zipmoe.tasks import execute
 from tests.models import tiny
 from tests.timelines import check
 
@@ -183,34 +182,6 @@ def runs(draw):
     return L, E, steps, predictions, pools
 
 
-@settings(deadline=None, max_examples=50)
-@given(runs(), machines)
-def test_without_predictions_layers_are_executed_one_by_one(run, machine):
-    L, E, steps, predictions, pools = run
-    asked, events, now = Residency(L, E, pools), [], 0.0
-    order = ordered("default", machine)
-    for forward in steps:
-        for layer, experts in forward:
-            now += machine.other[0]
-            requests = asked.begin(layer, experts).requests
-            found, now = execute(
-                requests, order(requests), machine.delays, machine.workers, now, layer
-            )
-            events += found
-        now += machine.head[0]
-    for prefetching in (None, Prefetching(predictions, 0)):
-        played = simulate(
-            steps,
-            [(1, "decode")] * len(steps),
-            Residency(L, E, pools),
-            machine,
-            order=order,
-            prefetching=prefetching,
-        )
-        assert [event for event in played.events if event.kind != "other"] == events
-        assert played.forwards[-1].end == now and not any(asdict(played.fetched).values())
-
-
 @settings(deadline=None, max_examples=80)
 @given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.none() | st.integers(1, 3))
 def test_predictions_decide_nothing_and_every_byte_is_accounted_for(
@@ -329,22 +300,10 @@ def test_delays_of_a_card_by_hand():
     assert other == pytest.approx((1000 / 10e9, 1000 / 1e9))
 
 
-def test_rates_of_a_card_prefer_the_link_and_16_bit():
-    assert MachineRates.of(cards.load_device("jetson-agx-orin-64gb")) == MachineRates(
-        3.5e9, 204.8e9, 42.5e12
-    )
-    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
-    assert MachineRates.of(cards.load_device("oneplus-12")).flops == pytest.approx(0.355e12)
-    with pytest.raises(
-        ValueError, match="Apple M2 Ultra: .* no host link and no disk .*storage_read_gbs"
-    ):
-        MachineRates.of(cards.load_device("m2-ultra"))
-    bare = DeviceSpec("bare", {"storage_read_gbs": Figure(1, "GB/s", "measured", "here")})
-    with pytest.raises(ValueError, match="no TFLOPS .*fp32_tflops"):
-        MachineRates.of(bare)
-
-
 def test_cards_of_the_package_and_what_they_lack():
+    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
+    with pytest.raises(ValueError, match="no host link and no disk .*storage_read_gbs"):
+        MachineRates.of(cards.load_device("m2-ultra"))
     orin = cards.load_device("jetson-agx-orin-64gb")
     delays, _ = delays_of(
         orin, cards.load_model("Qwen3-30B-A3B"), 0.32, dense_bytes=2e9, decompress_gbs=1.5

@@ -113,10 +113,10 @@ def test_the_executor_that_a_model_was_opened_with_changes_no_default_vectors(
 ):
     folder = tiny.save("qwen3_moe", tmp_path)
     with moelab.open_model(folder) as lm:
-        expected = default_vectors(lm, PROMPTS, max_new_tokens=2)
-        counts = record(lm, PROMPTS, max_new_tokens=2, batch_size=1).counts()
+        expected = default_vectors(lm, PROMPTS)
+        counts = record(lm, PROMPTS, batch_size=1).counts()
     with moelab.open_model(folder, executor=executor, memory=memory) as lm:
-        found = default_vectors(lm, PROMPTS, max_new_tokens=2)
+        found = default_vectors(lm, PROMPTS)
         lm(torch.tensor(PROMPTS[:1]))
     assert torch.equal(found.counts, expected.counts) and torch.equal(counts, expected.counts)
     torch.testing.assert_close(found.d, expected.d, rtol=1e-4, atol=1e-6)
