@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,19 +66,6 @@ class Estimator(nn.Module):
         self.C = nn.Linear(expansion * width, width)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, E)
-        self.initialise()
-
-    def initialise(self, generator: torch.Generator | None = None) -> None:
-        """PyTorch's usual initial weights, drawn from a generator (None: the global one)."""
-        for module in self.children():
-            if module is self.norm:
-                module.reset_parameters()
-            elif module is self.layer:
-                nn.init.normal_(module.weight, generator=generator)
-            else:
-                bound = 1 / math.sqrt(module.in_features)
-                nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
-                nn.init.uniform_(module.bias, -bound, bound, generator=generator)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
         """Router logits of layer + ahead, or what is added to them, float32 [T, E]; `layer` is one
@@ -144,8 +132,8 @@ class ResidualEstimator(Estimator):
 
     residual = True
 
-    def initialise(self, generator: torch.Generator | None = None) -> None:
-        super().initialise(generator)
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

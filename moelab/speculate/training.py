@@ -143,14 +143,11 @@ def _step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) ->
 
 
 def _estimator(data: Rows, kind: str, parameters: int, seed: int) -> Estimator:
-    """Untrained, on the model's device; its initial weights are drawn from a generator of its
-    own."""
-    spec, H = data.spec, data.trace.residuals.shape[-1]
-    with torch.device("meta"):
-        estimator = find("estimator", kind).sized(
-            H, spec.E, spec.L, parameters, ahead=data.quasi.ahead
-        )
-    estimator.to_empty(device="cpu").initialise(torch.Generator().manual_seed(seed))
+    """Untrained, on the model's device; its initial weights are drawn by the seed alone."""
+    spec, H, ahead = data.spec, data.trace.residuals.shape[-1], data.quasi.ahead
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        estimator = find("estimator", kind).sized(H, spec.E, spec.L, parameters, ahead=ahead)
     estimator.model_id = data.trace.model_id
     return estimator.to(data.quasi.device)
 
