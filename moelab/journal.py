@@ -26,7 +26,8 @@ class Journal:
     is not changed."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lines = path, []
+        self.path = path
+        self.lines = []
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file, and a journal is to be kept there; remove it")
         self._file = open(path, "a+b", buffering=0)

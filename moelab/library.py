@@ -44,7 +44,8 @@ def library(kind: str, split: str) -> tuple[str, ...]:
 
 
 def _sources(split: str) -> list[str]:
-    root, files = Path(sysconfig.get_path("stdlib")), []
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
         files += [Path(folder, name) for name in names if name.endswith(".py")]

@@ -141,7 +141,8 @@ class _Recorder:
         self, patches: Patches, model: Any, appends: dict[str, Callable[[Tensor], None]]
     ) -> None:
         """Listen to the passes that this thread runs; `appends` take the hidden states, by name."""
-        me, around = threading.get_ident(), streams(model) if appends else []
+        me = threading.get_ident()
+        around = streams(model) if appends else []
 
         def mine(function: Callable[..., None]) -> Callable[..., None]:
             return lambda *args: function(*args) if threading.get_ident() == me else None
@@ -163,10 +164,13 @@ class _Recorder:
     def step(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A forward pass of a stack begins, with tokens [B, S]."""
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
-        tokens, info, mask = tokens.cpu(), forward_info(args, kwargs), kwargs.get("attention_mask")
+        tokens = tokens.cpu()
+        info = forward_info(args, kwargs)
+        mask = kwargs.get("attention_mask")
         if mask is None or mask.dim() != 2:
             mask = torch.ones(len(tokens), info.cached + tokens.shape[1])
-        mask, S = mask.cpu().long(), tokens.shape[1]
+        mask = mask.cpu().long()
+        S = tokens.shape[1]
         keep = mask[:, -S:].bool()
         if info.phase == "decode":  # what ended sequences compute is not used
             self.finished = self.finished | torch.isin(tokens[:, -1], self.eos)
@@ -205,7 +209,8 @@ class _Recorder:
         self.now["ids"] = torch.full(shape, self.spec.E, dtype=torch.int16)
         self.now["weights"] = torch.zeros(shape, dtype=dtype)
         for layer, (ids, weights) in self.routed.items():
-            ids, weights = ids.cpu()[self.rows], weights.cpu()[self.rows]
+            ids = ids.cpu()[self.rows]
+            weights = weights.cpu()[self.rows]
             self.now["ids"][:, layer] = ids.to(torch.int16)
             self.now["weights"][:, layer] = weights.masked_fill(ids == self.spec.E, 0)
         self.passes.append(self.now)

@@ -66,7 +66,8 @@ def duration(seconds: float) -> str:
 
 def span(low: float, high: float) -> str:
     """A range in three significant digits, or one number where both ends read the same."""
-    low, high = f"{low:.3g}", f"{high:.3g}"
+    low = f"{low:.3g}"
+    high = f"{high:.3g}"
     return low if low == high else f"{low}–{high}"
 
 

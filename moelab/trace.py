@@ -22,7 +22,8 @@ from moelab.schema import FLOATS, checked
 from moelab.specs import MoESpec
 from moelab.store.headers import NAMES
 
-PREFILL, DECODE = 0, 1
+PREFILL = 0
+DECODE = 1
 FORMAT = "moelab.trace/1"
 HIDDEN = ("router_inputs", "residuals")
 FIELDS = ("ids", "weights", "phase", "sequence", "position", "tokens")
@@ -148,7 +149,8 @@ class RoutingTrace:
         return cls(**columns, spec=spec, model_id=model_id)
 
     def __repr__(self) -> str:
-        spec, prefill = self.spec, int((self.phase == PREFILL).sum())
+        spec = self.spec
+        prefill = int((self.phase == PREFILL).sum())
         return (
             f"RoutingTrace({spec.name}: {len(self):,} tokens of {self.sequences} prompts, "
             f"{prefill:,} in prefill; {spec.L} MoE layers of {spec.E} experts, top-{spec.K})"
@@ -194,7 +196,8 @@ def growing_tensor(path: Path, name: str) -> Iterator[Callable[[torch.Tensor], N
     appears when the block ends, and not if it ends with an error."""
     with atomic(path) as part, open(part, "wb") as file:
         file.write(b" " * ROOM)
-        total, last = 0, torch.empty(0)
+        total = 0
+        last = torch.empty(0)
 
         def append(rows: torch.Tensor) -> None:
             nonlocal total, last

@@ -81,7 +81,8 @@ def entries_of(kind: str, load: Any, describe: Any) -> dict[str, Entry]:
 
 
 def _describe_model(name: str) -> str:
-    spec, figures = load_model(name), load_card(name)["figures"]
+    spec = load_model(name)
+    figures = load_card(name)["figures"]
     sizes = ", ".join(
         f"{figure['value'] / 1e9:.3g}B {key.removesuffix('_params')}"
         for key, figure in figures.items()

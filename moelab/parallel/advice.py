@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from moelab.specs import MoESpec
 
-FEW, MANY, LEAST_I, HYBRID = 32, 64, 128, (2, 8)
+FEW = 32
+MANY = 64
+LEAST_I = 128
+HYBRID = (2, 8)
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,14 @@ def advise(spec: MoESpec, devices: int) -> Advice:
     least, most = HYBRID
     moderate = [tp for tp in wide if least <= tp <= most and tp < devices]
     if spec.E <= FEW:
-        tp, why = wide[-1], f"are few (≤ {FEW}): they are cut"
+        tp = wide[-1]
+        why = f"are few (≤ {FEW}): they are cut"
     elif spec.E >= MANY:
-        tp, why = wide[0], f"are many (≥ {MANY}): they are spread"
+        tp = wide[0]
+        why = f"are many (≥ {MANY}): they are spread"
     elif moderate:
-        tp, why = moderate[0], "are neither few nor many: a moderate tp beside ep"
+        tp = moderate[0]
+        why = "are neither few nor many: a moderate tp beside ep"
     else:
         tp = wide[-1] if wide[-1] <= most else wide[0]
         why = f"are neither few nor many, and no tp of {least} to {most} leaves parts and an ep"

@@ -54,7 +54,8 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
             "this process is alone: start it with `torchrun --nproc-per-node N …`, or call "
             "moelab.parallel.launch(function, N)"
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", rank))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     gpu = torch.cuda.device_count() >= here and dist.is_nccl_available()

@@ -41,7 +41,8 @@ def open_parallel(
     RuntimeError: no connected ranks."""
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
-    W, reasons = dist.get_world_size(), []
+    W = dist.get_world_size()
+    reasons = []
     if parallel != "auto":
         degree(parallel, W, tp)  # before anything is read
     elif tp is not None:
@@ -55,7 +56,9 @@ def open_parallel(
         reasons.append(f"{parallel}: {advice}")
     grid = Grid(degree(parallel, W, tp))
     layers = [layer.seam for layer in discover(model)]
-    model.grid, model.parallel, model.reasons = grid, parallel, reasons
+    model.grid = grid
+    model.parallel = parallel
+    model.reasons = reasons
     model.shards = ShardedExperts(
         layers, layers[0].source, grid.ep.rank, grid.ep.size, grid.tp.rank, grid.tp.size
     )

@@ -40,7 +40,8 @@ class SimulatedMachine:
         ahead: int = 0,
         start: float = 0.0,
     ) -> None:
-        self.machine, self.delays = machine, machine.delays
+        self.machine = machine
+        self.delays = machine.delays
         number = {kind: count() for kind in KINDS}
         tensors = range(self.delays.N if self.delays.decode else 1)
         self.queue = LoadQueue(
@@ -149,7 +150,8 @@ class SimulatedMachine:
         self._compute_free = False
 
         def then() -> None:
-            self._computed_until, self._compute_free = self.now, True
+            self._computed_until = self.now
+            self._compute_free = True
             self._left -= max(len(keys), 1)
             requests = [self._requests[key] for key in keys]
             if leaving := [request for request in requests if request.keep is not State.FULL]:

@@ -185,7 +185,8 @@ def replay(
         raise TypeError(
             f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run"
         )
-    settings, policy = run.settings, cache or run.settings.policy
+    settings = run.settings
+    policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
             f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, "
@@ -248,7 +249,8 @@ def machine_of(
 
 def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None) -> Machine:
     """`delays_of` for experts as the run's store has them, compressed or not."""
-    settings, spec = run.settings, run.settings.spec
+    settings = run.settings
+    spec = run.settings.spec
     (e_bytes, sm_bytes), half = settings.mean_bytes, spec.expert_bytes / 2
     if spec.dtype == "bfloat16" and sm_bytes and e_bytes < half:
         if decompress_gbs is None and "decompress_gbs" not in device.figures:

@@ -29,7 +29,8 @@ from moelab.registry import find
 from moelab.schema import Size, checked
 from moelab.speculate.signals import load_for
 
-FORMAT, TRAINED = "moelab.estimator/2", "moelab.speculate.train(…).estimator"
+FORMAT = "moelab.estimator/2"
+TRAINED = "moelab.speculate.train(…).estimator"
 
 
 class Estimator(nn.Module):
@@ -59,7 +60,8 @@ class Estimator(nn.Module):
         if not 1 <= ahead < L:
             raise ValueError(f"ahead is {ahead}; with {L} MoE layers it must be from 1 to {L - 1}")
         self.config = dict(H=H, E=E, L=L, width=width, expansion=expansion, ahead=ahead)
-        self.ahead, self.model_id = ahead, model_id
+        self.ahead = ahead
+        self.model_id = model_id
         self.A = nn.Linear(H, width)
         self.layer = nn.Embedding(L - ahead, width)
         self.B = nn.Linear(width, expansion * width)

@@ -67,15 +67,19 @@ class Speculation(AbstractContextManager):
                 f"router-free needs the predictor 'estimator', which replaces routers; "
                 f"{type(predictor).__name__} asks them"
             )
-        self.predictor, self.mode, self.prefill = predictor, mode, prefill
-        self.layers, self._none = discover(model), predictor.spec.E
+        self.predictor = predictor
+        self.mode = mode
+        self.prefill = prefill
+        self.layers = discover(model)
+        self._none = predictor.spec.E
         #: the module of each layer whose first argument is the residual
         self._entries = (
             [stream.entry for stream in streams(model)] if predictor.reads_residual else []
         )
         self._residuals: dict[int, Tensor] = {}  # r of each layer, in this pass
         self._predicted: dict[int, Prediction] = {}  # for each layer, in this pass
-        self._hooks, self._predicting = Patches(), False
+        self._hooks = Patches()
+        self._predicting = False
         device = getattr(model, "device", "cpu")
         self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device)
         self.requests, self.hits = self._counts
@@ -119,7 +123,8 @@ class Speculation(AbstractContextManager):
                 elif learns:
                     register, hook, options = layer.listening(partial(self._observe, layer.index))
                     patches.hook(register, hook, **options)
-            self._hooks, self._predicting = patches.pop_all(), predicting
+            self._hooks = patches.pop_all()
+            self._predicting = predicting
 
     def _attach(self, layer: MoELayer, patches: Patches) -> None:
         if self._entries:
@@ -140,7 +145,8 @@ class Speculation(AbstractContextManager):
     def _begin(self, first: bool, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A forward pass of a stack begins, of the model's `first` or of its decoder."""
         self._end()
-        info, mask = forward_info(args, kwargs), kwargs.get("attention_mask")
+        info = forward_info(args, kwargs)
+        mask = kwargs.get("attention_mask")
         if first and not info.cached:
             self.predictor.begin()
         self._phase = DECODE if info.phase == "decode" else PREFILL
@@ -153,7 +159,8 @@ class Speculation(AbstractContextManager):
         )
 
     def _end(self) -> None:
-        self._running, self._phase = False, PREFILL
+        self._running = False
+        self._phase = PREFILL
         self._real: Tensor | None = None  # which of the T tokens are no padding; None: all
         self._residuals.clear()
         self._predicted.clear()
@@ -168,7 +175,8 @@ class Speculation(AbstractContextManager):
         """What the experts of a layer are to run with, whose router's input is x (Algorithm 1)."""
         if not self._running:  # a part of the model was called by itself
             return ids, weights
-        index, mine = layer.index, self._predicted.get(layer.index)
+        index = layer.index
+        mine = self._predicted.get(layer.index)
         executes = mine is not None and self._executes
         if not (executes and self.mode == "router-free"):  # the true router has run
             true = self._observe(index, ids, weights)
@@ -247,7 +255,8 @@ def _executor(layer: MoELayer) -> Any:
 
 def check(prediction: Any, T: int, predictor: Predictor) -> None:
     """ValueError, naming the predictor, unless this is a prediction for T tokens."""
-    E, given = predictor.spec.E, f"a {type(prediction).__name__}"
+    E = predictor.spec.E
+    given = f"a {type(prediction).__name__}"
     match prediction:
         case (Tensor() as ids, Tensor() as weights):
             given = f"{ids.dtype} {list(ids.shape)} and {weights.dtype} {list(weights.shape)}"

@@ -39,7 +39,8 @@ class NextToken:
     def expected(self, layer: int, s: np.ndarray, u: np.ndarray) -> np.ndarray:
         """ŷ [E] of a layer, from the router inputs s [T, H] of the tokens that go on and recent
         uses u [E]."""
-        H, W = s.shape[-1], self.W[layer].numpy()
+        H = s.shape[-1]
+        W = self.W[layer].numpy()
         return s.mean(0) @ W[:H] + u @ W[H:-1] + W[-1]
 
     @property
@@ -64,13 +65,15 @@ def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> 
         raise ValueError(
             f"the trace has {trace.sequences} prompts; five are the least, as one is held out"
         )
-    spec, layers = trace.spec, []
+    spec = trace.spec
+    layers = []
     order = torch.argsort(trace.sequence.long(), stable=True)
     sequence = trace.sequence[order].long()
     held_out = sequence >= sequence.max() * 4 // 5 + 1
     for layer in progress(range(spec.L), "fitting", unit="layer"):
         passed = trace.ids[order, layer, 0] != spec.E
-        rows, of = order[passed], sequence[passed]
+        rows = order[passed]
+        of = sequence[passed]
         chosen = chosen_of(trace.ids[rows, layer], spec.E)
         s = trace.router_inputs[rows, layer].float()
         x = torch.cat([s, lately(chosen, half_life), torch.ones(len(s), 1)], 1)
@@ -86,7 +89,9 @@ def chosen_of(ids: Tensor, E: int) -> Tensor:
 
 def lately(chosen: Tensor, half_life: float) -> Tensor:
     """u of every token, [T, E]: uses up to its own, each counting half after `half_life` tokens."""
-    u, rows, decay = torch.zeros(chosen.shape[1]), [], 0.5 ** (1 / half_life)
+    u = torch.zeros(chosen.shape[1])
+    rows = []
+    decay = 0.5 ** (1 / half_life)
     for row in chosen:
         rows.append(u := u * decay + row)
     return torch.stack(rows)
@@ -119,6 +124,7 @@ def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
     def error(strength: float) -> float:
         return float((x[held_out] @ solved(*part, strength) - y[held_out]).square().sum())
 
-    part, rest = products(~held_out), products(held_out)
+    part = products(~held_out)
+    rest = products(held_out)
     best = min(RIDGES, key=error)
     return solved(part[0] + rest[0], part[1] + rest[1], best)

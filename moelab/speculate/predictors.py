@@ -171,7 +171,8 @@ class Hybrid(Quasi):
                 check_given(target, self.vectors.d.shape[-1])
 
     def predict(self, layer, s, r, ids, weights):
-        q, target = self.quasi(layer, r, ids, weights), self.targets[layer]
+        q = self.quasi(layer, r, ids, weights)
+        target = self.targets[layer]
         if not self.choice[layer]:
             return route(target, q)
         logits = self.estimator(q, layer)
@@ -202,7 +203,8 @@ class Frequency(Predictor):
         self.prefill.setdefault(layer, (ids, weights))
 
     def predict(self, layer, s, r, ids, weights):
-        B, target = len(ids), self.targets[layer].index
+        B = len(ids)
+        target = self.targets[layer].index
         known = self.popular.get(target)
         if known is None or len(known[0]) != B:
             seen = self.prefill.get(target)
@@ -220,7 +222,8 @@ class Static(Predictor):
     takes = ("trace",)
 
     def prepare(self, model):
-        trace, K = self.trace, self.spec.K
+        trace = self.trace
+        K = self.spec.K
         if isinstance(trace, RoutingTrace):
             of_model(trace, model)
             columns = trace.ids.long(), trace.weights
@@ -282,7 +285,8 @@ class Oracle(Predictor):
 
     def _truth(self, layer: int) -> Prediction:
         rows = self.prompts[self.prompt][self.row : self.end]
-        ids, weights = self.trace.ids[rows, layer], self.trace.weights[rows, layer]
+        ids = self.trace.ids[rows, layer]
+        weights = self.trace.weights[rows, layer]
         return ids.long().to(self.device), weights.to(self.device)
 
     def predict(self, layer, s, r, ids, weights):
@@ -305,7 +309,8 @@ class Random(Predictor):
 
 def of_model(trace: RoutingTrace, model: nn.Module) -> None:
     """ValueError for a trace that was recorded from another model."""
-    what, remedy = f"this trace is of {trace.spec.name},", "use moelab.record(model, prompts)"
+    what = f"this trace is of {trace.spec.name},"
+    remedy = "use moelab.record(model, prompts)"
     check_model(model, trace.model_id, what, remedy)
 
 

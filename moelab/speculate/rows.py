@@ -49,7 +49,8 @@ class Rows:
                 "hidden='train.safetensors') records them"
             )
         of_model(trace, model)
-        self.trace, self.spec = trace, trace.spec
+        self.trace = trace
+        self.spec = trace.spec
         self.quasi = Quasi(model, vectors=vectors, ahead=ahead)
         if not self.quasi.targets:
             raise ValueError(f"ahead is {ahead}, and no MoE layer has another one so far ahead")
@@ -75,13 +76,15 @@ class Rows:
 
     def buffers(self) -> Iterator[Examples]:
         """The whole trace in order."""
-        T, size = len(self.trace), self.stretch * self.stretches
+        T = len(self.trace)
+        size = self.stretch * self.stretches
         return (self.read([(a, min(a + size, T))]) for a in range(0, T, size))
 
     @torch.no_grad()
     def read(self, spans: list[tuple[int, int]]) -> Examples:
         """The rows of stretches of tokens."""
-        trace, device = self.trace, self.quasi.device
+        trace = self.trace
+        device = self.quasi.device
         s, r, ids, weights = (
             torch.cat([column[a:b] for a, b in spans]).to(device)
             for column in (trace.router_inputs, trace.residuals, trace.ids, trace.weights)
@@ -93,7 +96,8 @@ class Rows:
             there = target.index
             t = (passed[:, l] & passed[:, there]).nonzero().flatten()
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
-            start, logits = router_logits(target, q), router_logits(target, s[t, there])
+            start = router_logits(target, q)
+            logits = router_logits(target, s[t, there])
             parts.append((q, torch.full_like(t, l), start, logits, ids[t, there]))
         return Examples(*(torch.cat(part) for part in zip(*parts)))
 

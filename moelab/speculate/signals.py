@@ -33,7 +33,8 @@ from moelab.models.stream import Stream, streams, times
 from moelab.progress import progress
 from moelab.schema import checked
 
-FORMAT, MEASURED = "moelab.default_vectors/2", "moelab.speculate.default_vectors(model, prompts)"
+FORMAT = "moelab.default_vectors/2"
+MEASURED = "moelab.speculate.default_vectors(model, prompts)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +176,8 @@ class _Sums:
     what each layer adds to the stream."""
 
     def __init__(self, model: Any) -> None:
-        spec, self.streams = spec_of(model), streams(model)
+        spec = spec_of(model)
+        self.streams = streams(model)
         self.weighted = False  # whether the architecture scales an expert's input by its weight
         self.sums = torch.zeros(spec.L, spec.E, spec.H, dtype=torch.float64)
         self.counts = torch.zeros(spec.L, spec.E, dtype=torch.long)
@@ -186,7 +188,8 @@ class _Sums:
         self.weighted = type(experts).weighted is not SeamExperts.weighted
         contributions = []
         for expert, choice, tokens in assignments(ids, experts.num_experts):
-            w, tensors = weights[tokens, choice], experts.weights(expert)
+            w = weights[tokens, choice]
+            tensors = experts.weights(expert)
             if self.weighted:
                 y = out = experts.contribution(x, tokens, w, tensors)
             else:
@@ -207,7 +210,8 @@ class _Sums:
 
     def vectors(self, model_id: str) -> DefaultVectors:
         scale = torch.tensor([stream.scale for stream in self.streams], dtype=torch.float64)
-        sums, n = self.sums * scale[:, None, None], self.counts[..., None]
+        sums = self.sums * scale[:, None, None]
+        n = self.counts[..., None]
         of_layer = sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)  # [L, 1, H]
         d = torch.where(n > 0, sums / n.clamp(min=1), of_layer)
         shared = (self.added - self.routed * scale[:, None]) / self.tokens.clamp(min=1)

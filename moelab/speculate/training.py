@@ -33,7 +33,8 @@ from moelab.trace import RoutingTrace
 
 WARMUP = 0.02  # of all tokens
 #: highest learning rates: of AdamW (embedding, norm, head, biases) and of Muon (matrices A, B, C)
-ADAMW_RATE, MUON_RATE = 2e-3, 0.05
+ADAMW_RATE = 2e-3
+MUON_RATE = 0.05
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,10 @@ def train(
     data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
     estimator = _estimator(data, kind, parameters, seed)
     optimizers = _optimizers(estimator)
-    every, seen, history, weights = every or max(tokens // 20, 1), 0, [], {}
+    every = every or max(tokens // 20, 1)
+    seen = 0
+    history = []
+    weights = {}
     with progress(total=tokens, desc="training the estimator", unit="token") as bar:
         for buffer in count():
             if not history or seen - history[-1].tokens >= every or seen == tokens:
@@ -144,7 +148,9 @@ def _step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) ->
 
 def _estimator(data: Rows, kind: str, parameters: int, seed: int) -> Estimator:
     """Untrained, on the model's device; its initial weights are drawn by the seed alone."""
-    spec, H, ahead = data.spec, data.trace.residuals.shape[-1], data.quasi.ahead
+    spec = data.spec
+    H = data.trace.residuals.shape[-1]
+    ahead = data.quasi.ahead
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         estimator = find("estimator", kind).sized(H, spec.E, spec.L, parameters, ahead=ahead)
