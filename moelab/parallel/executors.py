@@ -58,7 +58,7 @@ class Parallel(Executor):
     def run_many(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """As `run`, each token by its owner."""
         world = self.grid.world
-        sizes = share(len(x), self.grid.world.size)
+        sizes = share(len(x), world.size)
         own = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
         y = self.run_own(x[own], ids[own], weights[own], experts)
         return world.all_gather(y, sizes, "result")
@@ -103,7 +103,7 @@ class AllGather(Parallel):
     def run_many(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """As `run`; the rows are on all ranks already, so nothing is dispatched."""
         world = self.grid.world
-        sizes = share(len(x), self.grid.world.size)
+        sizes = share(len(x), world.size)
         y = world.reduce_scatter(self.partial(x, ids, weights, experts), sizes, "combine")
         return world.all_gather(y, sizes, "result")
 

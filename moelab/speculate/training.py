@@ -13,6 +13,7 @@ Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
@@ -65,7 +66,7 @@ class Training:
 
     @property
     def best(self) -> Point:
-        return min(self.history, key=lambda point: point.loss)
+        return best_of(self.history)
 
 
 def train(
@@ -110,25 +111,36 @@ def train(
             if not history or seen - history[-1].tokens >= every or seen == tokens:
                 point = Point(seen, *evaluate(estimator, held_out))
                 bar.note(f"KL {point.loss:.4f}, hit rate {point.mean_hit_rate:.1%}")
-                if not history or point.loss < min(before.loss for before in history):
-                    weights = deepcopy(estimator.state_dict())
                 history.append(point)
+                if point is best_of(history):
+                    weights = deepcopy(estimator.state_dict())
             if seen == tokens:
                 break
             spans = data.spans(buffer, seed, tokens - seen)
             n = sum(b - a for a, b in spans)
-            examples = data.read(spans)
-            order = torch.randperm(len(examples.q), generator=generator_of(seed, "rows", buffer))
-            steps = order.tensor_split(math.ceil(len(order) / batch)) if len(order) else ()
-            for step, rows in enumerate(steps):
-                rate = schedule((seen + n * (step + 0.5) / len(steps)) / tokens)
-                some = Examples(*(column[rows] for column in examples))
-                loss = divergence(some.logits, predicted(estimator, some), data.spec.router)
-                _step(optimizers, loss.mean(), rate)
+            batches = shuffled(data.read(spans), batch, generator_of(seed, "rows", buffer))
+            for step, rows in enumerate(batches):
+                loss = divergence(rows.logits, predicted(estimator, rows), data.spec.router)
+                part = (seen + n * (step + 0.5) / len(batches)) / tokens
+                _step(optimizers, loss.mean(), schedule(part))
             seen += n
             bar.update(n)
     estimator.load_state_dict(weights)
     return Training(estimator.eval(), tuple(history))
+
+
+def best_of(history: Sequence[Point]) -> Point:
+    return min(history, key=lambda point: point.loss)
+
+
+def shuffled(examples: Examples, batch: int, generator: torch.Generator) -> list[Examples]:
+    """The rows in random order, in batches of about as many."""
+    R = len(examples.q)
+    order = torch.randperm(R, generator=generator)
+    return [
+        Examples(*(column[rows] for column in examples))
+        for rows in (order.tensor_split(math.ceil(R / batch)) if R else ())
+    ]
 
 
 def predicted(estimator: Estimator, rows: Examples) -> Tensor:
