@@ -60,7 +60,7 @@ DIRECTIONS = {
     "experts": {"store", "models"},
     "fast": {"models", "store", "experts", "checkpoint"},
     "static": {"experts", "trace"},
-    "parallel": {"experts", "models", "checkpoint", "calibration"},
+    "parallel": {"experts", "models", "checkpoint", "static"},
     "cache": {"trace"},
     "speculate": {"models", "checkpoint", "store", "trace", "recording"},
     "offloading": {

@@ -15,7 +15,7 @@ from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Executor
 from moelab.models import discover, plug
 from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
-from moelab.parallel.advice import Advice, advise
+from moelab.static.advice import Advice, advise
 
 #: the default of a run on several ranks: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -32,7 +32,7 @@ def open_parallel(
     """Open a model with this rank's share of the experts, `.shards`, of the ranks `.grid`; every
     rank must call it.
 
-    parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.parallel.advice` says
+    parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.static.advice` says
         for these ranks. The model's `.parallel` is the key, `.reasons` are lines that say why.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank; None computes as transformers does.

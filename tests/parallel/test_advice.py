@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.parallel.advice import advise
 from moelab.parallel.sharding import owners
 from moelab.specs import MoESpec
 from moelab.static import volumes
+from moelab.static.advice import advise
 from moelab.static.eplb import balance, consecutive, device_loads, imbalance, replicate
 
 
