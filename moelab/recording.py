@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,9 @@ def record(
     recorder = _Recorder(model)
     with tempfile.TemporaryDirectory(prefix="moelab-trace-") as folder:
         path = Path(folder, "trace.safetensors") if isinstance(hidden, bool) else Path(hidden)
-        with ExitStack() as files, Patches() as patches:
+        with Patches() as patches:
             appends = {
-                name: files.enter_context(growing_tensor(hidden_path(path, name), name))
+                name: patches.enter_context(growing_tensor(hidden_path(path, name), name))
                 for name in (HIDDEN if hidden else ())
             }
             recorder.attach(patches, model, appends)

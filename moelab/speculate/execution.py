@@ -13,7 +13,6 @@ Shapes: s and r [T, H], ids and weights [T, K].
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Speculation(AbstractContextManager):
+class Speculation(Patches):
     """A model that runs on predictions, until `close()` or the end of the `with`.
 
     model : any model that moelab can plug; whatever runs its experts stays in place.
@@ -60,6 +59,7 @@ class Speculation(AbstractContextManager):
     def __init__(
         self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False
     ) -> None:
+        super().__init__()
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
         if mode == "router-free" and not isinstance(predictor, EstimatorPredictor):
@@ -93,13 +93,7 @@ class Speculation(AbstractContextManager):
                 patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
             patches.callback(lambda: self._hooks.close())
             self._listen(True)
-            self._patches = patches.pop_all()
-
-    def close(self) -> None:
-        self._patches.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self.push(patches.pop_all())
 
     def recall(self, phase: int | None = None) -> Tensor:
         """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
