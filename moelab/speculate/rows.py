@@ -34,7 +34,6 @@ class Examples(NamedTuple):
     layer: Tensor  # [R], the predicting one
     start: Tensor  # [R, E], float32: logits of the next router on q
     logits: Tensor  # [R, E], float32: its true ones
-    ids: Tensor  # [R, K], what it chose
 
 
 class Rows:
@@ -98,7 +97,7 @@ class Rows:
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
             start = router_logits(target, q)
             logits = router_logits(target, s[t, there])
-            parts.append((q, torch.full_like(t, l), start, logits, ids[t, there]))
+            parts.append((q, torch.full_like(t, l), start, logits))
         return Examples(*(torch.cat(part) for part in zip(*parts)))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,6 @@ from torch import Tensor
 from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
-from moelab.speculate.execution import found
-from moelab.speculate.routers import route
 from moelab.speculate.rows import Examples, Rows, generator_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
@@ -38,28 +36,16 @@ ADAMW_RATE = 2e-3
 MUON_RATE = 0.05
 
 
-@dataclass(frozen=True)
-class Point:
-    """Where training was after a number of tokens, repetitions included, measured on the validation
-    trace.
-
-    loss : mean KL divergence, nats.
-    hit_rate : recall@K of each predicting layer 0 … L − ahead − 1; NaN where nothing is predicted.
-    """
+class Point(NamedTuple):
+    """Where training was after a number of tokens, repetitions included."""
 
     tokens: int
-    loss: float
-    hit_rate: tuple[float, ...]
-
-    @property
-    def mean_hit_rate(self) -> float:
-        rates = [rate for rate in self.hit_rate if not math.isnan(rate)]
-        return sum(rates) / len(rates)
+    loss: float  # mean KL divergence on the validation trace, nats
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A trained estimator, with the weights of the point of lowest loss; `history` is Fig. 9."""
+    """A trained estimator, with the weights of the point of lowest loss; `history` is Fig. 9's loss."""
 
     estimator: Estimator
     history: tuple[Point, ...]
@@ -109,8 +95,8 @@ def train(
     with progress(total=tokens, desc="training the estimator", unit="token") as bar:
         for buffer in count():
             if not history or seen - history[-1].tokens >= every or seen == tokens:
-                point = Point(seen, *evaluate(estimator, held_out))
-                bar.note(f"KL {point.loss:.4f}, hit rate {point.mean_hit_rate:.1%}")
+                point = Point(seen, evaluate(estimator, held_out))
+                bar.note(f"KL {point.loss:.4f}")
                 history.append(point)
                 if point is best_of(history):
                     weights = deepcopy(estimator.state_dict())
@@ -205,20 +191,10 @@ def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Te
 
 
 @torch.no_grad()
-def evaluate(estimator: Estimator, rows: Rows) -> tuple[float, tuple[float, ...]]:
-    """(mean divergence, hit rate of each predicting layer) over all rows."""
-    total = count = 0
-    hits, requests = torch.zeros(2, rows.spec.L - rows.quasi.ahead, dtype=torch.long)
-    for buffer in rows.buffers():
-        logits = predicted(estimator, buffer)
-        loss = divergence(buffer.logits, logits, rows.spec.router)
-        total += float(loss.sum(dtype=torch.float64))
-        count += len(loss)
-        for layer, target in rows.quasi.targets.items():
-            of = buffer.layer == layer
-            true = buffer.ids[of]
-            ids, _ = route(target, buffer.q[of], logits[of])
-            there = true != rows.spec.E
-            hits[layer] += int((found(ids, true) & there).sum())
-            requests[layer] += int(there.sum())
-    return total / count, tuple((hits.double() / requests).tolist())
+def evaluate(estimator: Estimator, rows: Rows) -> float:
+    """Mean divergence over all rows, nats."""
+    losses = [
+        divergence(some.logits, predicted(estimator, some), rows.spec.router)
+        for some in rows.buffers()
+    ]
+    return float(torch.cat(losses).mean(dtype=torch.float64))

@@ -54,13 +54,13 @@ def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
     assert len(found.logits) == len(expected) > 0
     torch.testing.assert_close(found.q, torch.stack([q for q, _, _ in expected]))
     assert found.layer.tolist() == [l for _, l, _ in expected]
-    assert torch.equal(found.ids, torch.stack([ids for _, _, ids in expected]))
+    true = torch.stack([ids for _, _, ids in expected])
     for l, target in rows.quasi.targets.items():
-        q, _, start, logits, true = (of[found.layer == l] for of in found)
+        q, _, start, logits = (of[found.layer == l] for of in found)
         assert torch.equal(start, router_logits(target, q))
         # the true logits lead the router to what was recorded
         ids, _ = route(target, torch.zeros_like(q), logits)
-        assert torch.equal(ids.sort(-1).values, true.sort(-1).values)
+        assert torch.equal(ids.sort(-1).values, true[found.layer == l].sort(-1).values)
 
 
 @settings(max_examples=40)
@@ -98,18 +98,10 @@ def test_training_learns_and_returns_its_best(small, kind):
     start, best = trained.history[0], trained.best
     assert best.loss == min(point.loss for point in trained.history)
     assert (start.tokens, trained.history[-1].tokens) == (0, 1100)
-    assert evaluate(trained.estimator, Rows(validation, model, vectors, 1)) == (
-        best.loss,
-        best.hit_rate,
-    )
+    assert evaluate(trained.estimator, Rows(validation, model, vectors, 1)) == best.loss
     bag = {"vectors": vectors, "estimator": trained.estimator}
-    recall = score(validation, make("estimator", model, **bag)).recall
-    assert best.hit_rate == pytest.approx(recall.tolist(), abs=1e-9)
-    if kind == "appendix-a":
-        assert best.loss < 0.8 * start.loss and best.mean_hit_rate > start.mean_hit_rate
-    else:  # its start is the next router on q
-        by_router = score(validation, make("quasi", model, vectors=vectors)).recall
-        assert start.hit_rate == pytest.approx(by_router.tolist(), abs=1e-9)
+    assert score(validation, make("estimator", model, **bag)).recall.min() > 0
+    assert kind != "appendix-a" or best.loss < 0.8 * start.loss
 
 
 def test_the_seed_decides(small):
@@ -125,7 +117,7 @@ def test_the_weights_of_the_best_validation_are_kept(small, monkeypatch):
 
     def scripted(estimator, _):
         seen.append({name: tensor.clone() for name, tensor in estimator.state_dict().items()})
-        return next(losses), (0.5, 0.5)
+        return next(losses)
 
     monkeypatch.setattr(training, "evaluate", scripted)
     trained = quick(small, tokens=800, every=200)
