@@ -157,25 +157,6 @@ def test_a_device_card_is_whole_and_sourced(name):
     assert all(figure.source.strip() for figure in device.figures.values())
 
 
-@pytest.mark.parametrize("name", sorted(DEVICES))
-def test_a_device_has_what_a_simulation_needs(name):
-    """How fast experts arrive (disk or host link), how fast memory is read, how fast it computes,
-    in that order."""
-    device = cards.load_device(name)
-    assert ("link_bandwidth_gbs" in device.figures) == (name in DISCRETE)
-    assert ("storage_read_gbs" in device.figures) == (name in UNIFIED - NO_DISK_FIGURE)
-    arrival = [
-        device[key] for key in ("storage_read_gbs", "link_bandwidth_gbs") if key in device.figures
-    ]
-    assert all(rate < device["memory_bandwidth_gbs"] for rate in arrival)
-    rates = [
-        device[key]
-        for key in ("fp32_tflops", "fp16_tflops", "bf16_tflops")
-        if key in device.figures
-    ]
-    assert rates == sorted(rates) and rates[1:2] == rates[2:] or len(rates) <= 2
-
-
 @pytest.mark.parametrize(
     "load, wrong, meant",
     [

@@ -165,12 +165,8 @@ def delays_of(
     decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a
         card without it.
 
-    Raises ValueError: figures are missing, ρ is not in (0, 1], or the model is not in bf16.
+    Raises ValueError: figures are missing, or the model is not in bf16.
     """
-    if not 0 < rho <= 1:
-        raise ValueError(
-            f"rho is {rho}; it is compressed over raw size of the exponents, above 0 and at most 1"
-        )
     if spec.dtype != "bfloat16":
         raise ValueError(
             f"{spec.name} is stored in {spec.dtype}; exponents are split off bfloat16 only. "

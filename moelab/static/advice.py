@@ -48,24 +48,25 @@ def advise(spec: MoESpec, devices: int) -> Advice:
             f"{devices} devices are too many for {spec.E} experts of I = {spec.I}: no tp that divides "
             f"them gives every device a part"
         )
-    wide = [tp for tp in fitting if spec.I / tp >= LEAST_I] or fitting[:1]
-    least, most = HYBRID
-    moderate = [tp for tp in wide if least <= tp <= most and tp < devices]
-    if spec.E <= FEW:
-        tp = wide[-1]
-        why = f"are few (≤ {FEW}): they are cut"
-    elif spec.E >= MANY:
-        tp = wide[0]
-        why = f"are many (≥ {MANY}): they are spread"
-    elif moderate:
-        tp = moderate[0]
-        why = "are neither few nor many: a moderate tp beside ep"
-    else:
-        tp = wide[-1] if wide[-1] <= most else wide[0]
-        why = f"are neither few nor many, and no tp of {least} to {most} leaves parts and an ep"
+    tp, why = _rule(spec, devices, fitting)
     reasons = [f"{spec.E} experts {why}."]
     if tp > 1:
         part = spec.I / tp
         size = "at least" if part >= LEAST_I else "less than"
         reasons.append(f"A part keeps I = {part:.4g}, {size} {LEAST_I}.")
     return Advice(tp, devices // tp, tuple(reasons))
+
+
+def _rule(spec: MoESpec, devices: int, fitting: list[int]) -> tuple[int, str]:
+    """tp, one of `fitting`, and why."""
+    wide = [tp for tp in fitting if spec.I / tp >= LEAST_I] or fitting[:1]
+    least, most = HYBRID
+    moderate = [tp for tp in wide if least <= tp <= most and tp < devices]
+    if spec.E <= FEW:
+        return wide[-1], f"are few (≤ {FEW}): they are cut"
+    if spec.E >= MANY:
+        return wide[0], f"are many (≥ {MANY}): they are spread"
+    if moderate:
+        return moderate[0], "are neither few nor many: a moderate tp beside ep"
+    tp = wide[-1] if wide[-1] <= most else wide[0]
+    return tp, f"are neither few nor many, and no tp of {least} to {most} leaves parts and an ep"
