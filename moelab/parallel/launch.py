@@ -122,7 +122,7 @@ def launch(
             if isinstance(error, ProcessRaisedException):
                 what = f"raised {str(error).strip().splitlines()[-1]}"
             elif error.signal_name:
-                what = f"was killed by {error.signal_name} (SIGKILL: the memory may have run out)"
+                what = f"was killed by {error.signal_name}, by the system if memory ran out"
             else:
                 what = f"ended with exit status {error.exit_code}"
             raise RuntimeError(

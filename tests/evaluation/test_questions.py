@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab.evaluation import questions
-from moelab.library import in_split, library
+from moelab.library import in_split, library, passages
 
 
 def words(text: str) -> int:
@@ -73,6 +73,9 @@ def test_library_answers_continue_the_text_and_splits_share_nothing():
         train, test = (library(kind, split) for split in ("train", "test"))
         assert not set(train) & set(test) and len(test) > 10
         known = {line for text in test for line in text.split("\n")}
+        texts = passages(kind, 3, 100, words)
+        assert texts == passages(kind, 3, 100, words) and len(set(texts)) == 3
+        assert all(50 < words(text) <= 100 for text in texts)
         for prompt in questions.prompts(kind, 5, tokens=128, count=words):
             *lines, last = (prompt.text + prompt.answer).strip("\n").split("\n")
             assert last in known and known.issuperset(lines)
