@@ -48,7 +48,7 @@ DIRECTIONS = {
     "registry": {"schema", "table"},
     "journal": set(),
     "forks": set(),
-    "records": {"schema"},
+    "records": set(),
     "claims": {"comparison"},
     "comparison": set(),
     "store": set(),

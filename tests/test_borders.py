@@ -27,12 +27,11 @@ from moelab.ane.plan import ANEPlan, make_plan
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
 from moelab.checkpoint.opening import open_checkpoint, spec_of
-from moelab.comparison import compare
+from moelab.comparison import MetricsFile, compare
 from moelab.files import read_json, write_json
 from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
-from moelab.records import MetricsFile
 from moelab.schema import checked, parse_json, typed
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
