@@ -49,6 +49,10 @@ class ShardedExperts:
                     name: tensor.detach().clone() for name, tensor in weights.items()
                 }
 
+    def held(self, layer: int) -> list[int]:
+        """The experts of a layer that are here, in order; executors ask for it."""
+        return [e for held_layer, e in self._held if held_layer == layer]
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for weights in self._held.values() for t in weights.values())
