@@ -29,7 +29,7 @@ from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches
-from moelab.models.stream import Stream, streams, times
+from moelab.models.stream import Stream, streams
 from moelab.progress import progress
 from moelab.schema import checked
 
@@ -134,12 +134,8 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     path : the residual stream around this layer, those in between and the one that is predicted.
     r, d : residual stream before this layer's norm, and this layer's default, [T, H] each.
     """
-    here, *between, following = path
-    x = here.added(r, d)
-    factor = following.carry
-    for stream in between:
-        factor *= stream.carry * stream.keep
-    return following.router_input(times(factor, x).to(r.dtype))
+    here, *_, following = path
+    return following.router_input(here.added(r, d).to(r.dtype))
 
 
 def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0) -> DefaultVectors:
