@@ -31,7 +31,7 @@ import torch
 from moelab import configs, registry
 from moelab.arguments import number, whole
 from moelab.cards import load_model
-from moelab.checkpoint import deepseek
+from moelab.checkpoint import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.checkpoint.convert import quantize_expert
 from moelab.checkpoint.experts import expert_parameters, store_layers
 from moelab.configs import spec_from_config
@@ -92,7 +92,6 @@ def config_of(spec: MoESpec) -> Any:
     cannot be matched."""
     from transformers import AutoConfig
 
-    deepseek.register()
     known, dense = AutoConfig.for_model(spec.model_type), set(range(spec.num_layers))
     dense -= set(spec.moe_layers)
     facts = {name: getattr(spec, name) for name in configs.NAMES if name != "shared_count"}

@@ -7,13 +7,12 @@ of any hub checkpoint."""
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache, reduce, wraps
+from functools import cache, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,29 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moelab.forks import in_children
-
-_lock = threading.RLock()
-in_children(_lock._at_fork_reinit)
-
 
 def transformers_version() -> str:
     import transformers
 
     return transformers.__version__
-
-
-def once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that is called the first time only, by one thread while others wait for its
-    result."""
-    found = cache(function)
-
-    @wraps(function)
-    def locked() -> Any:
-        with _lock:
-            return found()
-
-    return locked
 
 
 def model_class(config: Any) -> type:
@@ -99,7 +80,7 @@ class _NewTensors(TorchFunctionMode):
         return made if any(known) else made.to(self.dtype)
 
 
-@once
+@cache
 def _tie_weights() -> Callable[..., None]:
     """transformers' own `tie_weights`, which each of its `from_pretrained` switches off for all
     threads meanwhile."""
@@ -117,41 +98,15 @@ def _private(cls: type) -> type:
     `from_pretrained` does that within contexts that set torch's default dtype and methods of
     `PreTrainedModel`."""
 
-    def __init__(self: Any, config: Any) -> None:  # noqa: N807
-        self._constructed = False
-        cls.__init__(self, config)
-        for module in self.modules():
-            if (
-                type(module).__name__ == "NllbMoeSinusoidalPositionalEmbedding"
-            ):  # asks torch for its default dtype
-                module.weights = module.weights.to(self.dtype)
-        self._constructed = True
-
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self._constructed:
-            _tie_weights()(self, *args, **kwargs)
+        _tie_weights()(self, *args, **kwargs)
 
     def get_init_context(_: type, dtype: torch.dtype, *_args: Any) -> list[Any]:
         return [torch.device("meta"), _NewTensors(dtype)]
 
-    return type(
-        cls.__name__,
-        (cls,),
-        {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__init__": __init__,
-            "tie_weights": tie_weights,
-            "get_init_context": classmethod(get_init_context),
-        },
-    )
-
-
-def _public(model: Any) -> Any:
-    """A model of a private class, as one of transformers' own."""
-    del model._constructed
-    model.__class__ = type(model).__base__
-    return model
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members |= {"tie_weights": tie_weights, "get_init_context": classmethod(get_init_context)}
+    return type(cls.__name__, (cls,), members)
 
 
 def meta_twin(config: Any, dtype: torch.dtype | None = None) -> torch.nn.Module:
@@ -167,8 +122,8 @@ def meta_twin(config: Any, dtype: torch.dtype | None = None) -> torch.nn.Module:
             of.dtype = config.dtype
     with torch.device("meta"), _NewTensors(config.dtype or torch.float32):
         model = _private(model_class(config))(config)
-    model.tie_weights(recompute_mapping=False)
-    return _public(model)
+    model.__class__ = type(model).__base__
+    return model
 
 
 def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -179,8 +134,8 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
     for nothing else there: no adapters, other weights or code.
 
     config : the checkpoint's, which says how it is quantised (`models.quantizers.readable`)."""
-    private = _private(type(model))
-    model.__class__, model._constructed = private, True
+    stock, private = type(model), _private(type(model))
+    model.__class__ = private
     filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
     _, report = filled.from_pretrained(
         None,
@@ -191,17 +146,8 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
         output_loading_info=True,
         trust_remote_code=False,
     )
-    _public(model)
+    model.__class__ = stock
     return report
-
-
-def share_conversion(model_type: str, like: str) -> None:
-    """Make checkpoints of `model_type` load by the conversion table of another model type."""
-    from transformers import conversion_mapping
-
-    conversion_mapping.register_checkpoint_conversion_mapping(
-        model_type, conversion_mapping.get_checkpoint_conversion_mapping(like)
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -383,40 +329,28 @@ def _put_in_order(
     count = len(parameters[plan.target]) if stacked else None
     order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
     plan.sources = {
-        pattern: _in_order(plan, pattern, renamings, count)
+        pattern: _in_order(pattern, plan.sources[pattern], renamings, count)
         for pattern in dict.fromkeys(order)
         if pattern in plan.sources
     }
 
 
-def _in_order(
-    plan: ParameterPlan, pattern: str, renamings: list[Any], count: int | None
-) -> list[str]:
-    """A pattern's keys in the order of their numbers, which are 0 … count−1, each once."""
+def _in_order(pattern: str, keys: list[str], renamings: list[Any], count: int | None) -> list[str]:
+    """A pattern's keys in the order of their numbers; ValueError unless these are 0 … count−1, each
+    once."""
     from transformers.core_model_loading import apply_renamings
 
-    keys = plan.sources[pattern]
-    if "*" not in pattern:
-        if len(keys) > 1:
-            raise ValueError(f"{' and '.join(keys[:4])} all are {pattern} of {plan.target}")
-        return keys
-    shape, numbers = re.compile(pattern.replace("*.", r"(0|[1-9]\d{0,8})\.")), {}
-    limit = len(keys) if count is None else count
-    for key in keys:
-        match = shape.search(apply_renamings(key, renamings))
-        number = int(match[1]) if match else limit
-        if number in numbers or number >= limit:
-            raise ValueError(
-                f"{key} is none of the {limit} tensors {pattern} of {plan.target}, which are numbered "
-                f"from 0 on and each there once"
-            )
-        numbers[number] = key
-    if absent := [number for number in range(limit) if number not in numbers]:
+    shape = re.compile(pattern.replace("*.", r"(\d+)\.") if "*" in pattern else "()")
+    found = [(shape.search(apply_renamings(key, renamings)), key) for key in keys]
+    numbered = {int(match[1] or 0): key for match, key in found if match}
+    wanted = range(count or len(keys)) if "*" in pattern else range(1)
+    if len(keys) > len(wanted) or numbered.keys() != set(wanted):
+        absent = min(set(wanted) - numbered.keys(), default=len(wanted))
         raise ValueError(
-            f"{pattern.replace('*', str(absent[0]))} is missing, one of the {limit} "
-            f"tensors that {plan.target} is made of"
+            f"{pattern.replace('*', str(absent))} is missing, one of the {len(wanted)} tensors "
+            f"{pattern} that are each there once, or there are others: {', '.join(keys[:4])}"
         )
-    return [numbers[number] for number in range(limit)]
+    return [numbered[number] for number in wanted]
 
 
 def converted(
@@ -539,9 +473,3 @@ def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch
         if name in live and stock.is_floating_point():
             wanted = torch.float32 if kept_in_fp32(twin, name, stock, dtype) else dtype
             live[name].data = live[name].data.to(wanted)
-
-
-def numbered_expert(name: str) -> tuple[int, str] | None:
-    """`expert_12.wi.weight` → (12, "wi.weight"); None for a parameter that holds all experts."""
-    match = re.fullmatch(r"expert_(\d+)\.(.+)", name)
-    return (int(match[1]), match[2]) if match else None

@@ -17,7 +17,7 @@ from contextlib import suppress
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -41,30 +41,23 @@ SAID_ELSEWHERE = (
 )
 
 
-class _Origin(NamedTuple):
-    """The `Checkpoint` that a model was opened from, and samples of its weights at that time."""
-
-    checkpoint: Any
-    weights: dict[str, torch.Tensor]
-
-
 def vouch(model: torch.nn.Module, checkpoint: Any) -> None:
     """Remember that a model has, now, the weights of a `Checkpoint`."""
-    object.__setattr__(model, "_moelab_origin", _Origin(checkpoint, _looks(model)))
+    object.__setattr__(model, "_moelab_origin", (checkpoint, _looks(model)))
 
 
-def _origin(model: torch.nn.Module) -> _Origin | None:
-    return vars(model).get("_moelab_origin")
+def _origin(model: torch.nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(the `Checkpoint` that a model was opened from, samples of its weights at that time); (None,
+    {}) for one that was not."""
+    return vars(model).get("_moelab_origin", (None, {}))
 
 
 def identity(model: torch.nn.Module) -> str:
     """Sixteen hex digits that name a live model: its checkpoint's (`of_tensors`), or its live
     tensors' own."""
-    origin, seen = _origin(model), _looks(model)
-    if origin and all(
-        name in seen and _same(values, seen[name]) for name, values in origin.weights.items()
-    ):
-        return origin.checkpoint.identity
+    (checkpoint, before), seen = _origin(model), _looks(model)
+    if checkpoint and all(name in seen and _same(before[name], seen[name]) for name in before):
+        return checkpoint.identity
     tensors = (f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items())
     return _digest("live", _said(model.config), *tensors)
 
@@ -72,15 +65,16 @@ def identity(model: torch.nn.Module) -> str:
 def opened_from(model: torch.nn.Module) -> str:
     """Identity of what a model was opened from, whatever was done to its weights since; "" for
     nothing known."""
-    origin = _origin(model)
-    return origin.checkpoint.identity if origin else ""
+    checkpoint, _ = _origin(model)
+    return checkpoint.identity if checkpoint else ""
 
 
 def require_unwritten(model: torch.nn.Module) -> None:
     """StoreError if somebody writes to the files that a model was opened from: some of its weights
     are mapped."""
-    if origin := _origin(model):
-        origin.checkpoint.require_unchanged(mapped=True)
+    checkpoint, _ = _origin(model)
+    if checkpoint:
+        checkpoint.require_unchanged(mapped=True)
 
 
 def same_source(a: str, b: str) -> bool:
@@ -95,11 +89,10 @@ def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
     for part in parts:
         made_of = getattr(part, "identity", None)
         if isinstance(made_of, str) and made_of != (mine := identity(model)):
-            spec = getattr(model, "spec", None)
             raise ValueError(
                 f"these are weights of {getattr(part, 'name', 'another model')} (identity {made_of}), and "
-                f"the model is {spec.name if spec else type(model).__name__} (identity {mine}), or was "
-                f"changed since it was opened: open the model that they belong to with moelab.open_model"
+                f"the model is {mine}, or was changed since it was opened: open the model that they "
+                f"belong to with moelab.open_model"
             )
 
 

@@ -77,14 +77,7 @@ class MoELayer:
             return self.router.register_forward_hook, Listener(told, of_router), {}
 
         def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            ids, weights = [*args, *kwargs.values()][1:3]  # after the hidden states
-            if ids.is_floating_point():
-                raise ValueError(
-                    f"{self.name}: {type(self.block).__name__} calls its experts with {ids.dtype} in "
-                    f"place of ids, so its routing is not known; it needs lines in "
-                    f"moelab/models/dialects.py"
-                )
-            told(ids, weights)
+            told(*[*args, *kwargs.values()][1:3])  # after the hidden states
 
         hook = Listener(told, of_experts)
         return self.experts.register_forward_pre_hook, hook, {"with_kwargs": True}
@@ -128,14 +121,8 @@ def discover(model: nn.Module) -> list[MoELayer]:
         if last != "experts" or not any(hasattr(module, count) for count in COUNTS):
             continue
         block = model.get_submodule(block_name)
-        router = next(
-            (
-                getattr(block, n)
-                for n in ("gate", "router")
-                if isinstance(getattr(block, n, None), nn.Module)
-            ),
-            None,
-        )
+        parts = dict(block.named_children())
+        router = parts.get("gate", parts.get("router"))
         if router is None:
             raise ValueError(
                 f"the MoE block {block_name} ({type(block).__name__}) has no child named gate or router; "
@@ -152,23 +139,16 @@ def discover(model: nn.Module) -> list[MoELayer]:
 def require_adaptable(model: nn.Module) -> None:
     """ValueError if PEFT has an adapter for experts that are not in memory: it does not find them
     and leaves it out."""
+    absent = {name for layer in discover(model) if not layer.resident for name in layer.seam.shapes}
     for config in vars(model).get("peft_config", {}).values():
-        names = {
-            name for layer in discover(model) if not layer.resident for name in layer.seam.shapes
-        }
-        modules = getattr(config, "target_modules", None)
-        meant = [
-            *(getattr(config, "target_parameters", None) or ()),
-            *(f"{module}.weight" for module in (() if isinstance(modules, str) else modules or ())),
-        ]
-        if found := [
-            name for name in meant if any(f".{name}".endswith(f".{own}") for own in names)
-        ]:
-            raise ValueError(
-                f"this adapter is for the experts, too ({', '.join(sorted(found))}), which are not in "
-                f"memory, so it cannot be put on them: open the model without memory=, or merge the "
-                f"adapter into the checkpoint first"
-            )
+        modules, meant = config.target_modules or (), getattr(config, "target_parameters", None)
+        named = [] if isinstance(modules, str) else [f"{module}.weight" for module in modules]
+        for name in (*named, *(meant or ())):
+            if any(f".{name}".endswith(f".{own}") for own in absent):
+                raise ValueError(
+                    f"this adapter is for the experts, too ({name}), which are not in memory: open the "
+                    f"model without memory=, or merge the adapter into the checkpoint first"
+                )
 
 
 #: attributes of an experts module that say how many it has

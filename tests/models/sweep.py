@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 import moelab
 from moelab import open_model
-from moelab.checkpoint import deepseek
+from moelab.checkpoint import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.configs import REFUSED, spec_from_config
 from moelab.models import compat, discover, plug
 from tests.models import tiny
@@ -251,7 +251,6 @@ def refused(name: str) -> str | None:
 def run(name: str, dtype: str, checks: tuple[str, ...] = tuple(CHECKS)) -> dict[str, str]:
     """check → "exact", or what went wrong; an architecture that cannot be tried has one entry, "why
     not"."""
-    deepseek.register()
     if reason := refused(name):
         return {"why not": reason}
     folder = Path(tempfile.mkdtemp(prefix="sweep."))
