@@ -97,22 +97,13 @@ def from_hub(name: str, patterns: list[str]) -> Path:
     folder. FileNotFoundError: they cannot be had, and why."""
     from huggingface_hub import snapshot_download
 
-    remedies = {
-        "GatedRepoError": f"accept its terms at huggingface.co/{name}, and log in (hf auth login)",
-        "RepositoryNotFoundError": "the hub has none of that name, or a private one: check the "
-        "spelling",
-        "HFValidationError": "hub ids look like Qwen/Qwen3-30B-A3B",
-        "LocalEntryNotFoundError": "the hub cannot be reached, and no earlier download is here: "
-        "check the network",
-    }
     try:  # asks once; hf_hub_download for 23 s more
         folder = Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub client has a dozen kinds of "cannot be had"
-        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in remedies]
-        why = remedies[kinds[0]] if kinds else f"{type(error).__name__}: {error}"
         raise FileNotFoundError(
-            f"{name!r} is no folder here, and as a hub id it cannot be had: {why}. Or give the "
-            "folder of a checkpoint"
+            f"{name!r} is no folder here, and as a hub id, which looks like Qwen/Qwen3-30B-A3B, it cannot "
+            f"be had ({type(error).__name__}: {error}). Check the spelling and the network; log in (hf "
+            f"auth login) for one with terms; or give the folder of a checkpoint"
         ) from error
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(

@@ -68,13 +68,11 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except FileNotFoundError as error:
-        if Path(path).is_file():  # another one, which belongs to it
-            raise ValueError(f"{path} is no whole {what}: {error}") from error
-        raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
     except (ImportError, NameError):  # no fault of the file
         raise
     except Exception as error:  # parsers have dozens of kinds for a file that is not theirs
+        if isinstance(error, FileNotFoundError) and not Path(path).is_file():
+            raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
         words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{path} is no readable {what}: {words}; {remedy} makes another"
@@ -82,8 +80,8 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON in UTF-8. ValueError also for what `json` accepts: duplicate keys, NaN, infinities
-    and unpaired surrogates; and for nesting deeper than Python's recursion limit."""
+    """Parse JSON in UTF-8. ValueError also for what `json` accepts: duplicate keys, NaN and
+    infinities; and for nesting deeper than Python's recursion limit."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
@@ -95,12 +93,9 @@ def parse_json(text: str | bytes) -> Any:
 
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
-        found = json.loads(text, object_pairs_hook=unique, parse_constant=number)
-        if "\\ud" in text.lower():  # escaped, which half of a character can be by itself
-            json.dumps(found, ensure_ascii=False).encode()
+        return json.loads(text, object_pairs_hook=unique, parse_constant=number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return found
 
 
 def typed(value: Any, annotation: Any, at: str = "it") -> Any:

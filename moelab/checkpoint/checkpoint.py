@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,11 +30,10 @@ from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.configs import QUANTISATION, quantisation, spec_from_config
 from moelab.files import absolute, from_hub, small_model, stamp
 from moelab.models.guard import check_spec
-from moelab.models.identity import digest, of_tensors
-from moelab.progress import progress
+from moelab.models.identity import of_tensors
 from moelab.specs import DTYPE_BYTES, MoESpec
 from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
-from moelab.store.layout import FILE_LIMIT, INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
+from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import MEASURED
 
 #: kinds of files of a checkpoint that are read here or by transformers
@@ -93,18 +91,11 @@ class Checkpoint:
         weights are plain, that does not count."""
         from moelab.models import quantizers
 
-        config, store = load_config(self.folder), self.store
-        method = quantisation(config)
+        config = load_config(self.folder)
         plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
-        if store is not None:
-            plain = plain and DTYPE_BYTES[store.spec.dtype] >= 2
-        elif method and plain:
-            warnings.warn(
-                f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
-                f"floating-point numbers: they are read as they are",
-                stacklevel=2,
-            )
-        if plain or not method:
+        if self.store is not None:
+            plain = plain and DTYPE_BYTES[self.store.spec.dtype] >= 2
+        if plain or not quantisation(config):
             for name in QUANTISATION:
                 vars(config).pop(name, None)
         return quantizers.dequantising(config)
@@ -136,18 +127,11 @@ class Checkpoint:
 
     @cached_property
     def content(self) -> str:
-        """32 hex digits of all files that a conversion reads, every byte, unlike those of
-        `identity`; of a store, its index, which has the checksums of the others."""
-        if self.store is not None:
-            return digest(self.folder / INDEX)
-        every = {
-            name: xxhash.xxh3_128_hexdigest(content)
-            for name, content in self.small_files()
-            if Path(name).suffix in SUFFIXES
-        }
-        for file in progress(self.files, "looking for changes", unit="file"):
-            every[file.name] = digest(file)
-        return xxhash.xxh3_128_hexdigest(repr(sorted(every.items())).encode())
+        """32 hex digits that are others when a file was changed that a conversion reads: of the
+        identity, the bytes of small files, and sizes and times of those that hold weights."""
+        small = [item for item in self.small_files() if Path(item[0]).suffix in SUFFIXES]
+        large = [(file.name, *self.stamps[file][2:]) for file in self.files]
+        return xxhash.xxh3_128_hexdigest(repr((self.identity, small, large)).encode())
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
         """(name in a store, content) of everything in the folder that is no weights; links, as far
@@ -158,11 +142,6 @@ class Checkpoint:
                 continue
             if foreign or not path.is_file():
                 continue
-            if path.stat().st_size > FILE_LIMIT:
-                raise ValueError(
-                    f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; "
-                    f"move it elsewhere"
-                )
             taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
             yield BESIDE * taken + name, path.read_bytes()
 
@@ -212,17 +191,11 @@ def locate(source: str | Path | None) -> tuple[str, Path]:
     path, text = absolute(source), str(source)
     if path.exists():
         return path.name, path
-    if path.with_name(path.name + ".part").is_dir():
-        raise FileNotFoundError(
-            f"there is nothing at {path} yet: its conversion was cut off; run the same convert "
-            f"command again and it goes on"
-        )
     if card := registry.like("model", text):
-        hub = load_card(card).get("hub")
         raise ValueError(
-            f"{card} is a card, the geometry of a model without its weights: give "
-            + f"its hub id, {hub}, or " * bool(hub)
-            + f"a folder; `moelab synthesize FOLDER --model {card}` writes one with random weights"
+            f"{card} is a card, the geometry of a model without its weights: give its hub id "
+            f"({load_card(card).get('hub')}) or a folder; `moelab synthesize FOLDER --model {card}` "
+            f"writes one with random weights"
         )
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
@@ -235,17 +208,12 @@ def is_store(folder: Path) -> bool:
 
 def _check_folder(folder: Path) -> None:
     """FileNotFoundError or ValueError unless it has a config, and no small file leads out of it."""
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file; give the folder of a safetensors checkpoint")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint folder at {folder}")
-    if folder.suffix == ".part" and Path(f"{folder}.jsonl").exists():
-        raise ValueError(
-            f"{folder} is an unfinished expert store; run its convert command again and it goes on"
-        )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.json, so it is no transformers checkpoint{other_weights(folder)}"
+            f"{folder} has no config.json, so it is no transformers checkpoint, or a conversion that "
+            f"was cut off{other_weights(folder)}"
         )
     home = folder.resolve()
     for path in read_by_name(folder):

@@ -207,21 +207,12 @@ def kept_store(
         return store
     name = f"{checkpoint.name}-{checkpoint.content}.{form}".replace("/", "--")
     destination = cache_root() / name
-    try:
-        with _converting:
-            if destination.is_dir():
-                with suppress(StoreError):  # one that is damaged is made again
-                    return ExpertStore(destination)
-                shutil.rmtree(destination)
-            return convert(checkpoint, destination, codec, quantize=quantize, seconds=seconds)
-    except OSError as error:
-        if error.errno is None:  # not the disk's
-            raise
-        raise OSError(
-            f"{error}. The store of {checkpoint.folder} in {form} is kept in {destination.parent}: set "
-            f"MOELAB_CACHE to another folder, or `moelab convert` it to where there is room, and open "
-            f"that"
-        ) from error
+    with _converting:
+        if destination.is_dir():
+            with suppress(StoreError):  # one that is damaged is made again
+                return ExpertStore(destination)
+            shutil.rmtree(destination)
+        return convert(checkpoint, destination, codec, quantize=quantize, seconds=seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

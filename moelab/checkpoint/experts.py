@@ -16,7 +16,6 @@ reads past the page cache."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +52,11 @@ class ParameterSource:
     @property
     def nbytes(self) -> int:
         return sum(stored.nbytes for stored in self.stored.values())
+
+    @property
+    def kind(self) -> tuple:
+        """What it is made of: its name, and patterns, types and shapes of its tensors."""
+        return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
 
     def is_bytes_of(self, dtype: str, quantizer: Any) -> bool:
         """Whether the parameter in this type is just the bytes of its tensors, one after another."""
@@ -216,22 +220,13 @@ class CheckpointStore(ExpertFiles):
     def _few_bits(self, index: int) -> dict[str, Codec]:
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
-        layer = self.checkpoint.plan.layers[index]
-        kinds: dict[str, set[tuple]] = defaultdict(set)
-        for expert in range(layer.E):
-            for source in self.sources(index, expert):
-                made_of = ((p, s.dtype, s.shape) for p, s in source.stored.items())
-                kinds[source.name].add((source.name, *made_of))
-        found = {}
+        experts = range(self.checkpoint.plan.layers[index].E)
+        kinds = [{source.kind for source in self.sources(index, expert)} for expert in experts]
+        alike = set.intersection(*kinds)
         for source in self.sources(index, 0):
-            (kind, *others) = kinds[source.name]
-            if others:
-                continue
-            if kind not in self._forms:
-                self._forms[kind] = self._form(source)
-            if self._forms[kind] is not RAW:
-                found[source.name] = self._forms[kind]
-        return found
+            if source.kind in alike and source.kind not in self._forms:
+                self._forms[source.kind] = self._form(source)
+        return {kind[0]: self._forms[kind] for kind in alike}
 
     def _form(self, source: ParameterSource) -> Codec:
         """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ

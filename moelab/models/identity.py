@@ -11,24 +11,16 @@ changed, or opened by something else, has one of its live tensors."""
 from __future__ import annotations
 
 import json
-import re
-import time
-from contextlib import suppress
 from hashlib import sha256
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from moelab.files import cache_folder, stamp
 from moelab.store.headers import Stored
 
 #: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
 PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
-#: ns after which a change of a file gives it another time on any file system
-SETTLED = 3_000_000_000
 #: fields of a config that do not change what the model computes in a given precision
 SAID_ELSEWHERE = (
     "_name_or_path",
@@ -108,26 +100,6 @@ def of_tensors(tensors: dict[str, Stored], config: Any) -> str:
                     digest.update(f.read(length))
                 lines.append(f"{key}\t{entry.dtype}\t{list(entry.shape)}\t{digest.hexdigest()}")
     return _digest(_said(config), *sorted(lines))
-
-
-def digest(file: Path) -> str:
-    """32 hex digits of a file's content, every byte; kept in the cache under its `stamp`, so that
-    it is read once."""
-    before = stamp(file)
-    kept = cache_folder("digests") / xxhash.xxh3_128_hexdigest(repr(before).encode())
-    with suppress(OSError, ValueError):
-        if re.fullmatch("[0-9a-f]{32}", found := kept.read_text()):
-            return found
-    hashed, room = xxhash.xxh3_128(), memoryview(bytearray(WHOLE << 8))
-    with open(file, "rb", buffering=0) as f:
-        while n := f.readinto(room):
-            hashed.update(room[:n])
-    if stamp(file) != before:
-        raise ValueError(f"{file} was changed while it was read; begin again when it is whole")
-    if time.time_ns() - max(before[3:]) > SETTLED:
-        with suppress(OSError):
-            kept.write_text(hashed.hexdigest())
-    return hashed.hexdigest()
 
 
 def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
