@@ -12,6 +12,7 @@ message or a store."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from moelab.checkpoint.config import blamed, load_config
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.configs import QUANTISATION, quantisation, spec_from_config
 from moelab.files import absolute, from_hub, small_model, stamp
-from moelab.models.guard import check_spec
+from moelab.models.experts import shapes
 from moelab.models.identity import of_tensors
 from moelab.specs import DTYPE_BYTES, MoESpec
 from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
@@ -113,7 +114,13 @@ class Checkpoint:
         spec = self.spec
         with blamed(self.folder / "config.json", "no model can be made of it", passing=ValueError):
             plan = make_plan(self.folder, self.tensors, self.store, self.config)
-        check_spec(spec, plan.layers)
+        weights = sum(map(math.prod, shapes(plan.layers[0].experts).values()))
+        found = len(plan.layers), plan.layers[0].E, weights
+        if found != (said := (spec.L, spec.E, spec.expert_params)):
+            raise ValueError(
+                f"{self.folder}: MoE layers, experts a layer and weights an expert are {found}, and by "
+                f"its config {said}: moelab/configs.py reads {spec.model_type} wrongly"
+            )
         return plan
 
     @cached_property

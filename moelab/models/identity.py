@@ -48,7 +48,9 @@ def identity(model: torch.nn.Module) -> str:
     """Sixteen hex digits that name a live model: its checkpoint's (`of_tensors`), or its live
     tensors' own."""
     (checkpoint, before), seen = _origin(model), _looks(model)
-    if checkpoint and all(name in seen and _same(before[name], seen[name]) for name in before):
+    if checkpoint and all(
+        name in seen and torch.equal(before[name], seen[name]) for name in before
+    ):
         return checkpoint.identity
     tensors = (f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items())
     return _digest("live", _said(model.config), *tensors)
@@ -121,16 +123,6 @@ def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             places = torch.linspace(0, max(n - 1, 0), count, dtype=torch.float64).long()
             found[name] = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
     return found
-
-
-def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether values are as they were, or as that is when it is rounded to another precision."""
-    through = (
-        (now.dtype, torch.float16, torch.bfloat16) if now.is_floating_point() else (now.dtype,)
-    )
-    return before.shape == now.shape and any(
-        torch.equal(before.to(d).to(now.dtype), now) for d in through
-    )
 
 
 def _said(config: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moelab.models import compat, guard
+from moelab.models import compat
 from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class, stock_class
 from moelab.models.experts import Run, SeamExperts, Source, run, seam_of
 from moelab.models.identity import require_same_model
@@ -171,9 +171,9 @@ def plug(
 
     executor, source, engine : of `SeamExperts`; None leaves what is there.
 
-    Raises ValueError: no MoE layer, or one whose experts compute what the seam does not
-    (`moelab.models.guard`); an experts module with a forward of its own; an executor or source with
-    weights of another model."""
+    Raises ValueError: no MoE layer, or one whose experts are of a class that the seam does not know;
+    an experts module with a forward of its own; an executor or source with weights of another
+    model."""
     with Patches() as patches:
         layers = _put(patches, model, executor=executor, source=source, engine=engine)
         patches.pop_all()
@@ -213,15 +213,10 @@ def _put(patches: Patches, model: nn.Module, **parts: Any) -> list[MoELayer]:
     """Plug a model in, with these parts of each layer's `SeamExperts` but those that are None."""
     require_same_model(model, *parts.values())
     layers = discover(model)
-    guard.check(
-        [layer for layer in layers if not layer.plugged or layer.seam.checked != model.dtype],
-        model.dtype,
-    )
     compat.register_experts(run)
     for layer in layers:
         if not layer.plugged:
             patches.put(layer.experts, "seam", seam_of(layer.experts, layer.index))
-        layer.seam.checked = model.dtype
         patches.become(layer.block, block_class(type(layer.block)))
         patches.become(layer.experts, experts_class(type(layer.experts)))
         if compat.dispatches_by_name(type(layer.experts)):
