@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.checkpoint.plan import LoadingPlan
+from moelab.checkpoint.plan import FLOATS, LoadingPlan
 from moelab.models import compat
 from moelab.models.experts import Weights
 from moelab.models.seam import MoELayer, banks
@@ -67,8 +67,11 @@ class ParameterSource:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
     def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The parameter from its tensors by pattern, by transformers' own conversion."""
+        """The parameter from its tensors by pattern, by transformers' own conversion; what is
+        dequantised has the model's type."""
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
+        if any(stored.dtype not in FLOATS for stored in self.stored.values()):
+            made = made.to(plan.twin.get_parameter(self.plan.target).dtype)
         return made if self.plan.single else made[0]
 
 
@@ -114,8 +117,7 @@ class CheckpointExperts:
         plan = self.checkpoint.plan
         for source in expert_sources(self.checkpoint, layer, expert):
             read = _read(self.checkpoint, source)
-            made = source.make(plan, read).to(plan.stored[layer][source.name])
-            yield source.name, made, source.pieces(read)
+            yield source.name, source.make(plan, read), source.pieces(read)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)

@@ -120,17 +120,13 @@ def _take_in(model: Any, checkpoint: Checkpoint) -> None:
     store."""
     source = CheckpointExperts(checkpoint, model.dtype)
     for layer, stock in zip(discover(model), checkpoint.plan.layers):
-        experts = deepcopy(stock.experts)
-        tensors = {
-            name: torch.empty(p.shape, dtype=model.dtype) for name, p in banks(experts).items()
-        }
+        experts = deepcopy(stock.experts).to(model.dtype).to_empty(device="cpu")
+        own = banks(experts)
         for expert in range(stock.E):
             for name, tensor in source(layer.index, expert).items():
-                if name in tensors:
-                    tensors[name][expert].copy_(tensor)
-                else:
-                    tensors[f"expert_{expert}.{name}"].copy_(tensor)
-        experts.load_state_dict(tensors | dict(layer.experts.named_parameters()), assign=True)
+                bank = own[name][expert] if name in own else own[f"expert_{expert}.{name}"]
+                bank.data.copy_(tensor)
+        experts.load_state_dict(layer.experts.state_dict(), strict=False)  # what all share
         if hasattr(experts, "config"):
             experts.config = layer.experts.config
         layer.block.experts = experts

@@ -9,7 +9,6 @@ Values are not checked."""
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -40,8 +39,6 @@ class LoadingPlan:
     dtype : what transformers computes in where the config does not say.
     experts : for each MoE layer and expert, its parameters by name and how each is made; {} in a
         store.
-    stored : for each MoE layer, the type that holds a parameter of any of its experts exactly, by
-        the expert's name.
     expert_keys, ignored : the checkpoint's keys that feed experts, and that the architecture
         declares superfluous."""
 
@@ -50,7 +47,6 @@ class LoadingPlan:
     quantizer: Any
     dtype: torch.dtype
     experts: list[list[dict[str, compat.ParameterPlan]]]
-    stored: list[dict[str, torch.dtype]]
     expert_keys: set[str]
     ignored: set[str]
 
@@ -89,9 +85,8 @@ def make_plan(
     experts = [_by_expert(layer, plans, store is None) for layer in layers]
     targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
     expert_keys = {key for target in targets for key in plans[target].keys}
-    stored = [checked.types(of_layer) for of_layer in experts]
     ignored = set(foreign.values())
-    return LoadingPlan(twin, layers, quantizer, main, experts, stored, expert_keys, ignored)
+    return LoadingPlan(twin, layers, quantizer, main, experts, expert_keys, ignored)
 
 
 def _by_expert(
@@ -183,17 +178,6 @@ class _Checked:
                     f"{self.folder}: {_described(self.tensors, [key])}, where the model has {wanted}, "
                     f"and nothing says what its numbers mean"
                 )
-
-    def types(self, experts: list[dict[str, compat.ParameterPlan]]) -> dict[str, torch.dtype]:
-        """`LoadingPlan.stored` of a layer's experts; what is dequantised has the model's type."""
-        types = defaultdict(set)
-        plans = {plan.target: (name, plan) for of_one in experts for name, plan in of_one.items()}
-        for name, plan in plans.values():
-            if self.quantizer is None or self._plain(plan):
-                types[name] |= {DTYPES[self.tensors[key].dtype] for key in plan.keys}
-            else:
-                types[name].add(self.parameters[plan.target].dtype)
-        return {name: compat.widest(found) for name, found in types.items()}
 
     def _plain(self, plan: compat.ParameterPlan) -> bool:
         return all(self.tensors[key].dtype in FLOATS for key in plan.keys)

@@ -436,14 +436,9 @@ def may_lack(
 
     missing, made, foreign : names of what the checkpoint lacks, has, and has beyond the parameters
     and buffers."""
-    ties = dict(twin.all_tied_weights_keys)
-    for name in list(missing):
-        group, before = {name}, set()  # whatever is tied to it, in either direction
-        while group != before:
-            before = set(group)
-            group |= {word for pair in ties.items() if group & set(pair) for word in pair}
-        if group & made:
-            missing = missing - {name}
+    tied = dict(twin.all_tied_weights_keys)
+    present = {tied.get(name, name) for name in made}
+    missing = {name for name in missing if tied.get(name, name) not in present}
     report = SimpleNamespace(missing_keys=missing, unexpected_keys=foreign)
     twin._adjust_missing_and_unexpected_keys(report)
     return report.missing_keys, report.unexpected_keys
