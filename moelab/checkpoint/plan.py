@@ -36,6 +36,7 @@ class LoadingPlan:
     """How a model is made of a checkpoint that is complete.
 
     twin : the model on the meta device.
+    config : as transformers is given it to fill the model (`models.quantizers.readable`).
     dtype : what transformers computes in where the config does not say.
     experts : for each MoE layer and expert, its parameters by name and how each is made; {} in a
         store.
@@ -43,6 +44,7 @@ class LoadingPlan:
         declares superfluous."""
 
     twin: torch.nn.Module
+    config: Any
     layers: list[MoELayer]
     quantizer: Any
     dtype: torch.dtype
@@ -59,7 +61,7 @@ def make_plan(
     Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no
     floating-point number where the model has one, or a code without its scale; an architecture that
     cannot be built with this config; a dense one."""
-    from moelab.models.quantizers import quantizer_for
+    from moelab.models import quantizers
 
     main = _first_type(folder, tensors)
     with blamed(
@@ -68,8 +70,8 @@ def make_plan(
         if config.dtype is None:
             config = copy(config)
             config.dtype = main
-        twin = compat.meta_twin(config)
-        quantizer = quantizer_for(config)
+        twin, readable = compat.meta_twin(config), quantizers.readable(config)
+        quantizer = quantizers.quantizer_for(readable)
     layers, parameters = discover(twin), twin.state_dict()
     with blamed(folder, "it is not complete, or another model than its config.json's"):
         plans, foreign = compat.loading_plan(twin, tensors, quantizer)
@@ -86,7 +88,7 @@ def make_plan(
     targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
     expert_keys = {key for target in targets for key in plans[target].keys}
     ignored = set(foreign.values())
-    return LoadingPlan(twin, layers, quantizer, main, experts, expert_keys, ignored)
+    return LoadingPlan(twin, readable, layers, quantizer, main, experts, expert_keys, ignored)
 
 
 def _by_expert(

@@ -134,18 +134,26 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
     for nothing else there: no adapters, other weights or code.
 
     config : the checkpoint's, which says how it is quantised (`models.quantizers.readable`)."""
+    from transformers.utils import logging
+
     stock, private = type(model), _private(type(model))
     model.__class__ = private
     filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
-    _, report = filled.from_pretrained(
-        None,
-        model=model,
-        config=config,
-        state_dict=tensors,
-        dtype=model.config.dtype,
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        _, report = filled.from_pretrained(
+            None,
+            model=model,
+            config=config,
+            state_dict=tensors,
+            dtype=model.config.dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     model.__class__ = stock
     return report
 
@@ -195,18 +203,17 @@ def is_sdpa(config: Any) -> bool:
     return config._attn_implementation == "sdpa"
 
 
-def named_after(model: nn.Module, folder: str) -> None:
-    """Say where a model is from; its config has no public setter."""
-    model.name_or_path = model.config._name_or_path = folder
-
-
-def generation_config(folder: Path) -> Any:
-    """A checkpoint's GenerationConfig; without a file of its own, from what its config.json says."""
+def describe(model: nn.Module, folder: Path) -> None:
+    """Say where a model is from, which its config has no public setter for, and how it generates: by
+    its checkpoint's generation_config.json, or else by what config.json says."""
     from transformers import GenerationConfig
 
+    model.name_or_path = model.config._name_or_path = str(folder)
     own = (folder / "generation_config.json").is_file()
     options = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
-    return GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+    model.generation_config = GenerationConfig.from_pretrained(
+        folder, local_files_only=True, **options
+    )
 
 
 # --------------------------------------------------------------------------------------------------

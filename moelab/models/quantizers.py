@@ -69,10 +69,10 @@ def readable(config: Any) -> Any:
 
 
 def quantizer_for(config: Any) -> HfQuantizer | None:
-    """The quantizer of a quantised checkpoint, set to dequantise; None for a plain one."""
+    """The quantizer of a `readable` config, set to dequantise; None for a plain one."""
     if getattr(config, "quantization_config", None) is None:
         return None
-    config = readable(dequantising(deepcopy(config)))
+    config = deepcopy(config)
     return get_hf_quantizer(config, None, device_map=None, weights_only=True, user_agent={})[0]
 
 
