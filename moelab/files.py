@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from moelab.schema import naming, parse_json, typed
 
 T = TypeVar("T")
@@ -138,17 +140,10 @@ def writable(path: str | Path) -> Path:
     Raises ValueError: something that is not a regular file is there; OSError: it cannot be written,
     and why."""
     path = Path(os.path.realpath(absolute(path)))
-    if path.is_symlink():
-        raise ValueError(f"{path} is a link in a circle; remove it, or give another name")
-    if path.exists() and not path.is_file():
-        kind = "folder" if path.is_dir() else "device, a pipe or a socket"
-        raise ValueError(
-            f"{path} is a {kind}, and a file is to be written there; give another name"
-        )
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path} is no regular file, and one is to be written; give another name")
     if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(
-            f"{path} is there and write-protected; give another name, or change its permissions"
-        )
+        raise PermissionError(f"{path} is there and write-protected; give another name")
     folder = nearest(path.parent)
     try:
         _probe(folder)
@@ -202,16 +197,10 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove folders NAME@HOST@PROCESS.part of processes of this machine that have ended."""
-    for part in folder.glob("*@*@*.part"):
-        found = re.fullmatch(r".*@([^@]+)@(\d+)(@\w+)?\.part", part.name)
-        if not found or found[1] != platform.node():
-            continue
-        try:
-            os.kill(int(found[2]), 0)
-        except (ProcessLookupError, OverflowError):
+    for part in folder.glob(f"*@{platform.node()}@*.part"):
+        found = re.fullmatch(r".*@(\d{1,9})(@\w+)?\.part", part.name)
+        if found and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(part, ignore_errors=True)
-        except OSError:  # it runs, and belongs to somebody else
-            pass
 
 
 def write_text(path: str | Path, text: str) -> Path:

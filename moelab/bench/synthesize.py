@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -33,10 +34,11 @@ from moelab.arguments import number, whole
 from moelab.cards import load_model
 from moelab.checkpoint import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.checkpoint.convert import quantize_expert
-from moelab.checkpoint.experts import expert_parameters, store_layers
+from moelab.checkpoint.experts import store_layers
 from moelab.configs import spec_from_config
 from moelab.files import folder_bytes, small_model, vacant
 from moelab.models import compat
+from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer, discover
 from moelab.progress import progress
 from moelab.specs import MoESpec
@@ -195,8 +197,8 @@ def _write_experts(
     missing = list(writer.missing())
     for layer, expert in progress(missing, desc="synthesizing", unit="experts"):
         tensors = {
-            name: torch.cat([*_pieces(p.numel(), pool, rng)]).view(p.shape)
-            for name, p in expert_parameters(layers[layer]).items()
+            name: torch.cat([*_pieces(math.prod(shape), pool, rng)]).view(shape)
+            for name, shape in shapes(layers[layer].experts).items()
         }
         blobs: dict[str, tuple[str, Any]] = {}
         if quantize:

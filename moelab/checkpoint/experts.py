@@ -27,8 +27,8 @@ import torch
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.plan import FLOATS, LoadingPlan
 from moelab.models import compat
-from moelab.models.experts import Weights
-from moelab.models.seam import MoELayer, banks
+from moelab.models.experts import Weights, shapes
+from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane
@@ -137,13 +137,6 @@ def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
     ]
 
 
-def expert_parameters(layer: MoELayer) -> dict[str, torch.Tensor]:
-    """Name → one expert's parameter of a stock model, without the axis E."""
-    if isinstance(layer.experts, torch.nn.ModuleDict):
-        return dict(layer.experts["expert_0"].named_parameters())
-    return {name: parameter[0] for name, parameter in banks(layer.experts).items()}
-
-
 def few_bits(
     plan: LoadingPlan, sources: list[Piece], made: torch.Tensor
 ) -> tuple[Codec, np.ndarray, list[Piece]] | None:
@@ -203,15 +196,11 @@ class CheckpointStore(ExpertFiles):
             default=0,
         )
 
-    def _type(self, parameter: torch.Tensor) -> torch.dtype:
-        return self.dtype if parameter.is_floating_point() else parameter.dtype
-
     def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
         """A layer whose experts' parameters are in few bits, by name, or as the model computes with
         them."""
-        entries, at = {}, 0
-        for name, parameter in expert_parameters(layer).items():
-            dtype, shape = NAMES[self._type(parameter)], tuple(parameter.shape)
+        entries, at, dtype = {}, 0, NAMES[self.dtype]
+        for name, shape in shapes(layer.experts).items():
             codec = forms.get(name, RAW)
             length = codec.nbytes(shape, dtype)
             entries[name] = TensorEntry(dtype, shape, "", ((codec, (Chunk(at, length, ""),)),))
@@ -288,7 +277,7 @@ class CheckpointStore(ExpertFiles):
             target[:] = blob_of(plan, plane.codec, source.pieces(read))
         else:
             made = source.make(plan, read)
-            torch.from_numpy(target).view(self._type(made)).view(made.shape).copy_(made)
+            torch.from_numpy(target).view(self.dtype).view(made.shape).copy_(made)
 
     @property
     def identity(self) -> str:
