@@ -182,11 +182,8 @@ class Checkpoint:
         Plain, since what is read of a mapped file would count as this process's memory; and at odd
         offsets CPU kernels take other, slower paths whose fp32 results differ in the last bit."""
         self.require_unchanged(stored.file)
-        tensor = stored.empty()
-        with open(stored.file, "rb") as f:
-            f.seek(stored.begin)
-            if f.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != stored.nbytes:
-                raise ValueError(f"{stored.file} became shorter while it was read")
+        tensor, raw = stored.empty(), stored.read(0, stored.nbytes)
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = raw
         return tensor
 
 
