@@ -75,7 +75,8 @@ def make_plan(
     layers, parameters = discover(twin), twin.state_dict()
     with blamed(folder, "it is not complete, or another model than its config.json's"):
         plans, foreign = compat.loading_plan(twin, tensors, quantizer)
-    checked = _Checked(folder, tensors, twin, parameters, quantizer)
+    scaled = quantisation(config) == "fp8"
+    checked = _Checked(folder, tensors, twin, parameters, quantizer, scaled)
     made: set[str] = set()
     for plan in plans.values():
         made |= checked.made(plan)
@@ -116,13 +117,15 @@ def _by_expert(
 
 @dataclass(frozen=True)
 class _Checked:
-    """What the checks of single parameters look at; parameters : the twin's, by full name."""
+    """What the checks of single parameters look at; parameters : the twin's, by full name; scaled :
+    whether weights are FP8 with scales."""
 
     folder: Path
     tensors: dict[str, Stored]
     twin: torch.nn.Module
     parameters: dict[str, torch.Tensor]
     quantizer: Any
+    scaled: bool
 
     def made(self, plan: compat.ParameterPlan) -> set[str]:
         """Names of what a plan makes; ValueError unless each has the shape of the model's, and
@@ -135,7 +138,7 @@ class _Checked:
         if plan.converter is None:
             stored = {pattern: found[0] for pattern, found in stored.items()}
         with blamed(self.folder, f"{plan.target} cannot be made {given}"):
-            if self.quantizer and quantisation(self.twin.config) == "fp8":
+            if self.scaled:
                 self._require_scales(plan)
             made = compat.converted(plan, stored, self.twin, self.quantizer)
         for name, tensor in made.items():

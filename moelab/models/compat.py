@@ -336,26 +336,29 @@ def _put_in_order(
     count = len(parameters[plan.target]) if stacked else None
     order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
     plan.sources = {
-        pattern: _in_order(pattern, plan.sources[pattern], renamings, count)
+        pattern: _in_order(plan, pattern, renamings, count)
         for pattern in dict.fromkeys(order)
         if pattern in plan.sources
     }
 
 
-def _in_order(pattern: str, keys: list[str], renamings: list[Any], count: int | None) -> list[str]:
+def _in_order(
+    plan: ParameterPlan, pattern: str, renamings: list[Any], count: int | None
+) -> list[str]:
     """A pattern's keys in the order of their numbers; ValueError unless these are 0 … count−1, each
     once."""
     from transformers.core_model_loading import apply_renamings
 
-    shape = re.compile(pattern.replace("*.", r"(\d+)\.") if "*" in pattern else "()")
+    keys, number = plan.sources[pattern], r"(0|[1-9]\d{0,8})\."
+    shape = re.compile(pattern.replace("*.", number) if "*" in pattern else "()")
     found = [(shape.search(apply_renamings(key, renamings)), key) for key in keys]
     numbered = {int(match[1] or 0): key for match, key in found if match}
     wanted = range(count or len(keys)) if "*" in pattern else range(1)
     if len(keys) > len(wanted) or numbered.keys() != set(wanted):
         absent = min(set(wanted) - numbered.keys(), default=len(wanted))
         raise ValueError(
-            f"{pattern.replace('*', str(absent))} is missing, one of the {len(wanted)} tensors "
-            f"{pattern} that are each there once, or there are others: {', '.join(keys[:4])}"
+            f"{plan.target} is made of {len(wanted)} tensors {pattern}, each there once: number {absent} "
+            f"is missing, or there are others ({', '.join(keys[:4])})"
         )
     return [numbered[number] for number in wanted]
 

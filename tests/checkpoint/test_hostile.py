@@ -45,7 +45,7 @@ def test_no_code_of_a_checkpoint_runs(part, folder, tmp_path, monkeypatch):
     if part == "tokenizer":
         settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        with pytest.warns(UserWarning, match="code of its own .*put a tokenizer.json there"):
+        with pytest.warns(UserWarning, match="its tokenizer cannot be read"):
             assert open_model(folder).tokenizer is None
     elif part == "config":
         (folder / "config.json").write_text(json.dumps({**config, **own, "model_type": "own"}))

@@ -169,7 +169,7 @@ def test_a_store_opens_as_the_model_that_it_holds(name, tmp_path):
     assert stored.keys() == read.keys() and all(torch.equal(stored[n], read[n]) for n in read)
 
 
-def test_a_store_that_is_unfinished_or_damaged_is_no_model(tmp_path):
+def test_a_store_that_is_damaged_is_no_model(tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m", torch.bfloat16)
     store = convert(folder, tmp_path / "s").folder
     for name, old, new in (
@@ -181,12 +181,6 @@ def test_a_store_that_is_unfinished_or_damaged_is_no_model(tmp_path):
         with pytest.raises(ValueError, match=name):
             open_model(store)
         (store / name).write_bytes(raw)
-    store.rename(tmp_path / "s.part")
-    with pytest.raises(FileNotFoundError, match="cut off.*same convert"):
-        open_model(tmp_path / "s")
-    (tmp_path / "s.part.jsonl").touch()
-    with pytest.raises(ValueError, match="unfinished"):
-        open_model(tmp_path / "s.part")
 
 
 def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
