@@ -16,8 +16,10 @@ reads past the page cache."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane
-from moelab.store.headers import NAMES, Stored
+from moelab.store.headers import DTYPES, NAMES, Stored
 from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
@@ -67,12 +69,15 @@ class ParameterSource:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
     def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The parameter from its tensors by pattern, by transformers' own conversion; what is
-        dequantised has the model's type."""
+        """The parameter from its tensors by pattern, by transformers' own conversion."""
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
-        if any(stored.dtype not in FLOATS for stored in self.stored.values()):
-            made = made.to(plan.twin.get_parameter(self.plan.target).dtype)
         return made if self.plan.single else made[0]
+
+    def types(self, plan: LoadingPlan) -> set[torch.dtype]:
+        """Of its tensors; what is dequantised has the model's type."""
+        if plan.quantizer and any(of.dtype not in FLOATS for of in self.stored.values()):
+            return {plan.twin.get_parameter(self.plan.target).dtype}
+        return {DTYPES[of.dtype] for of in self.stored.values()}
 
 
 def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[ParameterSource]:
@@ -117,7 +122,17 @@ class CheckpointExperts:
         plan = self.checkpoint.plan
         for source in expert_sources(self.checkpoint, layer, expert):
             read = _read(self.checkpoint, source)
-            yield source.name, source.make(plan, read), source.pieces(read)
+            made = source.make(plan, read).to(self._types(layer)[source.name])
+            yield source.name, made, source.pieces(read)
+
+    @cache  # noqa: B019  (it lives as long as its checkpoint is read)
+    def _types(self, layer: int) -> dict[str, torch.dtype]:
+        """The type that holds a parameter of any of a layer's experts exactly, by name."""
+        plan, found = self.checkpoint.plan, defaultdict(set)
+        for expert in range(plan.layers[layer].E):
+            for source in expert_sources(self.checkpoint, layer, expert):
+                found[source.name] |= source.types(plan)
+        return {name: compat.widest(types) for name, types in found.items()}
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
