@@ -16,10 +16,8 @@ reads past the page cache."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane
-from moelab.store.headers import DTYPES, NAMES, Stored
+from moelab.store.headers import NAMES, Stored
 from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
@@ -69,15 +67,12 @@ class ParameterSource:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
     def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The parameter from its tensors by pattern, by transformers' own conversion."""
+        """The parameter from its tensors by pattern, by transformers' own conversion; what is
+        dequantised has the model's type."""
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
-        return made if self.plan.single else made[0]
-
-    def types(self, plan: LoadingPlan) -> set[torch.dtype]:
-        """Of its tensors; what is dequantised has the model's type."""
         if plan.quantizer and any(of.dtype not in FLOATS for of in self.stored.values()):
-            return {plan.twin.get_parameter(self.plan.target).dtype}
-        return {DTYPES[of.dtype] for of in self.stored.values()}
+            made = made.to(plan.twin.get_parameter(self.plan.target).dtype)
+        return made if self.plan.single else made[0]
 
 
 def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[ParameterSource]:
@@ -122,17 +117,7 @@ class CheckpointExperts:
         plan = self.checkpoint.plan
         for source in expert_sources(self.checkpoint, layer, expert):
             read = _read(self.checkpoint, source)
-            made = source.make(plan, read).to(self._types(layer)[source.name])
-            yield source.name, made, source.pieces(read)
-
-    @cache  # noqa: B019  (it lives as long as its checkpoint is read)
-    def _types(self, layer: int) -> dict[str, torch.dtype]:
-        """The type that holds a parameter of any of a layer's experts exactly, by name."""
-        plan, found = self.checkpoint.plan, defaultdict(set)
-        for expert in range(plan.layers[layer].E):
-            for source in expert_sources(self.checkpoint, layer, expert):
-                found[source.name] |= source.types(plan)
-        return {name: compat.widest(types) for name, types in found.items()}
+            yield source.name, source.make(plan, read), source.pieces(read)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
@@ -227,12 +212,13 @@ class CheckpointStore(ExpertFiles):
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
         experts = range(self.checkpoint.plan.layers[index].E)
-        kinds = [{source.kind for source in self.sources(index, expert)} for expert in experts]
-        alike = set.intersection(*kinds)
-        for source in self.sources(index, 0):
-            if source.kind in alike and source.kind not in self._forms:
+        alike = len({tuple(of.kind for of in self.sources(index, e)) for e in experts}) == 1
+        forms = {}
+        for source in self.sources(index, 0) if alike else ():
+            if source.kind not in self._forms:
                 self._forms[source.kind] = self._form(source)
-        return {kind[0]: self._forms[kind] for kind in alike}
+            forms[source.name] = self._forms[source.kind]
+        return forms
 
     def _form(self, source: ParameterSource) -> Codec:
         """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
