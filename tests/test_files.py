@@ -115,7 +115,7 @@ def test_rights_are_those_that_were_there_or_any_new_file_s(tmp_path, write):
 
 def test_a_link_in_a_circle_and_a_file_for_a_folder_are_named(tmp_path):
     (tmp_path / "round").symlink_to(tmp_path / "round")
-    with pytest.raises(ValueError, match="round is a link in a circle"):
+    with pytest.raises(ValueError, match="round is no regular file"):
         write_text(tmp_path / "round", "x")
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file/below cannot be written: Not a directory"):
@@ -142,7 +142,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path, kind, monkeypatch):
         (lambda p: write_text(p, "x"), ValueError),
         (output, ArgumentTypeError),
     ):
-        with pytest.raises(error, match="is a (folder|device, a pipe or a socket)"):
+        with pytest.raises(error, match="is no regular file"):
             refused(str(path))
     assert os.lstat(path).st_mode == before
 
