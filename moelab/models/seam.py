@@ -64,23 +64,21 @@ class MoELayer:
         _, weights, ids, *_ = router_output
         return ids, weights
 
-    def listening(
-        self, told: Callable[[Tensor, Tensor], None]
-    ) -> tuple[Callable[..., Any], Callable, dict[str, Any]]:
-        """(what registers it, a hook, its options): in each pass the hook calls told(ids [T, K],
-        weights [T, K])."""
+    def listen(self, patches: Patches, told: Callable[[Tensor, Tensor], None]) -> None:
+        """Have told(ids [T, K], weights [T, K]) called in each pass, until `patches` are undone."""
         if not self.plugged and type(self.router).__name__ in ROUTING:
 
             def of_router(_m: nn.Module, _args: tuple, out: Any) -> None:
                 told(*self.routing(out))
 
-            return self.router.register_forward_hook, Listener(told, of_router), {}
+            patches.hook(self.router.register_forward_hook, Listener(told, of_router))
+            return
 
         def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
             told(*[*args, *kwargs.values()][1:3])  # after the hidden states
 
-        hook = Listener(told, of_experts)
-        return self.experts.register_forward_pre_hook, hook, {"with_kwargs": True}
+        register = self.experts.register_forward_pre_hook
+        patches.hook(register, Listener(told, of_experts), with_kwargs=True)
 
     def ask(self, x: Tensor, own: bool = False) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are

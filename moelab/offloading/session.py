@@ -143,8 +143,7 @@ class Session:
                 patches.hook(before, self._begin_forward, with_kwargs=True)
                 patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
             for layer in layers:
-                register, hook, options = layer.listening(functools.partial(self._note, layer))
-                patches.hook(register, hook, **options)
+                layer.listen(patches, functools.partial(self._note, layer))
             return patches.pop_all()
 
     def forked(self) -> None:

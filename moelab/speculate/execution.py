@@ -122,8 +122,7 @@ class Speculation(AbstractContextManager):
                 if predicting:
                     self._attach(layer, patches)
                 elif learns:
-                    register, hook, options = layer.listening(partial(self._observe, layer.index))
-                    patches.hook(register, hook, **options)
+                    layer.listen(patches, partial(self._observe, layer.index))
             self._hooks, self._predicting = patches.pop_all(), predicting
 
     def _attach(self, layer: MoELayer, patches: Patches) -> None:
