@@ -86,12 +86,8 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Any:
-        """Its config, set to dequantise (`models.quantizers`) if some weights are quantised.
-
-        Tools that dequantise a checkpoint leave its quantization_config in config.json: where all
-        weights are plain, that does not count."""
-        from moelab.models import quantizers
-
+        """Its config. Tools that dequantise a checkpoint leave its quantization_config in
+        config.json: where all weights are plain, that does not count."""
         config = load_config(self.folder)
         plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
         if self.store is not None:
@@ -99,7 +95,7 @@ class Checkpoint:
         if plain or not quantisation(config):
             for name in QUANTISATION:
                 vars(config).pop(name, None)
-        return quantizers.dequantising(config)
+        return config
 
     @cached_property
     def spec(self) -> MoESpec:
