@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moelab.models import compat
-from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class, stock_class
+from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class
 from moelab.models.experts import Run, SeamExperts, Source, run, seam_of
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Patches
@@ -159,56 +159,37 @@ def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
     return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
 
 
-def plug(
-    model: nn.Module,
-    executor: Run | None = None,
-    source: Source | None = None,
-    engine: Run | None = None,
-) -> list[MoELayer]:
-    """Have a model's experts computed by moelab until `unplug`, or change how.
+def plug(model: nn.Module, **parts: Any) -> list[MoELayer]:
+    """Have a model's experts computed by moelab, or change how, for good.
 
-    executor, source, engine : of `SeamExperts`; None leaves what is there.
+    parts : executor (`Run`), source (`Source`) and engine (`Run`) of `SeamExperts`; those that are
+        None or not given stay.
 
     Raises ValueError: no MoE layer, or one whose experts are of a class that the seam does not know;
     an experts module with a forward of its own; an executor or source with weights of another
     model."""
     with Patches() as patches:
-        layers = _put(patches, model, executor=executor, source=source, engine=engine)
+        layers = _put(patches, model, **parts)
         patches.pop_all()
     return layers
 
 
 @contextmanager
-def plugged(
+def plugged(model: nn.Module, executor: Run | None = None, **parts: Any) -> Iterator[Run | None]:
+    """`plug` for the length of a block."""
+    with Patches() as patches:
+        _put(patches, model, executor=executor, **parts)
+        yield executor
+
+
+def _put(
+    patches: Patches,
     model: nn.Module,
     executor: Run | None = None,
     source: Source | None = None,
     engine: Run | None = None,
-) -> Iterator[Run | None]:
-    """`plug` for the length of a block."""
-    with Patches() as patches:
-        _put(patches, model, executor=executor, source=source, engine=engine)
-        yield executor
-
-
-def unplug(model: nn.Module) -> None:
-    """Give a plugged model whose experts are in memory back to transformers and its eager code."""
-    for layer in discover(model):
-        if not layer.resident:
-            raise ValueError(
-                f"{layer.name}: these experts hold no parameters of their own, so the stock "
-                f"classes could not run; open the model with experts='resident'"
-            )
-        if layer.plugged:
-            del layer.experts.seam
-            if compat.dispatches_by_name(type(layer.experts)):
-                compat.dispatch(layer.experts.config, "eager")
-        for module in (layer.block, layer.experts):
-            module.__class__ = stock_class(module)
-
-
-def _put(patches: Patches, model: nn.Module, **parts: Any) -> list[MoELayer]:
-    """Plug a model in, with these parts of each layer's `SeamExperts` but those that are None."""
+) -> list[MoELayer]:
+    parts = {"executor": executor, "source": source, "engine": engine}
     require_same_model(model, *parts.values())
     layers = discover(model)
     compat.register_experts(run)

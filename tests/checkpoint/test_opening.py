@@ -21,7 +21,7 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.files import small_model
-from moelab.models import discover, plug, unplug
+from moelab.models import discover, plug
 from moelab.specs import MoESpec
 from tests.models import tiny
 
@@ -58,7 +58,6 @@ def test_checkpoint_experts_are_the_models_own(name, tmp_path):
             own, read = layer.seam.own(expert), source(layer.index, expert)
             assert own.keys() == read.keys()
             assert all(torch.equal(own[n], read[n]) and read[n].data_ptr() % 64 == 0 for n in own)
-    unplug(resident)
 
 
 def test_external_never_reads_the_experts(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import moelab
-from moelab.models import discover, eager, plug, plugged, unplug
+from moelab.models import discover, eager, plugged
 from moelab.models.stream import Stream, streams
 from moelab.recording import record
 from moelab.speculate.signals import DefaultVectors, default_vectors, quasi_hidden
@@ -132,13 +132,9 @@ def test_measuring_changes_nothing(tiny_model):
     def wrong(x, ids, weights, experts):
         return x
 
-    plug(model, executor=wrong)
-    try:
+    with plugged(model, wrong):
         assert torch.equal(default_vectors(model, PROMPTS).d, expected.d)
         assert discover(model)[0].seam.executor is wrong
-    finally:
-        plug(model, executor=eager)
-        unplug(model)
 
 
 def test_saved_and_loaded_and_refused(tiny_model, tmp_path):
