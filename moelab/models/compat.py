@@ -321,46 +321,34 @@ def loading_plan(
             raise ValueError(f"{key} and {plan.keys[0]} both are {target}")
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
-        _put_in_order(plan, parameters, renamings)
+        patterns = dict.fromkeys((*getattr(plan.converter, "source_patterns", ()), *plan.sources))
+        plan.apart = any("*" in pattern for pattern in plan.sources)
+        plan.sources = {
+            pattern: _in_order(plan, pattern, renamings)
+            for pattern in patterns
+            if pattern in plan.sources
+        }
     return plans, foreign
 
 
-def _put_in_order(
-    plan: ParameterPlan, parameters: dict[str, torch.Tensor], renamings: list[Any]
-) -> None:
-    """Sort the sources of a plan as they are joined, and the keys of each by their numbers."""
-    plan.apart = any("*" in pattern for pattern in plan.sources)
-    operations = getattr(plan.converter, "operations", ())
-    # of what is stacked, the parameter's first axis counts the sources
-    stacked = any(type(op).__name__ == "MergeModulelist" for op in operations)
-    count = len(parameters[plan.target]) if stacked else None
-    order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
-    plan.sources = {
-        pattern: _in_order(plan, pattern, renamings, count)
-        for pattern in dict.fromkeys(order)
-        if pattern in plan.sources
-    }
-
-
-def _in_order(
-    plan: ParameterPlan, pattern: str, renamings: list[Any], count: int | None
-) -> list[str]:
-    """A pattern's keys in the order of their numbers; ValueError unless these are 0 … count−1, each
-    once."""
+def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[str]:
+    """A pattern's keys in the order of their numbers; ValueError unless these are 0, 1, …, each once.
+    How many there must be, the parameter's shape says."""
     from transformers.core_model_loading import apply_renamings
 
     keys, number = plan.sources[pattern], r"(0|[1-9]\d{0,8})\."
-    shape = re.compile(pattern.replace("*.", number) if "*" in pattern else "()")
+    if "*" not in pattern and len(keys) == 1:
+        return keys
+    shape = re.compile(pattern.replace("*.", number))
     found = [(shape.search(apply_renamings(key, renamings)), key) for key in keys]
-    numbered = {int(match[1] or 0): key for match, key in found if match}
-    wanted = range(count or len(keys)) if "*" in pattern else range(1)
-    if len(keys) > len(wanted) or numbered.keys() != set(wanted):
-        absent = min(set(wanted) - numbered.keys(), default=len(wanted))
+    numbered = {int(match[1]): key for match, key in found if match and match.groups()}
+    if numbered.keys() != set(range(len(keys))):
+        absent = min(set(range(len(keys))) - numbered.keys())
         raise ValueError(
-            f"{plan.target} is made of {len(wanted)} tensors {pattern}, each there once: number {absent} "
-            f"is missing, or there are others ({', '.join(keys[:4])})"
+            f"{plan.target} is made of tensors {pattern}, each there once: number {absent} is missing, or "
+            f"there are others ({', '.join(keys[:4])})"
         )
-    return [numbered[number] for number in wanted]
+    return [numbered[number] for number in range(len(keys))]
 
 
 def converted(

@@ -90,24 +90,27 @@ class Stream:
         """r' = r + post(v): [T, H], in the wider dtype of both."""
         return r + (v if self.post is None else alone(self.post, v.to(r.dtype)))
 
-    def listen(self, see: Callable[[Tensor], None]) -> list[Any]:
-        """Hooks that hand every v of the running model to `see`, [B, S, H] or [T, H]."""
+    def listen(self, patches: Patches, see: Callable[[Tensor], None]) -> None:
+        """Have `see` called with every v of the running model, [B, S, H] or [T, H], until `patches`
+        are undone."""
         if self.post is not None:
-            return [self.post.register_forward_pre_hook(lambda _m, args: see(args[0]))]
+            patches.hook(self.post.register_forward_pre_hook, lambda _m, args: see(args[0]))
+            return
         if not self.beside:
-            return [
-                self.layer.block.register_forward_hook(lambda _m, _a, output: see(first(output)))
-            ]
+            register = self.layer.block.register_forward_hook
+            patches.hook(register, lambda _m, _args, output: see(first(output)))
+            return
         entered: list[Tensor] = []
 
-        def after_layer(_module: nn.Module, _args: tuple, output: Any) -> None:
+        def before(_module: nn.Module, args: tuple) -> None:
+            entered.append(args[0].clone())
+
+        def after(_module: nn.Module, _args: tuple, output: Any) -> None:
             out, r = first(output).double(), entered.pop().double()
             see(out - r.view_as(out))
 
-        return [
-            self.entry.register_forward_pre_hook(lambda _m, args: entered.append(args[0].clone())),
-            self.holder.register_forward_hook(after_layer),
-        ]
+        patches.hook(self.entry.register_forward_pre_hook, before)
+        patches.hook(self.holder.register_forward_hook, after)
 
 
 #: why a stream is refused
@@ -231,8 +234,7 @@ class _Probe:
         patches.hook(stream.entry.register_forward_pre_hook, self._entered)
         patches.hook(layer.router.register_forward_hook, self._routed)
         patches.put(layer.experts, "forward", self._noise)
-        for hook in stream.listen(partial(self._see, "v")):
-            patches.callback(hook.remove)
+        stream.listen(patches, partial(self._see, "v"))
         patches.hook(stream.holder.register_forward_hook, self._left)
 
     def _see(self, name: str, x: Tensor) -> None:

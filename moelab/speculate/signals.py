@@ -156,8 +156,7 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
         sums = _Sums(model)
         patches.enter_context(plugged(model, sums))
         for stream in sums.streams:
-            for hook in stream.listen(partial(sums.add, stream.layer.index)):
-                patches.callback(hook.remove)
+            stream.listen(patches, partial(sums.add, stream.layer.index))
         patches.callback(model.train, model.training)
         model.eval()
         for prompt in progress(ids, "default vectors", unit="prompt"):

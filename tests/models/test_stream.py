@@ -7,6 +7,7 @@ import torch
 
 from moelab import open_model
 from moelab.models import plugged
+from moelab.models.patches import Patches
 from moelab.models.stream import AROUND, FOUND, check_routers, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
@@ -56,15 +57,14 @@ class Seen:
                 self.inputs[module], self.outputs[module] = flat(given).clone(), flat(out).clone()
 
         modules = {m for s in self.streams for m in (s.entry, s.layer.router, s.holder)}
-        hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in modules]
-        for i, stream in enumerate(self.streams):
-            hooks += stream.listen(lambda v, i=i: self.added.update({i: flat(v).clone()}))
         ids = torch.tensor([tokens])
-        other = model.config.is_encoder_decoder
-        with torch.no_grad():
-            model(input_ids=ids, **({"decoder_input_ids": ids} if other else {"use_cache": False}))
-        for hook in hooks:
-            hook.remove()
+        given = "decoder_input_ids" if model.config.is_encoder_decoder else "use_cache"
+        with Patches() as patches, torch.no_grad():
+            for module in modules:
+                patches.hook(module.register_forward_hook, keep, with_kwargs=True)
+            for i, stream in enumerate(self.streams):
+                stream.listen(patches, lambda v, i=i: self.added.update({i: flat(v).clone()}))
+            model(input_ids=ids, **{given: ids if given != "use_cache" else False})
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
