@@ -190,7 +190,7 @@ class CheckpointStore(ExpertFiles):
             (
                 source.nbytes + 2 * layer.experts[0][source.name].stored()
                 for i, layer in enumerate(self.layers)
-                for source in self.sources(i, 0)
+                for source in expert_sources(self.checkpoint, i, 0)
                 if not self._plain(source, layer.experts[0])
             ),
             default=0,
@@ -212,9 +212,17 @@ class CheckpointStore(ExpertFiles):
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
         experts = range(self.checkpoint.plan.layers[index].E)
-        alike = len({tuple(of.kind for of in self.sources(index, e)) for e in experts}) == 1
+        alike = (
+            len(
+                {
+                    tuple(of.kind for of in expert_sources(self.checkpoint, index, e))
+                    for e in experts
+                }
+            )
+            == 1
+        )
         forms = {}
-        for source in self.sources(index, 0) if alike else ():
+        for source in expert_sources(self.checkpoint, index, 0) if alike else ():
             if source.kind not in self._forms:
                 self._forms[source.kind] = self._form(source)
             forms[source.name] = self._forms[source.kind]
@@ -229,22 +237,22 @@ class CheckpointStore(ExpertFiles):
         symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
         return few[0] if few and not symmetric else RAW
 
-    def sources(self, layer: int, expert: int) -> Iterator[ParameterSource]:
-        """What each parameter of an expert is made of."""
-        return expert_sources(self.checkpoint, layer, expert)
-
     def _plain(self, source: ParameterSource, entries: dict[str, TensorEntry]) -> bool:
         return source.is_bytes_of(entries[source.name].dtype, self.checkpoint.plan.quantizer)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
-        return 0 if part == "SM" else sum(source.nbytes for source in self.sources(layer, expert))
+        return (
+            0
+            if part == "SM"
+            else sum(source.nbytes for source in expert_sources(self.checkpoint, layer, expert))
+        )
 
     def paths(self, layer: int) -> list[Path]:
         return sorted(
             {
                 stored.file
                 for expert in range(len(self.layers[layer].experts))
-                for source in self.sources(layer, expert)
+                for source in expert_sources(self.checkpoint, layer, expert)
                 for stored in source.stored.values()
             }
         )
@@ -253,7 +261,7 @@ class CheckpointStore(ExpertFiles):
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
         has been read."""
         chunks = parts[0]
-        for source in self.sources(chunks.layer, chunks.expert):
+        for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
             plain = self._plain(source, chunks.entries)
             yield from self._in_place(source, plane) if plain else self._made(source, plane)

@@ -83,8 +83,6 @@ def make_plan(
     if store is not None:
         made |= _experts_of_store(store, layers)
     _require_all(folder, twin, parameters.keys() - made, made, foreign)
-    for plan in plans.values():
-        checked.require_same_kind(plan)
     experts = [_by_expert(layer, plans, store is None) for layer in layers]
     targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
     expert_keys = {key for target in targets for key in plans[target].keys}
@@ -128,8 +126,8 @@ class _Checked:
     scaled: bool
 
     def made(self, plan: compat.ParameterPlan) -> set[str]:
-        """Names of what a plan makes; ValueError unless each has the shape of the model's, and
-        codes have scales."""
+        """Names of what a plan makes; ValueError unless each has the shape of the model's and is
+        a float where that is one (any is cast to any other), and codes have scales."""
         given = f"of {_described(self.tensors, plan.keys)}; check config.json"
         stored = {
             pattern: [self.tensors[key].empty("meta") for key in keys]
@@ -141,11 +139,14 @@ class _Checked:
             if self.scaled:
                 self._require_scales(plan)
             made = compat.converted(plan, stored, self.twin, self.quantizer)
-        for name, tensor in made.items():
-            if name in self.parameters and tensor.shape != self.parameters[name].shape:
+        for name in made.keys() & self.parameters.keys():
+            found, wanted = made[name], self.parameters[name]
+            same_kind = found.is_floating_point() == wanted.is_floating_point()
+            if found.shape != wanted.shape or not same_kind:
                 raise ValueError(
-                    f"{self.folder}: {name} is {list(self.parameters[name].shape)} in "
-                    f"{self.twin.config.model_type} with this config, and {list(tensor.shape)} is made {given}"
+                    f"{self.folder}: {name} is {wanted.dtype} {list(wanted.shape)} in "
+                    f"{self.twin.config.model_type} with this config, and {found.dtype} "
+                    f"{list(found.shape)} is made {given}"
                 )
         return set(made)
 
@@ -169,23 +170,6 @@ class _Checked:
                     raise ValueError(
                         f"{key}, and no plain weights, should have a tensor of scales {list(grid)} or one scale"
                     )
-
-    def require_same_kind(self, plan: compat.ParameterPlan) -> None:
-        """ValueError for whole numbers where the model has others, or the reverse; any float is
-        cast to any other. What codes beside scales mean, the quantiser knows."""
-        if self.quantizer and len(plan.sources) > 1 and not self._plain(plan):
-            return
-        wanted = self.parameters[plan.target].dtype
-        for key in plan.keys:
-            found = DTYPES[self.tensors[key].dtype]
-            if found.is_floating_point != wanted.is_floating_point:
-                raise ValueError(
-                    f"{self.folder}: {_described(self.tensors, [key])}, where the model has {wanted}, "
-                    f"and nothing says what its numbers mean"
-                )
-
-    def _plain(self, plan: compat.ParameterPlan) -> bool:
-        return all(self.tensors[key].dtype in FLOATS for key in plan.keys)
 
 
 def _require_all(
