@@ -78,8 +78,8 @@ class Checkpoint:
         store = source if isinstance(source, ExpertStore) else None
         name, folder = (store.folder.name, store.folder) if store else locate(source)
         _check_folder(folder)
-        if store is None and is_store(folder):
-            store = ExpertStore(folder)
+        if (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors")):
+            store = store or ExpertStore(folder)
         files, tensors = read_folder(folder)
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
         return cls(name, folder, tuple(files), tensors, store, stamps)
@@ -200,10 +200,6 @@ def locate(source: str | Path | None) -> tuple[str, Path]:
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
     return text, from_hub(text, [f"*{suffix}" for suffix in SUFFIXES])
-
-
-def is_store(folder: Path) -> bool:
-    return (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
 
 
 def _check_folder(folder: Path) -> None:

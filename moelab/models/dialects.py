@@ -96,8 +96,3 @@ def experts_class(cls: type) -> type:
 def _subclass(cls: type, forward: Any) -> type:
     """A class with another forward than its `stock` class."""
     return type("Seam" + cls.__name__, (cls,), {"forward": forward, "stock": cls})
-
-
-def stock_class(module: nn.Module) -> type:
-    """transformers' class of a module, whether the seam has changed it or not."""
-    return getattr(type(module), "stock", type(module))

@@ -87,12 +87,12 @@ class MoELayer:
 
         Raises ValueError: the router needs what is neither x nor kept by the block, such as the
         tokens' ids."""
+        x = x.reshape(-1, x.shape[-1])
         if not own and isinstance(kernel := forward(self.router), FusedModule):
-            return kernel(x.reshape(-1, x.shape[-1]))
+            return kernel(x)
         stock = type(self.router).forward
         kept = [name for name in _parameters(stock)[2:] if hasattr(self.block, name)]
         given = {name: getattr(self.block, name) for name in kept}
-        x = x.reshape(-1, x.shape[-1])
         # Capacity is counted along a sequence: each token is a sequence of its own, so that none is
         # dropped.
         x = x[:, None] if type(self.router).__name__ in SEQUENCES else x
