@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -358,36 +358,22 @@ def converted(
     list of them each."""
     if plan.converter is None:
         return {plan.target: next(iter(tensors.values()))}
-    tensors = {
+    converter = copy(plan.converter)
+    converter.collected_tensors = defaultdict(list)
+    converter.layer_targets = defaultdict(set)  # these two are all of its state
+    given = {
         pattern: found if isinstance(found, list) else [found] for pattern, found in tensors.items()
     }
-    if quantizer is None:
-        dtype = widest({tensor.dtype for found in tensors.values() for tensor in found})
-        tensors = {
-            pattern: [tensor.to(dtype) for tensor in found] for pattern, found in tensors.items()
-        }
-    converter = copy(plan.converter)
-    converter.collected_tensors, converter.layer_targets = (
-        defaultdict(list),
-        defaultdict(set),
-    )  # all of its state
-    for pattern, found in tensors.items():
+    mixed = len({tensor.dtype for found in given.values() for tensor in found}) > 1
+    for pattern, found in given.items():
         for tensor in found:
+            if mixed and quantizer is None:
+                tensor = tensor.double()  # which holds all of the others
             converter.add_tensor(plan.target, pattern, pattern, tensor)
     made = converter.convert(plan.target, model=twin, config=twin.config, hf_quantizer=quantizer)
     return {
         name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
     }
-
-
-def widest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """The least type that has all numbers of these; beside others, those of one byte count as the
-    bf16 that has theirs."""
-    wide = {
-        torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
-        for dtype in dtypes
-    }
-    return reduce(torch.promote_types, wide if len(dtypes) > 1 else dtypes)
 
 
 def convert_expert(
