@@ -42,7 +42,7 @@ SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 #: prefix of a source's file whose name a store uses itself
 BESIDE = "source."
 #: names of those without which there is no model; without others it only has no tokenizer
-NEEDED = re.compile(r"safetensors|^((generation|hf_quant)_config|index)\.json$")
+NEEDED = re.compile(r"safetensors|^(generation_config|index)\.json$")
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,11 +44,6 @@ def load_config(folder: Path) -> Any:
                 config.quantization_config = (
                     vars(inner).pop("quantization_config", None) or inner.quantization
                 )
-    beside = folder / "hf_quant_config.json"
-    if beside.is_file() and not quantisation(config):
-        with blamed(beside, "it does not say how the weights are quantised"):
-            said = read_json(beside).get("quantization", {})
-            config.quantization_config = {"quant_method": "modelopt"} | said
     return config
 
 

@@ -225,7 +225,6 @@ def mlx(key: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "words, made, said",
     [
-        ("modelopt NVFP4", nvfp4, None),
         ("modelopt NVFP4", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
         ("MLX", mlx, {"group_size": 64, "bits": 4}),
         ("MLX", mlx, {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}),
@@ -239,12 +238,9 @@ def test_a_format_that_is_not_read_is_named(words, made, said, tmp_path):
     tensors = {}
     for key, w in load_file(folder / "model.safetensors").items():
         tensors |= made(key, w) if ".experts." in key else {key: w}
-    if said is None:
-        beside = json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}})
-        (folder / "hf_quant_config.json").write_text(beside)
-    elif "quantization" not in said:
+    if "quantization" not in said:
         said = {"quantization_config": said}
-    rewrite(folder, tensors, **said or {})
+    rewrite(folder, tensors, **said)
     for attempt in (open_model, find_model, lambda folder: convert(folder, tmp_path / "s")):
         with pytest.raises(ValueError, match=f"quantised with {words}.*unquantised checkpoint"):
             attempt(folder)
