@@ -113,33 +113,19 @@ class Stream:
         patches.hook(self.holder.register_forward_hook, after)
 
 
-#: why a stream is refused
-ASKED = "the router's choice does not follow from its input alone"
-OTHER = "its decoder layer adds something else than post(κ Σ g e(norm(r)) + rest) to its stream"
-
-
 def streams(model: nn.Module) -> list[Stream]:
     """The residual stream around every MoE layer, measured once a model; ValueError for another
     relation."""
     found = _measured(model)
     for layer, stream in zip(discover(model), found):
-        if isinstance(stream, str):
+        if stream is None:
             raise ValueError(
-                f"{layer.name} ({type(layer.block).__name__}): {stream}. Residuals, and what is computed "
-                f"from them, are not to be had of this architecture; the predictors that do without are "
-                f"router, frequency, static and previous"
+                f"{layer.name} ({type(layer.block).__name__}): its decoder layer adds something else than "
+                f"post(κ Σ g e(norm(r)) + rest) to its stream, or its router chooses by more than "
+                f"norm(r). Residuals, and what is computed from them, are not to be had of this "
+                f"architecture; the predictors that do without are router, frequency, static and previous"
             )
     return found
-
-
-def check_routers(model: nn.Module) -> None:
-    """ValueError if a router, asked by itself, does not choose what it chose in a forward pass."""
-    for layer, stream in zip(discover(model), _measured(model)):
-        if stream is ASKED:
-            raise ValueError(
-                f"{layer.name} ({type(layer.router).__name__}): {stream}, so it cannot be asked what it "
-                f"would choose"
-            )
 
 
 def stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:
@@ -172,8 +158,7 @@ def alone(module: nn.Module, *args: Any) -> Any:
 TOKENS = 5
 #: what a sum of the dtype may differ by, root mean square, relative to its terms
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-#: the attribute under which a model keeps for each of its MoE layers the stream, or why there is
-#: none
+#: the attribute under which a model keeps the stream of each of its MoE layers; None for none
 FOUND = "_streams"
 
 
@@ -186,7 +171,7 @@ def _measured(model: nn.Module) -> list[Any]:
 
 
 @torch.no_grad()
-def _measure(model: Any) -> list[Stream | str]:
+def _measure(model: Any) -> list[Stream | None]:
     probes = []
     with Patches() as patches:
         patches.callback(model.train, model.training)
@@ -264,18 +249,18 @@ class _Probe:
         x[0] = x[1]
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
-    def checked(self) -> Stream | str:
-        """The stream with κ, or why the relation does not hold."""
+    def checked(self) -> Stream | None:
+        """The stream with κ; None where the relation does not hold."""
         seen = self.seen
-        if "s" in seen and not self._chooses_again(seen["s"]):
-            return ASKED
         if seen.keys() != {"r", "s", "u", "v", "out"} or seen["r"].shape != seen["out"].shape:
-            return OTHER  # more than one residual stream a token
+            return None  # more than one residual stream a token
         r, s, v = (seen[name].flatten(0, 1) for name in "rsv")
         out, noise = seen["out"], seen["u"][0].double()
         added = v[:TOKENS].double() - v[TOKENS:].double()
         if added.shape != noise.shape or not torch.equal(self.stream.router_input(r), s):
-            return OTHER
+            return None
+        if not self._chooses_again(s):
+            return None
         tolerance = max(TOLERANCE[out.dtype], TOLERANCE[seen["u"].dtype])
         scale = float((added * noise).sum() / noise.square().sum())
         if abs(scale - 1) < tolerance / 8:  # rounding averages out
@@ -283,7 +268,7 @@ class _Probe:
         reaches = scale != 0 and close(added, scale * noise, tolerance)
         if reaches and close(out, self.stream.added(r, v).view_as(out), tolerance):
             return replace(self.stream, scale=scale)
-        return OTHER
+        return None
 
     def _chooses_again(self, s: Tensor) -> bool:
         """Whether the router, asked for its inputs by itself, says what it said."""

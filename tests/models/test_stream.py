@@ -8,7 +8,7 @@ import torch
 from moelab import open_model
 from moelab.models import plugged
 from moelab.models.patches import Patches
-from moelab.models.stream import AROUND, FOUND, check_routers, streams
+from moelab.models.stream import AROUND, FOUND, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
 from tests.checkpoint.wild import model_of, names
@@ -16,20 +16,11 @@ from tests.depth import depth, in_turn
 from tests.models import tiny
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71]]
-#: whose stream is no such relation, and what the message says
-REFUSED = dict.fromkeys(
-    (
-        "beam",
-        "gemma4",
-        "gemma4_text",
-        "hy_v4",
-        "inkling_text",
-        "inkling2_text",
-        "minimax",
-        "qwen4_exp_text",
-    ),
-    "adds something else",
-) | dict.fromkeys(("deepseek_v4", "zaya"), "adds something else|follow from its input")
+#: whose stream is no such relation, or whose router wants more than its input
+REFUSED = (
+    *("beam", "deepseek_v4", "gemma4", "gemma4_text", "hy_v4", "inkling_text", "inkling2_text"),
+    *("minimax", "qwen4_exp_text", "zaya"),
+)
 #: three plain ones, and those that are in the table by the beginning of their layers' names
 PLAIN = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 LISTED = tuple(name.partition("Decoder")[0].lower() for name in AROUND)
@@ -84,7 +75,6 @@ def near(x: torch.Tensor, y: torch.Tensor) -> bool:
 def test_norm_router_and_sum_are_what_the_hooks_see(name, dtype):
     """s = norm(r) and the router asked alone bit for bit; the layer puts out r + post(v)."""
     model = model_of(name, dtype)
-    check_routers(model)
     seen = Seen(model, PROMPTS[0])
     for stream, v in zip(seen.streams, seen.added.values()):
         r, out = seen.inputs[stream.entry], seen.outputs[stream.holder]
@@ -126,10 +116,10 @@ def test_factors_are_those_of_the_code(name, scale):
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & set(names())))
-def test_other_streams_are_refused_by_name_and_reason(name):
+def test_other_streams_are_refused_by_name(name):
     model = model_of(name)
     for ask in (streams, lambda model: record(model, PROMPTS, hidden=True)):
-        with pytest.raises(ValueError, match=REFUSED[name]):
+        with pytest.raises(ValueError, match="adds something else"):
             ask(model)
     assert len(record(model, PROMPTS)) == sum(map(len, PROMPTS))  # without hidden states it goes
 
@@ -160,5 +150,4 @@ def test_a_deep_model_is_measured_to_its_last_layer(dtype):
     torch.manual_seed(0)
     config = tiny.config("qwen3_moe", num_hidden_layers=50, mlp_only_layers=[])
     model = compat.model_class(config)(config).to(dtype).eval()
-    check_routers(model)
     assert [stream.scale for stream in streams(model)] == [1] * 50
