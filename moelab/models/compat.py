@@ -61,14 +61,10 @@ class _NewTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made, kwargs = func(*args, **(kwargs or {})), kwargs or {}
-        if (
-            not isinstance(made, Tensor)
-            or not made.is_floating_point()
-            or made.dtype == self.dtype
-            or kwargs.get("dtype") is not None
-            or func in self.asked
-        ):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        asked = kwargs.get("dtype") is not None or func in self.asked
+        if asked or not isinstance(made, Tensor) or not made.is_floating_point():
             return made
         given = [*kwargs.values()]
         for value in args:
@@ -392,11 +388,8 @@ def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
     are transposed, interleaved or dequantised."""
     if plan.converter is None:
         return True
-    steps = [(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations]
-    merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
-    return quantizer is None and steps in (
-        [[merged], [merged, joined]] if plan.apart else [[joined]]
-    )
+    steps = {(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations}
+    return quantizer is None and steps <= {("MergeModulelist", 0), ("Concatenate", 1)}
 
 
 class _OneExpert:
