@@ -89,7 +89,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"router": "sigmoid", "shared_I": lambda c: c.intermediate_size},
     "gpt_oss": {"router": "topk-softmax", "bias": True},
-    "openai_privacy_filter": {"router": "topk-softmax", "bias": True},
     "phimoe": {"router": "sparsemixer"},
     # a layer is two attentions with a dense FFN each, and one MoE beside them
     "longcat_flash": {

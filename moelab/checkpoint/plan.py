@@ -12,6 +12,7 @@ import re
 from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +159,13 @@ class _Checked:
             if pattern.endswith("_scale_inv"):
                 continue
             for key, scale in zip_longest(keys, plan.sources.get(f"{pattern}_scale_inv", [])):
-                dtype, shape = self.tensors[key].dtype, self.tensors[key].shape
-                grid = tuple(-(-n // b) for n, b in zip(shape, block))
-                if scale is None or dtype not in CODES:
-                    fits = scale is None and dtype in FLOATS
+                weight, grid = self.tensors[key], ()
+                if weight.dtype in CODES and scale is not None:
+                    grid = tuple(-(-n // b) for n, b in zip(weight.shape, block))
+                    shape = self.tensors[scale].shape
+                    fits = not grid or weight.dtype == "I8" or shape == grid or prod(shape) == 1
                 else:
-                    whole = not block or dtype == "I8"
-                    one = ((), (1,), (1,) * len(shape))
-                    fits = whole or self.tensors[scale].shape in (grid, *one)
+                    fits = weight.dtype in FLOATS and scale is None
                 if not fits:
                     raise ValueError(
                         f"{key}, and no plain weights, should have a tensor of scales {list(grid)} or one scale"

@@ -164,16 +164,6 @@ class _SumsInFP32(SeamExperts):
         return torch.float32
 
 
-class _ComputesInFP32(_SumsInFP32):
-    """All in fp32, inputs, weights and routing weights widened."""
-
-    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
-        return super().ffn(x.float(), {name: tensor.float() for name, tensor in weights.items()})
-
-    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        return self.ffn(x, weights) * w.float()[:, None]
-
-
 class _Llama4Experts(SeamExperts):
     """[E, H, 2I] and [E, I, H]; the routing weight scales the expert's input; outputs are summed
     densely."""
@@ -257,7 +247,6 @@ KINDS: dict[str, type[SeamExperts]] = {
     "NemotronHExperts": _SumsWide,
     "Step3p7Experts": SeamExperts,
     "Inkling2Experts": _SumsInFP32,
-    "OpenAIPrivacyFilterExperts": _ComputesInFP32,
 }
 
 
