@@ -182,7 +182,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
             )
         return value
 
-    layers, shared, I = size("num_layers"), find("shared_I"), size("I")
+    layers = size("num_layers")
     moe_layers = _moe_layers(config, layers) if find("E") else ()
     if not moe_layers:
         raise ValueError(
@@ -190,6 +190,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
             f"MoE (looked for {', '.join(NAMES['E'])}; {', '.join(MOE_LAYERS)}). Open a "
             f"mixture-of-experts model; moelab.names('model') lists the known ones"
         )
+    shared, I = find("shared_I"), size("I")
     heads, kv_heads, head_dim = (
         max(value) if isinstance(value, list) else value or 0  # for costs: widest layer
         for value in map(find, ("heads", "kv_heads", "head_dim"))

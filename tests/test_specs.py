@@ -11,8 +11,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.checkpoint import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.configs import spec_from_config
+from moelab.models import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.specs import DTYPE_BYTES, MoESpec
 
 #: architecture → what is changed in transformers' own defaults, mostly to make some layers dense

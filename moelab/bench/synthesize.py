@@ -32,12 +32,14 @@ import torch
 from moelab import configs, registry
 from moelab.arguments import number, whole
 from moelab.cards import load_model
-from moelab.checkpoint import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.checkpoint.convert import quantize_expert
 from moelab.checkpoint.experts import store_layers
 from moelab.configs import spec_from_config
 from moelab.files import folder_bytes, small_model, vacant
-from moelab.models import compat
+from moelab.models import (
+    compat,
+    deepseek,  # noqa: F401  (makes transformers know it)
+)
 from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer, discover
 from moelab.progress import progress

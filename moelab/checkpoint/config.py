@@ -27,7 +27,7 @@ def load_config(folder: Path) -> Any:
     fields = read_json(file)
     model_type = fields.get("model_type")
     if model_type == "deepseek":
-        import moelab.checkpoint.deepseek  # noqa: F401  (makes transformers know it)
+        import moelab.models.deepseek  # noqa: F401  (makes transformers know it)
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         own = ". It comes with code of its own (auto_map), which is never run here"
         raise ValueError(

@@ -159,17 +159,17 @@ def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
     return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
 
 
-def plug(model: nn.Module, **parts: Any) -> list[MoELayer]:
+def plug(model: nn.Module, executor: Run | None = None, **parts: Any) -> list[MoELayer]:
     """Have a model's experts computed by moelab, or change how, for good.
 
-    parts : executor (`Run`), source (`Source`) and engine (`Run`) of `SeamExperts`; those that are
-        None or not given stay.
+    executor, parts : executor (`Run`), source (`Source`) and engine (`Run`) of `SeamExperts`; those
+        that are None or not given stay.
 
     Raises ValueError: no MoE layer, or one whose experts are of a class that the seam does not know;
     an experts module with a forward of its own; an executor or source with weights of another
     model."""
     with Patches() as patches:
-        layers = _put(patches, model, **parts)
+        layers = _put(patches, model, executor=executor, **parts)
         patches.pop_all()
     return layers
 

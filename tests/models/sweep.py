@@ -26,9 +26,13 @@ from safetensors.torch import load_file
 
 import moelab
 from moelab import open_model
-from moelab.checkpoint import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.configs import REFUSED, spec_from_config
-from moelab.models import compat, discover, plug
+from moelab.models import (
+    compat,
+    deepseek,  # noqa: F401  (makes transformers know it)
+    discover,
+    plug,
+)
 from tests.models import tiny
 
 TABLE = Path(__file__).with_name("architectures.json")

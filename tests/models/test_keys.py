@@ -26,11 +26,7 @@ IDS = torch.arange(3, 19)[None]
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A checkpoint of tensors that an identity has samples of, as it has of large ones."""
-    for name, value in {
-        "WHOLE": 256,
-        "PIECE": 16,
-        "SETTLED": -1,
-    }.items():  # each digest is kept at once
+    for name, value in {"WHOLE": 256, "PIECE": 16}.items():
         monkeypatch.setattr(sys.modules["moelab.models.identity"], name, value)
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))
     return small_checkpoint(tmp_path / "m")

@@ -15,8 +15,10 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from moelab.checkpoint import deepseek  # noqa: F401  (makes transformers know it)
-from moelab.models import compat
+from moelab.models import (
+    compat,
+    deepseek,  # noqa: F401  (makes transformers know it)
+)
 
 #: field → small value; fields that a config does not have are left out
 SMALL: dict[str, Any] = {
