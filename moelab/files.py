@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
 from moelab.schema import naming, parse_json, typed
 
 T = TypeVar("T")
@@ -185,6 +183,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove folders NAME@HOST@PROCESS.part of processes of this machine that have ended."""
+    import psutil
+
     for part in folder.glob(f"*@{platform.node()}@*.part"):
         found = re.fullmatch(r".*@(\d{1,9})(@\w+)?\.part", part.name)
         if found and not psutil.pid_exists(int(found[1])):

@@ -141,14 +141,19 @@ class _Checked:
                 self._require_scales(plan)
             made = compat.converted(plan, stored, self.twin, self.quantizer)
         for name in made.keys() & self.parameters.keys():
-            found, wanted = made[name], self.parameters[name]
-            same_kind = found.is_floating_point() == wanted.is_floating_point()
-            if found.shape != wanted.shape or not same_kind:
+            found, wanted = list(made[name].shape), list(self.parameters[name].shape)
+            if found != wanted:
                 raise ValueError(
-                    f"{self.folder}: {name} is {wanted.dtype} {list(wanted.shape)} in "
-                    f"{self.twin.config.model_type} with this config, and {found.dtype} "
-                    f"{list(found.shape)} is made {given}"
+                    f"{self.folder}: {name} is {wanted} in {self.twin.config.model_type} with this "
+                    f"config, and {found} is made {given}"
                 )
+        kinds = {DTYPES[self.tensors[key].dtype].is_floating_point for key in plan.keys}
+        coded = self.quantizer and len(plan.sources) > 1  # what codes mean, the quantiser knows
+        wanted = self.parameters[plan.target].dtype
+        if kinds != {wanted.is_floating_point} and not coded:
+            raise ValueError(
+                f"{self.folder}: {plan.target} is {wanted} in the model, and is made {given}"
+            )
         return set(made)
 
     def _require_scales(self, plan: compat.ParameterPlan) -> None:
@@ -162,8 +167,11 @@ class _Checked:
                 weight, grid = self.tensors[key], ()
                 if weight.dtype in CODES and scale is not None:
                     grid = tuple(-(-n // b) for n, b in zip(weight.shape, block))
-                    shape = self.tensors[scale].shape
-                    fits = not grid or weight.dtype == "I8" or shape == grid or prod(shape) == 1
+                    of = self.tensors[scale]
+                    fits = (
+                        not grid or weight.dtype == "I8" or of.shape == grid or prod(of.shape) == 1
+                    )
+                    fits = fits and DTYPES[of.dtype].is_floating_point
                 else:
                     fits = weight.dtype in FLOATS and scale is None
                 if not fits:
