@@ -9,6 +9,7 @@ Values are not checked."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -130,10 +131,17 @@ class _Checked:
         """Names of what a plan makes; ValueError unless each has the shape of the model's and is
         a float where that is one (any is cast to any other), and codes have scales."""
         given = f"of {_described(self.tensors, plan.keys)}; check config.json"
-        stored = {
-            pattern: [self.tensors[key].empty("meta") for key in keys]
-            for pattern, keys in plan.sources.items()
-        }
+        stored: dict[str, Any] = {}
+        for pattern, keys in plan.sources.items():
+            stored[pattern] = [self.tensors[key].empty("meta") for key in keys]
+            shapes = Counter(self.tensors[key].shape for key in keys)
+            if len(shapes) > 1:
+                odd = [
+                    key for key in keys if self.tensors[key].shape == min(shapes, key=shapes.get)
+                ]
+                raise ValueError(
+                    f"{self.folder}: {_described(self.tensors, odd)}, unlike the others of {plan.target}"
+                )
         if plan.converter is None:
             stored = {pattern: found[0] for pattern, found in stored.items()}
         with blamed(self.folder, f"{plan.target} cannot be made {given}"):

@@ -341,8 +341,8 @@ def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[s
     if numbered.keys() != set(range(len(keys))):
         absent = min(set(range(len(keys))) - numbered.keys())
         raise ValueError(
-            f"{plan.target} is made of tensors {pattern}, each there once: number {absent} is missing, or "
-            f"there are others ({', '.join(keys[:4])})"
+            f"{pattern.replace('*', str(absent))} is missing of what {plan.target} is made of, or there "
+            f"are others ({', '.join(keys[:4])})"
         )
     return [numbered[number] for number in range(len(keys))]
 
