@@ -158,13 +158,8 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
 
     Raises FileNotFoundError for no such folder, or a hub id that can be had neither from the cache
     nor the network; ValueError for a dense model, an unknown architecture, a damaged or incomplete
-    checkpoint, a budget that is too small, an unknown name or option, another model's calibration
-    or predictor."""
-    known = [f.name for f in fields(OpenOptions)]
-    if unknown := options.keys() - set(known):
-        raise ValueError(
-            f"open_model takes no {', '.join(sorted(unknown))}; it takes {', '.join(known)}"
-        )
+    checkpoint, a budget that is too small, an unknown name, another model's calibration or
+    predictor; TypeError for an unknown option."""
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
         checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))

@@ -154,8 +154,7 @@ class _Recorder:
             patches.hook(stack.register_forward_pre_hook, mine(self.step), with_kwargs=True)
             patches.hook(stack.register_forward_hook, mine(lambda *_: self.flush(appends)))
             for layer in layers:
-                register, hook, options = layer.listening(mine(partial(self.put, layer.index)))
-                patches.hook(register, hook, **options)
+                layer.listen(patches, mine(partial(self.put, layer.index)))
                 if appends:
                     listen(layer.router, "router_inputs", layer.index)
                     listen(around[layer.index].entry, "residuals", layer.index)

@@ -19,7 +19,7 @@ from moelab.arguments import whole
 from moelab.evaluation import accuracy, questions
 from moelab.experts.quantization import FORMATS, Quantized, layer_error
 from moelab.library import token_count
-from moelab.models import plug, plugged, unplug
+from moelab.models import MoELayer, discover, plug, plugged
 from moelab.recording import record
 from moelab.records import Numbers, Records
 from moelab.store.codecs import compress_tensor
@@ -131,7 +131,13 @@ def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) ->
     """Codec or format of a store → "bytes" of all experts, "bits a weight", "of raw", "TASK: score"
     and the rest of a row of `accuracy.compare`, whose other options are `how`; a codec changes no
     bit and so no score."""
-    layers = plug(model)
+    with plugged(model):
+        return _compare_formats(model, discover(model), tasks, **how)
+
+
+def _compare_formats(
+    model: Any, layers: list[MoELayer], tasks: Sequence[str], **how: Any
+) -> Records:
     own = [w for layer in layers for e in range(layer.E) for w in layer.seam.weights(e).values()]
     raw, count = sum(w.nbytes for w in own), sum(w.numel() for w in own)
     sources = {name: Quantized(layers, name) for name in registry.names("format")}
@@ -146,7 +152,6 @@ def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) ->
         tasks,
         **how,
     )["scores"]
-    unplug(model)
     return {
         name: {"bytes": n, "bits a weight": 8 * n / count, "of raw": n / raw}
         | {

@@ -20,7 +20,6 @@ from moelab.cache.residency import Residency
 from moelab.forks import renew_in_children
 from moelab.models.experts import Run, eager, named
 from moelab.models.forward import ForwardInfo, forward_info
-from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer, discover, require_adaptable
@@ -144,8 +143,7 @@ class Session:
                 patches.hook(before, self._begin_forward, with_kwargs=True)
                 patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
             for layer in layers:
-                register, hook, options = layer.listening(functools.partial(self._note, layer))
-                patches.hook(register, hook, **options)
+                layer.listen(patches, functools.partial(self._note, layer))
             return patches.pop_all()
 
     def forked(self) -> None:
@@ -255,9 +253,9 @@ class Session:
         start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
         self._forward, self._routed = (id(module), me, start, info), []
 
-    def _end_forward(self, module: Any, _: tuple, output: Any) -> Any:
+    def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):
-            return None
+            return
         (*_, start, info), self._forward = self._forward, None
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:
@@ -265,7 +263,6 @@ class Session:
         self.run.end_forward(Forward(start, end, info.tokens, info.phase))
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
-        return refuse_all(output)
 
     def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
         if self._forward is not None:  # else a part of the model was called by itself

@@ -115,8 +115,7 @@ class Speculation(Patches):
                 if predicting:
                     self._attach(layer, patches)
                 elif learns:
-                    register, hook, options = layer.listening(partial(self._observe, layer.index))
-                    patches.hook(register, hook, **options)
+                    layer.listen(patches, partial(self._observe, layer.index))
             self._hooks = patches.pop_all()
             self._predicting = predicting
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moelab.checkpoint.opening import spec_of
 from moelab.models import MoELayer
 from moelab.models.identity import identity
-from moelab.models.stream import check_routers, stacks, streams
+from moelab.models.stream import stacks, streams
 from moelab.registry import Entry, find
 from moelab.speculate.estimator import TRAINED
 from moelab.speculate.routers import check_given, route, router_logits
@@ -118,7 +118,9 @@ class NextRouter(Predictor):
     """The next router on this layer's router input s (Speculating Experts §3.3, the baseline)."""
 
     def prepare(self, model):
-        check_routers(model)
+        width = model.config.get_text_config().hidden_size
+        for layer in self.targets.values():  # each can be asked
+            layer.ask(torch.zeros(1, width, dtype=model.dtype, device=model.device))
 
     def predict(self, layer, s, r, ids, weights):
         return route(self.targets[layer], s)

@@ -29,7 +29,7 @@ from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches
-from moelab.models.stream import Stream, streams, times
+from moelab.models.stream import Stream, streams
 from moelab.progress import progress
 from moelab.schema import checked
 
@@ -135,12 +135,8 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     path : the residual stream around this layer, those in between and the one that is predicted.
     r, d : residual stream before this layer's norm, and this layer's default, [T, H] each.
     """
-    here, *between, following = path
-    x = here.added(r, d)
-    factor = following.carry
-    for stream in between:
-        factor *= stream.carry * stream.keep
-    return following.router_input(times(factor, x).to(r.dtype))
+    here, *_, following = path
+    return following.router_input(here.added(r, d).to(r.dtype))
 
 
 def default_vectors(model: Any, prompts: Sequence[Any]) -> DefaultVectors:
@@ -160,8 +156,7 @@ def default_vectors(model: Any, prompts: Sequence[Any]) -> DefaultVectors:
         sums = _Sums(model)
         patches.enter_context(plugged(model, sums))
         for stream in sums.streams:
-            for hook in stream.listen(partial(sums.add, stream.layer.index)):
-                patches.callback(hook.remove)
+            stream.listen(patches, partial(sums.add, stream.layer.index))
         patches.callback(model.train, model.training)
         model.eval()
         for prompt in progress(ids, "default vectors", unit="prompt"):

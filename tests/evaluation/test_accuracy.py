@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import moelab
 from moelab import registry
 from moelab.evaluation import accuracy, questions, scores
-from moelab.models import eager, plug, unplug
+from moelab.models import plugged
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,8 @@ def model():
 
 @contextmanager
 def wrong_experts(model):
-    plug(model, executor=lambda x, ids, weights, experts: 10 * x.flip(-1))
-    try:
+    with plugged(model, lambda x, ids, weights, experts: 10 * x.flip(-1)):
         yield
-    finally:
-        plug(model, executor=eager)
-        unplug(model)
 
 
 # ---- the scores

@@ -168,10 +168,9 @@ def test_who_listens_hears_what_was_chosen_and_may_keep_it(device, opened, tmp_p
         with opens(folder, device=device, executor=executor) as lm:
             heard = []
             for layer in discover(lm):
-                register, hook, options = layer.listening(
-                    lambda ids, w, i=layer.index: heard.append((i, ids, w))
+                layer.listen(
+                    lm.moelab._patches, lambda ids, w, i=layer.index: heard.append((i, ids, w))
                 )
-                lm.moelab._patches.hook(register, hook, **options)
             decode(lm, tokens)
             found.append([(i, ids.cpu(), w.float().cpu()) for i, ids, w in heard])
     assert len(opened.called) == 6

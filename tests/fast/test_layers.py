@@ -86,10 +86,9 @@ def test_who_listens_or_records_hears_the_same(tmp_path, calls):
     with open_model(tiny.save("mixtral", tmp_path / "model", torch.float32), executor="fast") as lm:
         heard = []
         for layer in discover(lm):
-            register, hook, options = layer.listening(
-                lambda ids, w, i=layer.index: heard.append((i, ids, w))
+            layer.listen(
+                lm.moelab._patches, lambda ids, w, i=layer.index: heard.append((i, ids, w))
             )
-            lm.moelab._patches.hook(register, hook, **options)
         decode(lm)
         assert calls == [lm.spec.L] * STEPS
         one_call, heard[:] = list(heard), []
