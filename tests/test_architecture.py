@@ -61,7 +61,7 @@ DIRECTIONS = {
     "calibration": {"models", "trace", "checkpoint"},
     "experts": {"store", "models"},
     "fast": {"models", "store", "experts", "checkpoint"},
-    "static": {"experts"},
+    "static": {"experts", "store"},
     "parallel": {"experts", "models", "checkpoint", "calibration"},
     "cache": {"trace"},
     "speculate": {"models", "checkpoint", "store", "trace", "recording"},

@@ -13,13 +13,14 @@ Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
+import lz4.block
 import numpy as np
 import torch
+import zstandard
 
-from moelab.registry import Entry
+from moelab.registry import Entry, require
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, WORTH, Codec, room
@@ -35,25 +36,16 @@ class LZ4(Codec):
     """LZ4HC, level 9, without the size."""
 
     def compress(self, data: Any) -> bytes:
-        import lz4.block
-
-        return lz4.block.compress(
-            as_bytes(data), mode="high_compression", compression=9, store_size=False
-        )
+        how = {"mode": "high_compression", "compression": 9, "store_size": False}
+        return lz4.block.compress(as_bytes(data), **how)
 
     def decompress(self, blob: Any, out: Any) -> None:
-        import lz4.block
-
-        target = as_bytes(out, writable=True)
+        source, target = as_bytes(blob), as_bytes(out, writable=True)
         try:
-            data = lz4.block.decompress(as_bytes(blob), uncompressed_size=len(target))
+            data = lz4.block.decompress(source, uncompressed_size=len(target))
         except lz4.block.LZ4BlockError as error:
-            raise ValueError(
-                f"the LZ4 blob cannot be decoded into {len(target)} bytes: {error}"
-            ) from None
-        if len(data) != len(target):
-            raise ValueError(f"the LZ4 blob holds {len(data)} bytes; {len(target)} were expected")
-        target[:] = np.frombuffer(data, np.uint8)
+            raise ValueError(f"no LZ4 blob of {len(target)} bytes: {error}") from None
+        RAW.decompress(data, target)
 
 
 @dataclass(frozen=True)
@@ -63,33 +55,7 @@ class Zstd(Codec):
     level: int
 
     def compress(self, data: Any) -> bytes:
-        import zstandard
-
-        return zstandard.ZstdCompressor(**_zstd_options(self.level)).compress(as_bytes(data))
-
-    def decompress(self, blob: Any, out: Any) -> None:
-        import zstandard
-
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
-        try:
-            size = zstandard.get_frame_parameters(source).content_size
-            if size != len(target):
-                raise ValueError(f"the zstd frame holds {size} bytes; {len(target)} were expected")
-            with zstandard.ZstdDecompressor().stream_reader(source) as reader:
-                if reader.readinto(target) < len(target) or reader.read(1):
-                    raise ValueError(f"the zstd frame does not end after {len(target)} bytes")
-        except zstandard.ZstdError as error:
-            raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None
-
-
-@lru_cache
-def _zstd_options(level: int) -> dict[str, Any]:
-    import zstandard
-
-    if level:
-        return {"level": level}
-    return {
-        "compression_params": zstandard.ZstdCompressionParameters(
+        parameters = zstandard.ZstdCompressionParameters(
             window_log=17,
             chain_log=6,
             hash_log=6,
@@ -98,7 +64,20 @@ def _zstd_options(level: int) -> dict[str, Any]:
             target_length=0,
             strategy=zstandard.STRATEGY_FAST,
         )
-    }
+        how = {"level": self.level} if self.level else {"compression_params": parameters}
+        return zstandard.ZstdCompressor(**how).compress(as_bytes(data))
+
+    def decompress(self, blob: Any, out: Any) -> None:
+        source, target = as_bytes(blob), as_bytes(out, writable=True)
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(source) as reader:
+                whole = reader.readinto(target) == len(target) and not reader.read(1)
+        except zstandard.ZstdError:
+            whole = False
+        if not whole:
+            raise ValueError(
+                f"no zstd frame of {len(target)} bytes: it is damaged or of another size"
+            )
 
 
 #: name → `Codec` in an entry of `moelab.registry`
@@ -120,9 +99,7 @@ SHARDS = 4
 
 def find_codec(name: str) -> Codec:
     """The codec of a name. Raises ValueError, listing those there are."""
-    if name not in CODECS:
-        rounds = f"; {name} rounds weights: say quantize={name!r}" * (name in fewbit.FORMATS)
-        raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}{rounds}")
+    require("codec", name, CODECS)
     return CODECS[name].home
 
 
@@ -170,11 +147,13 @@ def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
     return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(shards)]
 
 
-def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = SHARDS) -> PackedTensor:
-    """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
+def compress_tensor(
+    weights: torch.Tensor, codec: str = DEFAULT, shards: int = SHARDS
+) -> PackedTensor:
+    """Compress a tensor of any dtype and shape; lossless for every bit pattern.
 
-    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into
-        byte planes unless the codec is `in_place`; anything else is one plane of bytes.
+    weights : contiguous, on the CPU. Floats are split into byte planes unless the codec is
+        `in_place`; anything else is one plane of bytes.
     codec : a key of `CODECS`.
     shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
@@ -217,11 +196,9 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
         words[:] = (words >> 1) | (words << (8 * width - 1))
 
 
-def _planes(weights: Any) -> list[np.ndarray]:
+def _planes(weights: torch.Tensor) -> list[np.ndarray]:
     """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
-    data, dtype = as_bytes(weights), getattr(weights, "dtype", np.dtype(np.uint8))
-    is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype.kind == "f"
-    width = dtype.itemsize if is_float or dtype in (torch.uint16, np.uint16) else 1
+    data, width = as_bytes(weights), weights.itemsize if weights.is_floating_point() else 1
     if width == 1:
         return [data]
     if width == 2:

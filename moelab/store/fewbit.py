@@ -113,19 +113,11 @@ class Format(Codec):
     def compress(self, data: Tensor) -> np.ndarray | None:
         """The blob of a tensor, uint8; None for one that stays as it is."""
         w = data.mT if self.transposed and data.dim() > 1 else data
-        if (
-            w.dim() < 2
-            or w.shape[-1] % GROUP
-            or not w.numel()
-            or not w.is_floating_point()
-            or not w.abs().max().isfinite()
-        ):
+        fits = w.dim() > 1 and w.numel() and w.shape[-1] % GROUP == 0 and w.is_floating_point()
+        if not fits or not w.abs().max().isfinite():
             return None
-        return joined(*self.quantize(w.detach().reshape(-1, w.shape[-1]).float().contiguous()))
-
-    def quantize(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of finite weights, fp32 [..., n]; in blocks of 128 × 128, [R, n]."""
-        return quantize_groups(self, w) if self.group else _quantize_fp8(w)
+        rows = w.detach().reshape(-1, w.shape[-1]).float().contiguous()
+        return joined(*(_quantize_groups(self, rows) if self.group else _quantize_fp8(rows)))
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
@@ -172,6 +164,7 @@ def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
 
 
 def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks of 128 × 128 finite weights, fp32 [R, n]."""
     R, n = w.shape
     blocks = (
         pad(w, (0, -n % BLOCK, 0, -R % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
@@ -182,15 +175,14 @@ def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
     return codes[:R, :n].to(torch.float8_e4m3fn), scales
 
 
-def quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of groups of 32 finite weights, fp32 [..., n]."""
-    flat, shape = w.cpu().contiguous(), (*w.shape[:-1], w.shape[-1] // GROUP)
+def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of groups of 32 finite weights, fp32 [R, n]."""
+    shape = len(w), w.shape[1] // GROUP
     codes = torch.empty(*shape, form.group, dtype=form.code)
     scales = torch.empty(shape, dtype=form.scale)
-    round_groups(
-        PACKED[form.kind].tag, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr()
-    )
-    return codes.to(w.device), scales.to(w.device)
+    tag, to = PACKED[form.kind].tag, (codes.data_ptr(), scales.data_ptr())
+    round_groups(tag, w.data_ptr(), w.numel(), *to)
+    return codes, scales
 
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.registry`
@@ -266,8 +258,6 @@ def published(
     if (found := gathered(tensors)) is None:
         return None
     form, blob, wide = found
-    if not all(same_bits(w.to(t.dtype), t) for w, t in zip(wide, tensors) if w is not t):
-        return None
     for one in (form, form.T):
         out = torch.empty_like(made)
         try:

@@ -39,29 +39,33 @@ _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of 
 # ---------------------------------------------------------------------------------------------
 # from a config.json
 
-#: method → field of its quantization_config → what is read there, as text in lower case; "none"
-#: where a field is missing
+_FORMATS = ("none", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_WEIGHTS = "config_groups.*.weights."
+#: method → field of its quantization_config, with * for every member → what is read there, as text
+#: in lower case; "none" where a field is missing
 READ: dict[str, dict[str, tuple[str, ...]]] = {
     "gptq": {
         "bits": ("4", "8"),
         "checkpoint_format": ("none", "gptq", "gptq_v2"),
         "zero_point": ("none", "true"),
-        "dynamic": ("-:",),  # layers that are left out
+        "dynamic.*": ("none", "{}"),  # layers that are left out, and no others' bits
     },
     "awq": {"bits": ("4",), "version": ("none", "gemm"), "zero_point": ("none", "true")},
     "compressed-tensors": {
-        "kv_cache_scheme": ("none",),
-        "transform_config": ("none",),
-        "sparsity_config": ("none", "dense"),
-        "format": ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-        "weights": ("int4", "int8", "float8"),
-        "strategy": ("tensor", "channel", "group", "block"),
-        "block_structure": ("none", "128x128", "[128, 128]"),
-        "actorder": ("none", "false", "static", "weight"),
+        "kv_cache_scheme": ("none", "{}"),
+        "transform_config": ("none", "{}"),
+        "sparsity_config.format": ("none", "dense"),
+        "format": (*_FORMATS, "mixed-precision"),
+        "config_groups.*.format": _FORMATS,
+        _WEIGHTS + "type": ("none", "int", "float"),
+        _WEIGHTS + "num_bits": ("4", "8"),
+        _WEIGHTS + "strategy": ("tensor", "channel", "group", "block"),
+        _WEIGHTS + "block_structure": ("none", "128x128", "[128, 128]"),
+        _WEIGHTS + "actorder": ("none", "false", "static", "weight"),
         # what would be quantised as it comes stays as it is: more exact than the model's own
-        "input_activations": ("none", "dynamic"),
-        "output_activations": ("none", "dynamic"),
-        "packed widths": ("one",),
+        "config_groups.*.input_activations.dynamic": ("none", "true"),
+        "config_groups.*.output_activations.dynamic": ("none", "true"),
+        "packed widths": ("[]", "[4]", "[8]"),
     },
 }
 
@@ -70,9 +74,10 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
     """(kind, bits) of a quantization_config; bits are those of packed codes. Raises ValueError, by
     name and with a remedy, for what is not read."""
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
-    compressed = method == "compressed-tensors"
     try:
-        fields = list(_compressed_fields(config) if compressed else _word_fields(config, method))
+        widths = _packed_widths(config)
+        config = config | {"packed widths": widths}
+        fields = [(field, of) for field in READ[method] for of in _at(config, field.split("."))]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"the quantization_config of {checkpoint} makes no sense ({type(error).__name__}: {error}); "
@@ -85,43 +90,31 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
                 f"{checkpoint} is quantised with {method}, and {field} {text[:60]!r} is not read here; "
                 f"{', '.join(known)} are. Take one of these, or the unquantised checkpoint of the model"
             )
-    if compressed:
-        return method, max(_packed_widths(config), default=8)
-    found = dict(fields)
-    return str(found.get("checkpoint_format") or method).lower(), int(found["bits"])
+    if method == "compressed-tensors":
+        return method, max(widths, default=8)
+    return str(config.get("checkpoint_format") or method).lower(), int(config["bits"])
 
 
-def _word_fields(config: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
-    """The fields of GPTQ or AWQ that `READ` names."""
-    yield from ((field, config.get(field)) for field in READ[method] if field != "dynamic")
-    if method == "gptq":
-        yield from (("dynamic", pattern[:2]) for pattern in config.get("dynamic") or ())
+def _at(node: Any, path: list[str]) -> Iterator[Any]:
+    """What lies at a path through dictionaries; None where it ends too early."""
+    if not path or node is None:
+        yield node
+    elif path[0] == "*":
+        for member in node.values():
+            yield from _at(member, path[1:])
+    else:
+        yield from _at(node.get(path[0]), path[1:])
 
 
-def _compressed_fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of compressed-tensors that `READ` names, those of each group of layers."""
-    for field in ("kv_cache_scheme", "transform_config"):
-        yield field, config.get(field) or None
-    yield "sparsity_config", (config.get("sparsity_config") or {}).get("format")
-    for group in config["config_groups"].values():
-        weights = group["weights"]
-        yield "format", group.get("format") or config.get("format")
-        yield "weights", f"{weights.get('type', 'int')}{weights.get('num_bits')}"
-        for field in ("strategy", "block_structure", "actorder"):
-            yield field, weights.get(field)
-        for field in ("input_activations", "output_activations"):
-            given = group.get(field) or None
-            yield field, "dynamic" if given and given.get("dynamic") is True else given
-    yield "packed widths", "one" if len(_packed_widths(config)) < 2 else "several"
-
-
-def _packed_widths(config: dict[str, Any]) -> set[int]:
-    """Bits of the codes that are packed in words."""
-    return {
-        group["weights"]["num_bits"]
-        for group in config["config_groups"].values()
-        if (group.get("format") or config.get("format")) == "pack-quantized"
-    }
+def _packed_widths(config: dict[str, Any]) -> list[int]:
+    """Bits of the codes that are packed in words, by compressed-tensors."""
+    return sorted(
+        {
+            group["weights"]["num_bits"]
+            for group in (config.get("config_groups") or {}).values()
+            if (group.get("format") or config.get("format")) == "pack-quantized"
+        }
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -162,10 +155,10 @@ def _compressed(t: Tensors, bits: int) -> Tensor:
 def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:
     codes, scales = _codes(t["qweight"].transpose(0, 1), bits), t["scales"].mT
     zeros = (_codes(t["qzeros"], bits) + less & (1 << bits) - 1).mT
-    groups, G = t["g_idx"].long(), scales.shape[1]
-    there = G > 0 and (groups.is_meta or int(groups.min()) >= 0 and int(groups.max()) < G)
-    if groups.shape != codes.shape[1:] or not there:
-        raise ValueError(f"g_idx should name one of {G} groups for each of {codes.shape[1]} inputs")
+    groups = t["g_idx"].long()
+    negative = not groups.is_meta and bool((groups < 0).any())
+    if negative or groups.shape != codes.shape[1:] or not scales.shape[1]:
+        raise ValueError(f"g_idx does not name a group for each of {codes.shape[1]} inputs")
     return _product(codes, zeros[:, groups], scales[:, groups])
 
 
@@ -188,24 +181,18 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Tensors, int], Tensor]]] = {
     "gptq_v2": (("qweight", "scales", "qzeros", "g_idx"), lambda t, bits: _gptq(t, bits, 0)),
     "awq": (("qweight", "scales", "qzeros"), _awq),
 }
-#: last parts of keys that are a quantised layer's scales
-SCALES = ("weight_scale", "scales")
 
 
 def dequantize(kind: str, bits: int, tensors: Tensors) -> Tensor:
     """Weights [R, n] of a layer's tensors by name, in the scales' dtype. Raises ValueError where
     they do not fit."""
     try:
-        made = KINDS[kind][1](tensors, bits)
+        return KINDS[kind][1](tensors, bits)
     except (KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in tensors.items())
         raise ValueError(
-            f"{', '.join(f'{name} {list(t.shape)}' for name, t in tensors.items())} are no {kind} layer "
-            f"of {bits} bits ({type(error).__name__}: {error})"
+            f"{shapes} are no {kind} layer of {bits} bits ({type(error).__name__}: {error})"
         ) from error
-    shape = tensors.get("weight_shape")
-    if shape is not None and not shape.is_meta and shape.tolist() != list(made.shape):
-        raise ValueError(f"weight_shape is {shape.tolist()} and the codes are {list(made.shape)}")
-    return made
 
 
 # ---------------------------------------------------------------------------------------------
@@ -231,12 +218,8 @@ class Packing(Codec):
     @property
     def record(self) -> dict[str, Any]:
         tensors = [[name, dtype, list(shape)] for name, dtype, shape in self.tensors]
-        return {
-            "kind": self.name,
-            "bits": self.bits,
-            "matrices": self.matrices,
-            "tensors": tensors,
-        }
+        kind, bits, matrices = self.name, self.bits, self.matrices
+        return {"kind": kind, "bits": bits, "matrices": matrices, "tensors": tensors}
 
     @cached_property
     def times(self) -> int:
@@ -245,17 +228,12 @@ class Packing(Codec):
         given = {name: (dtype, shape) for name, dtype, shape in self.tensors}
         scales, grid = given.get("weight_scale", ("", ()))
         _, codes, shape = self.tensors[0]
-        if (
-            (codes, self.bits) not in (("I32", 4), ("I8", 8))
-            or scales != "BF16"
-            or "weight_zero_point" in given
-            or not len(shape) == len(grid) == 2
-            or grid[0] != shape[0]
-        ):
+        packed = {("I32", 4): 8, ("I8", 8): 1}.get((codes, self.bits))
+        if not packed or scales != "BF16" or "weight_zero_point" in given or len(grid) != 2:
             return 0
-        n = shape[1] * (8 if codes == "I32" else 1)
-        whole = grid[1] and n % (2 * fewbit.GROUP) == 0 and n % (fewbit.GROUP * grid[1]) == 0
-        return n // (fewbit.GROUP * grid[1]) if whole else 0
+        R, groups = shape[0], shape[1] * packed // fewbit.GROUP  # of 32 inputs
+        whole = shape[1] * packed % (2 * fewbit.GROUP) == 0 and grid[0] == R and grid[1]
+        return groups // grid[1] if whole and groups % grid[1] == 0 else 0
 
     def _repeats(self, tensor: str) -> int:
         return (self.times or 1) if tensor == "weight_scale" else 1
@@ -283,11 +261,10 @@ class Packing(Codec):
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         found = self.split(blob, out.shape)
-        matrices = []
-        for i in range(self.matrices):
-            tensors = {name: found[f"{name}.{i}"] for name, *_ in self.tensors}
-            matrices.append(dequantize(self.name, self.bits, tensors))
-        out.copy_(torch.cat(matrices))
+        matrices = (
+            {name: found[f"{name}.{i}"] for name, *_ in self.tensors} for i in range(self.matrices)
+        )
+        out.copy_(torch.cat([dequantize(self.name, self.bits, of) for of in matrices]))
 
     def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
         return planes == 1 and DTYPES[dtype].is_floating_point and lengths == [self.nbytes(shape)]
@@ -324,14 +301,7 @@ def from_record(record: dict[str, Any]) -> Packing:
     if kind not in KINDS or bits not in (4, 8) or matrices not in range(1, 100):
         raise ValueError(f"{str(record)[:200]} is no packing")
     tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in record["tensors"])
-    return _one(Packing(kind, bits, int(matrices), tensors))
-
-
-@lru_cache(4096)
-def _one(packing: Packing) -> Packing:
-    """One for all that are equal, of which the first one checks that there can be such weights."""
-    _shape_of(packing)
-    return packing
+    return Packing(kind, bits, int(matrices), tensors)
 
 
 def gathered(

@@ -12,7 +12,7 @@ from moelab.bench.measure import Samples
 from moelab.bench.neuron_examples import BlockAdvice
 from moelab.bench.static import BASELINE, NO_EXPERTS, BlockCount, DropCosts, TierPlan
 from moelab.cards import load_model
-from moelab.experts.quantization import Quantized
+from moelab.static.quantization import Quantized
 from moelab.parallel.advice import Advice
 from moelab.records import Record, Rows
 from moelab.static.blocks import Padding, intensity_factor
