@@ -113,8 +113,8 @@ FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
 #: package → the only parts that may import it
 ONLY_IN = {
     "coremltools": {"ane"},
-    "zstandard": {"store"},
-    "lz4": {"store"},
+    "zstandard": {"zipmoe"},
+    "lz4": {"zipmoe"},
     "papermill": {"lab"},
     "nbclient": {"lab"},
     "nbformat": {"lab"},

@@ -17,10 +17,10 @@ from typing import Any
 from moelab import datasets, open_model, registry
 from moelab.arguments import whole
 from moelab.evaluation import accuracy
-from moelab.static.quantization import FORMATS, Quantized, layer_error
 from moelab.models import plug, plugged, unplug
 from moelab.recording import record
 from moelab.records import Numbers, Records
+from moelab.static.quantization import FORMATS, Quantized, layer_error
 from moelab.store.codecs import compress_tensor
 
 CODECS = ("raw", "bf12", "huffman")

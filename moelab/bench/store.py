@@ -25,6 +25,7 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
+from moelab.bench.memory_limit import drop_cached
 from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
@@ -387,7 +388,7 @@ def read_rates(store: ExpertStore) -> dict[str, float]:
         with Reader(store, mode, verify=False) as reader:
             buffer = reader.buffer()
             buffer[:] = 0  # so that no page is touched for the first time below
-            reader.drop_cache(0)
+            drop_cached(store.folder)
             reader.read(0, i % experts, "both", buffer)
             rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
     return {mode: statistics.median(found) for mode, found in rates.items()}

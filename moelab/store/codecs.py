@@ -12,15 +12,13 @@ Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
-import lz4.block
 import numpy as np
 import torch
-import zstandard
 
-from moelab.registry import Entry, require
+from moelab.registry import Entry, find
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, WORTH, Codec, room
@@ -32,75 +30,26 @@ MIN_SHARD = 3 * (180 << 10)
 _SAMPLE, _BLOCK = 1 << 15, 1 << 11
 
 
-class LZ4(Codec):
-    """LZ4HC, level 9, without the size."""
-
-    def compress(self, data: Any) -> bytes:
-        how = {"mode": "high_compression", "compression": 9, "store_size": False}
-        return lz4.block.compress(as_bytes(data), **how)
-
-    def decompress(self, blob: Any, out: Any) -> None:
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
-        try:
-            data = lz4.block.decompress(source, uncompressed_size=len(target))
-        except lz4.block.LZ4BlockError as error:
-            raise ValueError(f"no LZ4 blob of {len(target)} bytes: {error}") from None
-        RAW.decompress(data, target)
-
-
-@dataclass(frozen=True)
-class Zstd(Codec):
-    """Zstandard frames; level 0 is Huffman coding without matches, by parameters that find none."""
-
-    level: int
-
-    def compress(self, data: Any) -> bytes:
-        parameters = zstandard.ZstdCompressionParameters(
-            window_log=17,
-            chain_log=6,
-            hash_log=6,
-            search_log=1,
-            min_match=7,
-            target_length=0,
-            strategy=zstandard.STRATEGY_FAST,
-        )
-        how = {"level": self.level} if self.level else {"compression_params": parameters}
-        return zstandard.ZstdCompressor(**how).compress(as_bytes(data))
-
-    def decompress(self, blob: Any, out: Any) -> None:
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
-        try:
-            with zstandard.ZstdDecompressor().stream_reader(source) as reader:
-                whole = reader.readinto(target) == len(target) and not reader.read(1)
-        except zstandard.ZstdError:
-            whole = False
-        if not whole:
-            raise ValueError(
-                f"no zstd frame of {len(target)} bytes: it is damaged or of another size"
-            )
-
-
 #: name → `Codec` in an entry of `moelab.registry`
 CODECS: dict[str, Entry] = {
-    codec.name: Entry(codec, purpose)
-    for codec, purpose in (
-        (RAW, "uncompressed, read in place"),
-        (LZ4("lz4hc"), "ZipMoE's LZ4HC, level 9"),
-        (Zstd("zstd", 1), "ZipMoE's ZSTD, level 1"),
-        (Zstd("zstd-huffman", 0), "Huffman coding in standard zstd frames"),
-        (bf12.CODEC, "bf16 in twelve bits, read in place and multiplied as it lies"),
-        (huffman.CODEC, "table Huffman of our own, the smallest"),
-    )
+    "raw": Entry(RAW, "uncompressed, read in place"),
+    "lz4hc": Entry("moelab.zipmoe.codecs:LZ4HC", "ZipMoE's LZ4HC, level 9"),
+    "zstd": Entry("moelab.zipmoe.codecs:ZSTD", "ZipMoE's ZSTD, level 1"),
+    "zstd-huffman": Entry(
+        "moelab.zipmoe.codecs:ZSTD_HUFFMAN", "Huffman coding in standard zstd frames"
+    ),
+    "bf12": Entry(bf12.CODEC, "bf16 in twelve bits, read in place and multiplied as it lies"),
+    "huffman": Entry(huffman.CODEC, "table Huffman of our own, the smallest"),
 }
 DEFAULT = "bf12"
 #: of a tensor's exponents, if they are large enough
 SHARDS = 4
 
 
+@cache
 def find_codec(name: str) -> Codec:
     """The codec of a name. Raises ValueError, listing those there are."""
-    require("codec", name, CODECS)
-    return CODECS[name].home
+    return find("codec", name)
 
 
 def read_codec(record: Any) -> Codec:

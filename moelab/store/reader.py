@@ -295,12 +295,6 @@ class Reader:
                             f"its checksum; {AGAIN}"
                         )
 
-    def drop_cache(self, layer: int) -> None:
-        """Ask the system to forget what it has cached of a layer's files, where it can be asked."""
-        for path in self.store.paths(layer) if hasattr(os, "posix_fadvise") else ():
-            with open(path, "rb") as f:
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
     def close(self) -> None:
         """Close the files; a later read opens them again."""
         _close(self._files)
@@ -357,17 +351,12 @@ def named(chunks: Chunks, name: str) -> Iterator[None]:
 
 class StoreExperts:
     """A source for the seam, `plug(model, source=StoreExperts(store))`: reads and decodes an expert
-    on each call.
+    on each call. Options as of `Reader`."""
 
-    dtype : what floating-point tensors are cast to; None keeps the stored one. Other options as in
-    `Reader`."""
-
-    def __init__(
-        self, store: ExpertFiles, dtype: torch.dtype | None = None, **options: Any
-    ) -> None:
-        self.store, self.dtype = store, dtype
-        self.reader, self._local = Reader(store, **options), threading.local()
+    def __init__(self, store: ExpertFiles, **options: Any) -> None:
+        self.store, self.reader = store, Reader(store, **options)
         self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
+        self._local = threading.local()
 
     def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and
@@ -375,8 +364,7 @@ class StoreExperts:
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self.reader.buffer()
         chunks = self.reader.read(layer, expert, "both", self._local.buffer)
-        tensors = decode(chunks, chunks)
-        return tensors if self.dtype is None else cast(tensors, self.dtype)
+        return decode(chunks, chunks)
 
     def close(self) -> None:
         """Close the files."""

@@ -16,11 +16,11 @@ from moelab.bench import experts, neuron_examples, parallel, static
 from moelab.bench.quantization import compare_formats, layer_errors
 from moelab.calibration import Calibration, chunk_loads
 from moelab.datasets import REMEMBERED
-from moelab.static.quantization import FORMATS, Quantized
 from moelab.models import plug, unplug
 from moelab.parallel import volumes
 from moelab.static import blocks
 from moelab.static.neuron import expected_unique
+from moelab.static.quantization import FORMATS, Quantized
 from moelab.static.static import ORDERS
 from moelab.table import ms, percent
 from moelab.trace import PREFILL, RoutingTrace
