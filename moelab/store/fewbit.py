@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,8 +55,40 @@ _E2M1 = torch.tensor(
 )
 
 
+class FewBits(Codec):
+    """A codec whose blob is a few tensors one after another: codes, scales, perhaps more."""
+
+    in_place = few_bits = True
+
+    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
+        """By name the dtype and shape of what is in the blob of a tensor of this shape, and how
+        often each of its entries stands there. Raises ValueError for a tensor that has none."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: Shape, dtype: str = "") -> int:
+        parts = self.parts(shape).values()
+        return sum(prod(of) * times * dtype.itemsize for dtype, of, times in parts)
+
+    def split(self, blob: Any, shape: Shape) -> Tensors:
+        """The parts of a blob, as views of it where they can be; ValueError unless it is as long as
+        it must be."""
+        raw, size = as_bytes(blob), self.nbytes(shape)
+        if len(raw) != size:
+            raise ValueError(f"the {self.name} blob has {len(raw)} bytes; {size} were expected")
+        rest, found, at = torch.from_numpy(raw if raw.flags.writeable else raw.copy()), {}, 0
+        for name, (dtype, of, times) in self.parts(shape).items():
+            end = at + prod(of) * times * dtype.itemsize
+            piece = rest[at:end].clone() if at % dtype.itemsize else rest[at:end]
+            found[name], at = piece.view(dtype)[::times].view(of), end
+        return found
+
+    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
+        floating = planes == 1 and DTYPES[dtype].is_floating_point
+        return floating and lengths == [self.nbytes(shape)]
+
+
 @dataclass(frozen=True)
-class Format(Codec):
+class Format(FewBits):
     """How weights become codes and scales and come back.
 
     code, scale : their dtypes.
@@ -70,8 +102,6 @@ class Format(Codec):
     scale: torch.dtype
     dequantize: Callable[[Tensor, Tensor], Tensor]
     transposed: bool = False
-    in_place: ClassVar[bool] = True
-    few_bits: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:
@@ -83,9 +113,8 @@ class Format(Codec):
         """The format of matrices whose inputs are their first axis."""
         return replace(self, name=f"{self.kind}.T", transposed=True)
 
-    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
-        """(dtype, shape) of the "codes" and of the "scales" in the blob of a tensor of this shape.
-        Raises ValueError for one that has none."""
+    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
+        """Of the "codes" and of the "scales"."""
         shape = (*shape[:-2], *shape[:-3:-1]) if self.transposed else tuple(shape)
         if len(shape) < 2 or shape[-1] % GROUP:
             raise ValueError(
@@ -96,19 +125,7 @@ class Format(Codec):
             codes, scales = (R, n // GROUP, self.group), (R, n // GROUP)
         else:
             codes, scales = (R, n), (-(-R // BLOCK), -(-n // BLOCK))
-        return {"codes": (self.code, codes), "scales": (self.scale, scales)}
-
-    def nbytes(self, shape: Shape, dtype: str = "") -> int:
-        return sum(prod(of) * dtype.itemsize for dtype, of in self.parts(shape).values())
-
-    def split(self, blob: Any, shape: Shape) -> Tensors:
-        """The parts of a blob, as views of it; ValueError unless it is as long as it must be."""
-        raw = blob_of_size(self.name, blob, self.nbytes(shape))
-        found, at = {}, 0
-        for part, (dtype, of) in self.parts(shape).items():
-            end = at + prod(of) * dtype.itemsize
-            found[part], at = raw[at:end].view(dtype).view(of), end
-        return found
+        return {"codes": (self.code, codes, 1), "scales": (self.scale, scales, 1)}
 
     def compress(self, data: Tensor) -> np.ndarray | None:
         """The blob of a tensor, uint8; None for one that stays as it is."""
@@ -126,15 +143,11 @@ class Format(Codec):
         if (found := _widened(self, codes, scales, target)) is not target:
             target.copy_(found.view(target.shape))
 
-    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
-        floating = planes == 1 and DTYPES[dtype].is_floating_point
-        return floating and lengths == [self.nbytes(shape)]
-
     def kernel(self, dtype: str, shape: Shape) -> str:
         return self.name if rows_in_blocks(shape[::-1] if self.transposed else shape) else ""
 
     def row(self, address: int, length: int, shape: Shape) -> list[int]:
-        dtype, of = self.parts(shape)["codes"]
+        dtype, of, _ = self.parts(shape)["codes"]
         return [address, address + prod(of) * dtype.itemsize, 0, 0]
 
 
@@ -219,15 +232,6 @@ def find_format(name: str) -> Format:
 def joined(*tensors: Tensor) -> np.ndarray:
     """The bytes of tensors one after another: of codes and scales, a blob."""
     return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]).numpy()
-
-
-def blob_of_size(name: str, blob: Any, size: int) -> Tensor:
-    """A blob as a tensor uint8, without a copy if it can be written; ValueError unless it has this
-    size."""
-    raw = as_bytes(blob)
-    if len(raw) != size:
-        raise ValueError(f"the {name} blob has {len(raw)} bytes; {size} were expected")
-    return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
 
 
 def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray, list[Tensor]] | None:

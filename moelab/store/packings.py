@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from moelab.store import fewbit
 from moelab.store.bits import as_bytes
-from moelab.store.codec import Codec, rows_in_blocks
+from moelab.store.codec import rows_in_blocks
 from moelab.store.headers import DTYPES, NAMES, Shape, Tensors
 
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of AWQ
@@ -200,7 +199,7 @@ def dequantize(kind: str, bits: int, tensors: Tensors) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Packing(Codec):
+class Packing(fewbit.FewBits):
     """The tensors of matrices that lie one below the other in the model's: the first tensor of all
     matrices, the second one of all … Where kernels can multiply them as they lie, each scale stands
     in the blob once for 32 inputs.
@@ -212,8 +211,6 @@ class Packing(Codec):
     bits: int
     matrices: int
     tensors: tuple[tuple[str, str, Shape], ...]
-    in_place: ClassVar[bool] = True
-    few_bits: ClassVar[bool] = True
 
     @property
     def record(self) -> dict[str, Any]:
@@ -235,29 +232,19 @@ class Packing(Codec):
         whole = shape[1] * packed % (2 * fewbit.GROUP) == 0 and grid[0] == R and grid[1]
         return groups // grid[1] if whole and groups % grid[1] == 0 else 0
 
-    def _repeats(self, tensor: str) -> int:
-        return (self.times or 1) if tensor == "weight_scale" else 1
-
-    def nbytes(self, shape: Shape, dtype: str = "") -> int:
+    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
+        """Of the tensors of each matrix, "qweight.0" and so on."""
         if tuple(shape) != _shape_of(self):
             raise ValueError(f"a tensor {list(shape)} cannot be {str(self)[:200]}")
-        return self.matrices * sum(
-            prod(shape) * self._repeats(name) * DTYPES[dtype].itemsize
-            for name, dtype, shape in self.tensors
-        )
+        return {
+            f"{name}.{i}": (DTYPES[dtype], of, self.repeats(name))
+            for name, dtype, of in self.tensors
+            for i in range(self.matrices)
+        }
 
-    def split(self, blob: Any, shape: Shape) -> Tensors:
-        """The tensors of each matrix in a blob, "qweight.0" and so on, as views of it where they
-        can be."""
-        rest, found, at = fewbit.blob_of_size(self.name, blob, self.nbytes(shape)), {}, 0
-        for name, dtype, of in self.tensors:
-            times, size = self._repeats(name), DTYPES[dtype].itemsize
-            for i in range(self.matrices):
-                end = at + prod(of) * times * size
-                piece = rest[at:end].clone() if at % size else rest[at:end]
-                found[f"{name}.{i}"] = piece.view(DTYPES[dtype])[::times].view(of)
-                at = end
-        return found
+    def repeats(self, tensor: str) -> int:
+        """How often each entry of a tensor stands in the blob."""
+        return (self.times or 1) if tensor == "weight_scale" else 1
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         found = self.split(blob, out.shape)
@@ -265,9 +252,6 @@ class Packing(Codec):
             {name: found[f"{name}.{i}"] for name, *_ in self.tensors} for i in range(self.matrices)
         )
         out.copy_(torch.cat([dequantize(self.name, self.bits, of) for of in matrices]))
-
-    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
-        return planes == 1 and DTYPES[dtype].is_floating_point and lengths == [self.nbytes(shape)]
 
     def kernel(self, dtype: str, shape: Shape) -> str:
         """A format's, whose blob this is. Rounding to the scales' bf16 is left out there, which is
@@ -324,7 +308,7 @@ def gathered(
     )
     packing = Packing(kind, bits, len(layers), tensors)
     blob = [
-        as_bytes(layer[name].reshape(-1).repeat_interleave(packing._repeats(name)))
+        as_bytes(layer[name].reshape(-1).repeat_interleave(packing.repeats(name)))
         for name, *_ in tensors
         for layer in layers.values()
     ]
