@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from moelab.records import Record
 Shape = tuple[int, ...]
 #: name → tensor
 Tensors = dict[str, torch.Tensor]
-#: bytes of a header or a JSON file at most; the limit of safetensors
-MOST_JSON = 100_000_000
 #: the index of a folder of several files
 WEIGHT_MAP = "model.safetensors.index.json"
 #: endings of files of weights; safetensors alone are read
@@ -132,29 +130,18 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 def read_json(file: Path) -> Record:
     """The object in a JSON file; ValueError, saying what is wrong, where there is none."""
-    if (size := file.stat().st_size) > MOST_JSON:
-        raise ValueError(f"{file} has {size:,} bytes, which no such file has; download it again")
     return _parse_json(file, file.read_bytes())
 
 
 def _parse_json(file: Path, raw: bytes) -> Record:
-    """A JSON object without duplicate keys; ValueError, naming the file, for anything else. As
-    JSON of Python, it may have Infinity, as some configs do."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> Record:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError(f"a key is there twice, among {', '.join(found)[:200]}")
-        return found
-
+    """A JSON object; ValueError, naming the file, for anything else. As JSON of Python, it may have
+    Infinity, as some configs do."""
     try:
-        found = json.loads(raw, object_pairs_hook=unique)
-        if not isinstance(found, dict):
-            raise ValueError(f"it is a {type(found).__name__}, where an object is expected")
-    except (ValueError, RecursionError) as error:
+        return {**json.loads(raw)}
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} is damaged ({type(error).__name__}: {error}); download or write it again"
         ) from error
-    return found
 
 
 def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:

@@ -127,7 +127,7 @@ def _codes(words: Tensor, bits: int) -> Tensor:
 
 
 def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
-    """codes [R, n], zero points and scales [R, n/g], g any number."""
+    """codes [R, n], zero points and scales [R, n/g] or [1, 1], g any number."""
     wide = codes.unflatten(1, (scales.shape[1], -1)).float()
     if zeros is not None:
         wide.sub_(zeros.unsqueeze(-1))
@@ -135,20 +135,17 @@ def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
 
 
 def _compressed(t: Tensors, bits: int) -> Tensor:
-    scales, zeros, codes = t["weight_scale"], t.get("weight_zero_point"), t.get("weight")
-    if codes is None:
+    scales, zeros = t["weight_scale"], t.get("weight_zero_point")
+    if (codes := t.get("weight")) is None:
         codes = _codes(t["weight_packed"], bits).view(torch.int8) - (1 << bits - 1)
-    elif codes.dtype not in (torch.int8, torch.float8_e4m3fn):
-        raise ValueError(f"weight is {codes.dtype}; codes are int8 or e4m3")
     R, n = codes.shape
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = _codes(zeros.mT, bits).view(torch.int8).mT[:R] - (1 << bits - 1)
-    if scales.numel() == 1:
-        scales = scales.reshape(1, 1).expand(R, 1)
-        zeros = None if zeros is None else zeros.reshape(1, 1).expand(R, 1)
-    elif scales.shape == (-(-R // fewbit.BLOCK), -(-n // fewbit.BLOCK)) and scales.shape[0] != R:
+    blocks = -(-R // fewbit.BLOCK), -(-n // fewbit.BLOCK)
+    if scales.numel() > 1 and scales.shape == blocks and blocks[0] != R:
         scales = fewbit.spread_blocks(scales, R, n)
-    return _product(codes, zeros, scales.reshape(R, -1))
+    scales = scales.reshape(R if scales.numel() > 1 else 1, -1)
+    return _product(codes, None if zeros is None else zeros.reshape(scales.shape), scales)
 
 
 def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:

@@ -138,8 +138,8 @@ class Reader:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
         if mode == "direct" and not store.aligned:
             raise ValueError(
-                f"the tensors in {store.folder} do not begin at multiples of {ALIGN} bytes, so they "
-                f"cannot be read past the page cache; convert it to a store, or use another mode"
+                f"{store.folder} is no expert store, whose tensors are aligned to be read past the page "
+                f"cache: convert it, or use another mode"
             )
         self.store, self.bandwidth = store, bandwidth
         self.verify = verify and store.checksum is not None

@@ -151,25 +151,23 @@ class StoreWriter:
         if differ or len(self.records) < len(lines) - 1:
             with self._explained():
                 self._journal.restart([head, *self.records])
+        self._end = self.records[-1]["end"] if self.records else 0
         for path in self.folder.glob("experts-*.safetensors"):
             if path.name not in (layer_file(record["layer"]) for record in self.records):
                 path.unlink()
 
     def _whole(self, records: list[Record]) -> Iterator[Record]:
         """The journal's records up to the first one of an expert that is not whole."""
-        before: Record = {}
         checked = progress(records, "checking what is there", unit="expert") if records else ()
         for (layer, expert), record in zip(self._keys, checked):
-            before = before if expert else {}
             try:
-                if not self._is_whole(layer, expert, record, before):
+                if not self._is_whole(layer, expert, record):
                     return
             except (*MAKES_NO_SENSE, MemoryError, OSError):
                 return
             yield record
-            before = record
 
-    def _is_whole(self, layer: int, expert: int, record: Record, before: Record) -> bool:
+    def _is_whole(self, layer: int, expert: int, record: Record) -> bool:
         """Whether a record is this expert's, and its bytes lie right behind those of the one
         before."""
         entries = read_entries(record["entries"], record["tensors"])
@@ -177,14 +175,10 @@ class StoreWriter:
         with open(self.folder / layer_file(layer), "rb") as f:
             f.seek(begin)
             data = f.read(size)
-        expected = {
-            "layer": layer,
-            "expert": expert,
-            "end": begin + size,
-            "tensors": before.get("tensors", record["tensors"]),
-        }
-        follows = before.get("end", begin) == begin and record | expected == record
-        return follows and intact(entries, data, begin)
+        follows = not expert or begin == self._end
+        self._end = begin + size
+        said = record["layer"], record["expert"], record["end"]
+        return follows and said == (layer, expert, self._end) and intact(entries, data, begin)
 
     # -----------------------------------------------------------------------------------------
     # experts
@@ -226,14 +220,8 @@ class StoreWriter:
             size += tensor.nbytes
             del tensor
         self._wait()
-        before = (self._pending or self.records)[-1] if expert else {}
-        if before.get("tensors", shapes) != shapes:
-            raise ValueError(
-                f"{self.folder}: expert {expert} of MoE layer {layer} has other tensors than the one "
-                f"before: {shapes} against {before['tensors']}"
-            )
         record = {"layer": layer, "expert": expert, "entries": entries, "tensors": shapes}
-        begin = before.get("end") or self._room_for_header(layer, packed, shapes)
+        begin = self._end if expert else self._room_for_header(layer, packed, shapes)
         self._writing = self._thread.submit(
             self._write_expert, record | {"sources": sources}, packed, begin
         )
