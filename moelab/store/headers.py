@@ -212,14 +212,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def header_bytes(tensors: Record, about: dict[str, str] | None = None) -> bytes:
-    """The header, with its size before it, of tensors that follow each other: key → (dtype, shape,
-    …)."""
-    entries: Record = {"__metadata__": {"format": "pt", **(about or {})}}
+def header_bytes(tensors: Record, about: dict[str, str] | None = None, least: int = 0) -> bytes:
+    """The header, with its size before it, at least so many bytes, of tensors that follow each other:
+    key → (dtype, shape, …)."""
+    entries: Record = {"__metadata__": about or {"format": "pt"}}
     at = 0
     for key, (dtype, shape, *_) in tensors.items():
         end = at + nbytes(dtype, shape)
         entries[key], at = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}, end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    size = max(least - 8, -(-len(text) // 8) * 8)
+    return size.to_bytes(8, "little") + text.ljust(size)

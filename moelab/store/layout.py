@@ -234,28 +234,21 @@ def layer_file(layer: int) -> str:
 
 def layer_header(layer: Layer) -> bytes:
     """The safetensors header of a layer's chunks and the padding between them."""
-    start = layer.header
     about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
-    entries: Record = {"__metadata__": {"moelab.layer": json.dumps(about)}}
-
-    def enter(key: str, begin: int, end: int) -> None:
-        entries[key] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-
-    for expert, tensors in enumerate(layer.experts):
-        for name, chunk in in_file(tensors):
-            key, begin = f"{layer.index}.{expert}.{name}", chunk.offset - start
-            end, after = begin + chunk.length, begin + aligned(chunk.length)
-            enter(key, begin, end)
-            if after > end:
-                enter("pad." + key, end, after)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    parts: Record = {}
+    for expert, entries in enumerate(layer.experts):
+        for name, chunk in in_file(entries):
+            key = f"{layer.index}.{expert}.{name}"
+            parts[key] = "U8", [chunk.length]
+            if padding := aligned(chunk.length) - chunk.length:
+                parts["pad." + key] = "U8", [padding]
+    return header_bytes(parts, {"moelab.layer": json.dumps(about)}, layer.header)
 
 
 def weights_header(weights: dict[str, list], digest: str) -> bytes:
     """The safetensors header of the other weights, key → [dtype, shape, …]; `digest` is that of the
     index."""
-    return header_bytes(weights, {"moelab.index": digest})
+    return header_bytes(weights, {"format": "pt", "moelab.index": digest})
 
 
 def seal(fields: Record) -> tuple[bytes, str]:
@@ -326,13 +319,7 @@ class ExpertFiles:
     scratch = 0
 
     def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
-        """One expert's entries by tensor name; LookupError for an expert that the model does not
-        have."""
-        if not 0 <= layer < len(self.layers) or not 0 <= expert < len(self.layers[layer].experts):
-            raise LookupError(
-                f"{self.folder} has no expert {expert} of MoE layer {layer}; it has "
-                f"{len(self.layers)} layers of {self.spec.E} experts"
-            )
+        """One expert's entries by tensor name."""
         return self.layers[layer].experts[expert]
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
