@@ -127,9 +127,7 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
     if first.codec.in_place and width == 1:
         return first.codec.decompress(first.shards[0], out)
     target = as_bytes(out, writable=True)
-    n, rest = divmod(len(target), width)
-    if rest:
-        raise ValueError(f"the output has {len(target)} bytes, no weights of {width} bytes")
+    n = len(target) // width
     if width == 1:
         unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
@@ -139,8 +137,9 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
             first.codec.decompress(blob, exponents)
             bits.join(exponents, sign_mantissa[begin:end], words[begin:end])
     else:
-        for i, plane in enumerate(packed.planes):
-            target.reshape(n, width)[:, width - 1 - i] = plane_bytes(plane, n)
+        columns = target.reshape(n, width)
+        for i, plane in enumerate(reversed(packed.planes)):
+            columns[:, i] = plane_bytes(plane, n)
         words = target.view(f"u{width}")
         words[:] = (words >> 1) | (words << (8 * width - 1))
 

@@ -49,10 +49,17 @@ from moelab.store.headers import DTYPES, Shape, Tensors
 GROUP, BLOCK = 32, 128
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """The low half and the high one of each byte [..., n]: uint8 [..., 2n]."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+
+
 #: byte → the values of its low and its high half: [256, 2]
-_E2M1 = torch.tensor(
-    [[(E2M1 + tuple(-v for v in E2M1))[half] for half in (b & 15, b >> 4)] for b in range(256)]
-)
+_E2M1 = torch.tensor(E2M1 + tuple(-value for value in E2M1))[
+    nibbles(torch.arange(256, dtype=torch.uint8)).int()
+].view(256, 2)
 
 
 class FewBits(Codec):
@@ -163,8 +170,7 @@ def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    wide = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float() - 8
-    return wide * scales.float()[..., None]
+    return (nibbles(codes).float() - 8) * scales.float()[..., None]
 
 
 def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:

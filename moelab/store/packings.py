@@ -123,7 +123,7 @@ def _packed_widths(config: dict[str, Any]) -> list[int]:
 def _codes(words: Tensor, bits: int) -> Tensor:
     """The codes in words int32 that are packed along the last axis: uint8."""
     codes = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
-    return codes if bits == 8 else torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    return codes if bits == 8 else fewbit.nibbles(codes)
 
 
 def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.store.codecs import find_codec
 from moelab.store.fewbit import E2M1, FORMATS, find_format, published, same_bits
 
 EVERY = pytest.mark.parametrize("name", FORMATS)
@@ -142,7 +141,7 @@ def in_torch(name, w):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     R=st.integers(1, 5),
     groups=st.integers(1, 4),
@@ -206,8 +205,6 @@ def test_damage_and_other_shapes_are_refused(name):
             back(name, wrong, shape)
     with pytest.raises(ValueError, match="no multiple of 32"):
         back(name, blob, (4, 63))
-    with pytest.raises(ValueError, match=f"quantize='{name}'"):
-        find_codec(name)
     with pytest.raises(ValueError, match="'int3'.*int8, fp8, mxfp4, int4"):
         find_format("int3")
 

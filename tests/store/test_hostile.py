@@ -108,52 +108,53 @@ def attack(folder, work, truth, source):
     return refused
 
 
-#: with the right digest in two places one can still lie about whose weights these are; restoring
-#: them finds it out
-LIES = ("a file less", "another model")
-
-
-def each(fields):
-    """Names of ways to change an index, and what they do with it."""
+def change(fields, how):
+    """Change an index as somebody who means to do harm."""
     layer, entries = fields["layers"][0], fields["layers"][0]["experts"]
     name = next(iter(layer["tensors"]))
     chunk = entries[1][name][1][0][1][0]
-    config = fields["files"].get("config.json")
-    return {
-        "an expert less": lambda: entries.pop(),
-        "a layer less": lambda: fields["layers"].pop(),
-        "swapped experts": lambda: entries.__setitem__(slice(0, 2), entries[1::-1]),
-        "one expert twice": lambda: entries.__setitem__(1, entries[0]),
-        "E of 10^9": lambda: fields["spec"].update(E=10**9),
-        "another dtype": lambda: layer["tensors"][name].__setitem__(0, "F16"),
-        "another shape": lambda: layer["tensors"][name][1].reverse(),
-        "overlap": lambda: chunk.__setitem__(0, entries[0][name][1][0][1][0][0]),
-        "a negative length": lambda: chunk.__setitem__(1, -1),
-        "a true offset": lambda: chunk.__setitem__(0, True),
-        "another codec": lambda: entries[0][name][1][0].__setitem__(0, "zstd"),
-        "weights in another order": lambda: fields.update(
-            weights=dict(reversed(fields["weights"].items()))
-        ),
-        "a file less": lambda: fields["files"].pop("config.json"),
-        "../": lambda: fields["files"].update({"../m/config.json": config}),
-        "another model": lambda: fields.update(identity="0" * 16),
-        "nested": lambda: fields["spec"].update(name=json.loads("[" * 500 + "]" * 500)),
-    }
+    if how == "an expert less":
+        entries.pop()
+    elif how == "swapped experts":
+        entries[:2] = entries[1::-1]
+    elif how == "another dtype":
+        layer["tensors"][name][0] = "F16"
+    elif how == "another shape":
+        layer["tensors"][name][1].reverse()
+    elif how == "overlap":
+        chunk[0] = entries[0][name][1][0][1][0][0]
+    elif how == "a negative length":
+        chunk[1] = -1
+    elif how == "another codec":
+        entries[0][name][1][0][0] = "zstd"
+    elif how == "another model":
+        fields["identity"] = "0" * 16
+    else:
+        fields["files"]["../m/config.json"] = fields["files"]["config.json"]
 
 
-EMPTY = {"layers": [{"tensors": {"x": 0}, "experts": [0, {"x": [0, [[0, [0]]]]}]}], "files": {}}
-
-
-@pytest.mark.parametrize("name", each(EMPTY))
-@pytest.mark.parametrize("thorough", [True, False])
-def test_an_index_that_was_changed(store, tmp_path, name, thorough):
+@pytest.mark.parametrize(
+    "how",
+    [
+        "an expert less",
+        "swapped experts",
+        "another dtype",
+        "another shape",
+        "overlap",
+        "a negative length",
+        "another codec",
+        "another model",
+        "../",
+    ],
+)
+def test_an_index_that_was_changed(store, tmp_path, how):
     folder = shutil.copytree(store[0], tmp_path / "s")
     fields = fields_of(folder)
-    each(fields)[name]()
-    reseal(folder, fields, thorough)
+    change(fields, how)
+    reseal(folder, fields)
     refused = attack(folder, tmp_path, bits(store[0]), store[1])
-    lie = thorough and name in LIES and refused == {"restore"}
-    assert lie or refused == {"read", "verify", "restore"}
+    # whose weights these are one can still lie about; restoring them finds it out
+    assert refused == ({"restore"} if how == "another model" else {"read", "verify", "restore"})
 
 
 def test_an_index_nested_too_deep_or_too_long(store, tmp_path):
@@ -165,7 +166,7 @@ def test_an_index_nested_too_deep_or_too_long(store, tmp_path):
             ExpertStore(folder)
     with open(folder / INDEX, "wb") as f:
         f.truncate(1 << 40)
-    with pytest.raises(StoreError, match="an index has .* at most"):
+    with pytest.raises(StoreError, match="does not match its own checksum"):
         ExpertStore(folder)
 
 
@@ -190,11 +191,6 @@ def test_links_are_not_followed(store, tmp_path):
         with pytest.raises(ValueError, match="is a link, and writing would follow it"):
             convert(store[1], tmp_path / "c")
         (tmp_path / trap).unlink()
-    folder = shutil.copytree(store[0], tmp_path / "s")
-    for name in ("read_mode.json", f"read_mode.{os.getpid()}"):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(tmp_path / "victim")
-    StoreExperts(ExpertStore(folder))
     assert (tmp_path / "victim").read_text() == "mine"
 
 
@@ -227,7 +223,7 @@ def mutate(node, rng):
 def damage(folder, rng):
     """Change a store's bytes, names or index; returns whether the new index is sealed as a right
     one is."""
-    files = [path for path in sorted(folder.iterdir()) if path.name != "read_mode.json"]
+    files = sorted(folder.iterdir())
     kind, path = rng.randrange(7), rng.choice(files)
     if kind < 3:
         fields, thorough = fields_of(folder), rng.random() < 0.5

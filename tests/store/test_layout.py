@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 def reseal(folder, tmp_path, change):
     """A copy of the store whose index was changed by someone who sealed it again."""
     copy = shutil.copytree(folder, tmp_path / "copy")
-    fields = unseal((copy / INDEX).read_bytes(), copy / INDEX)
+    fields = unseal((copy / INDEX).read_bytes())
     fields.pop("sha256")
     change(fields)
     (copy / INDEX).write_bytes(seal(fields)[0])
@@ -55,24 +55,22 @@ def test_runs_are_contiguous_and_tile_the_file(folder):
         assert at == layer.size == (folder / layer.file).stat().st_size
 
 
-def test_any_changed_byte_of_the_index_is_seen(folder, tmp_path):
+def test_any_changed_byte_of_the_index_is_seen(folder):
     raw = (folder / INDEX).read_bytes()
     for i in [*range(0, len(raw), 61), *range(len(raw) - 80, len(raw))]:
         broken = raw[:i] + bytes([raw[i] ^ 4]) + raw[i + 1 :]
         with pytest.raises(StoreError, match="does not match its own checksum"):
-            unseal(broken, tmp_path)
+            unseal(broken)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda f: f.update(version=99), "99, .*this moelab reads"),
-        (lambda f: f.update(layout="paper"), "'paper'"),
-        (lambda f: f.update(checksum="md5"), "'md5'"),
         (lambda f: f.pop("spec"), "no index of an expert store"),
         (
             lambda f: f["files"].update({"config.json": [3, "0" * 16]}),
-            "config.json has 2 bytes, 3 were written",
+            "config.json has 2 bytes, not 3",
         ),
         (lambda f: f["files"].update({"gone.json": [3, "0" * 16]}), "lacks gone.json"),
     ],
@@ -88,7 +86,3 @@ def test_refusals(folder, tmp_path):
     (tmp_path / "half.part").mkdir()
     with pytest.raises(FileNotFoundError, match="run the same convert command again"):
         ExpertStore(tmp_path / "half")
-    store = ExpertStore(folder)
-    for key in ((2, 0), (-1, 0), (0, 3), (0, -1)):
-        with pytest.raises(LookupError, match="2 layers of 3 experts"):
-            store.entries(*key)
