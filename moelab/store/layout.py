@@ -17,7 +17,7 @@ both. Every chunk begins on a multiple of 4096 bytes of its file, for direct I/O
 `pad.…` fill the gaps, since a safetensors file may have none.
 
 Nothing in an index is trusted: every number is an integer within bounds, every name a plain one,
-every chunk lies where the order of the file puts it, without gaps; files are no links. Its SHA-256
+every chunk lies where the order of the file puts it, without gaps. Its SHA-256
 is in the header of weights.safetensors too, so that neither file can be exchanged alone. A forger
 can still write a whole store of other weights, which is a store of another model.
 
@@ -28,9 +28,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
@@ -393,14 +391,9 @@ class ExpertStore(ExpertFiles):
         self.folder = absolute(folder)
         index = self.folder / INDEX
         if not index.is_file():
-            unfinished = self.folder.with_name(self.folder.name + ".part").is_dir()
             raise FileNotFoundError(
-                f"there is no expert store at {self.folder}"
-                + (
-                    ": its conversion was cut off; run the same convert command again and it goes on"
-                    if unfinished
-                    else f" (no {INDEX}); make one with `moelab convert SOURCE {self.folder}`"
-                )
+                f"there is no expert store at {self.folder} (no {INDEX}); `moelab convert SOURCE "
+                f"{self.folder}` makes one, or goes on with one that was cut off"
             )
         try:
             self._read(self._begin(INDEX, index.stat().st_size, INDEX_LIMIT))
@@ -449,8 +442,7 @@ class ExpertStore(ExpertFiles):
         self.weights_size, self.weights_bytes = at, at - len(self._weights_header)
 
     def _check_files(self) -> None:
-        """Sizes of all files, contents of small ones, headers of the others; nothing but plain
-        files of the folder."""
+        """Sizes of all files, contents of small ones, headers of the others."""
         headers = [(WEIGHTS, self.weights_size, self._weights_header)]
         headers += [(layer.file, layer.size, layer_header(layer)) for layer in self.layers]
         wrong = [
@@ -466,18 +458,11 @@ class ExpertStore(ExpertFiles):
         )
 
     def _begin(self, name: str, size: int, most: int) -> bytes:
-        """What a file of `size` bytes begins with. StoreError for another size, and for a link, which
-        may lead anywhere."""
+        """What a file begins with; StoreError if it is not there or has another size."""
         path = self.folder / name
-        try:
-            found = os.lstat(path)
-        except FileNotFoundError:
-            raise StoreError(f"{self.folder} lacks {name}; {AGAIN}") from None
-        _need(
-            stat.S_ISREG(found.st_mode),
-            f"{path} is a link, folder or device, not a file; copy the store itself (cp -L follows links)",
-        )
-        _need(found.st_size == size, f"{path} has {found.st_size:,} bytes, not {size:,}; {AGAIN}")
+        _need(path.is_file(), f"{self.folder} lacks {name}; {AGAIN}")
+        found = path.stat().st_size
+        _need(found == size, f"{path} has {found:,} bytes, not {size:,}; {AGAIN}")
         with open(path, "rb") as f:
             return f.read(most)
 

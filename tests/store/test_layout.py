@@ -81,8 +81,5 @@ def test_an_index_that_makes_no_sense(folder, tmp_path, change, message):
 
 
 def test_refusals(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="make one with"):
+    with pytest.raises(FileNotFoundError, match="makes one"):
         ExpertStore(tmp_path / "none")
-    (tmp_path / "half.part").mkdir()
-    with pytest.raises(FileNotFoundError, match="run the same convert command again"):
-        ExpertStore(tmp_path / "half")
