@@ -7,10 +7,11 @@ the CPU."""
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from moelab.kernels.vectors import BLOCK
 from moelab.store.bf12 import HEAD, escapes
-from moelab.store.bits_triton import tl, triton
 
 ROWS, LANES = 64, BLOCK // 2  # blocks of 64 weights that a program unpacks; weights in half a block
 ESCAPES = 256  # that a program writes

@@ -8,15 +8,8 @@ interpreter, on the CPU."""
 from __future__ import annotations
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError(
-        "joining weights on a GPU needs the package `triton`, which comes with torch for CUDA; install "
-        "it, or move the tensors to the CPU first"
-    ) from error
+import triton
+import triton.language as tl
 
 BLOCK = 4096  # weights a program: 256 threads of 16
 

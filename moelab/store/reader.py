@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -39,12 +40,6 @@ from moelab.store.layout import (
     TensorEntry,
     run,
 )
-
-try:
-    import fcntl
-except ImportError:
-    fcntl = None
-
 
 KEPT = 64  # files that stay open; macOS allows a process 256
 HUGE = 2 << 20  # bytes of a huge page
@@ -212,31 +207,27 @@ class Reader:
         return Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes)
 
     def _count(self, total: int, requests: int, start: float) -> None:
-        """Wait as long as throttling says, and count."""
+        """Count, and wait as long as throttling says."""
         with self._lock:
+            now = time.perf_counter()
             if self.bandwidth:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
-            wait = self._free_at - time.perf_counter()
-        if wait > 0:
-            time.sleep(wait)
-        with self._lock:
+            wait = max(0.0, self._free_at - now)
             self.counters.bytes += total
             self.counters.requests += requests
-            self.counters.seconds += time.perf_counter() - start
+            self.counters.seconds += now - start + wait
+        time.sleep(wait)
 
     def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> int:
         """Fill the views with a file's bytes from `begin` on; returns how many requests that
         took."""
-        offset, requests, end = begin, 0, begin + sum(map(len, views))
+        offset, requests = begin, 0
         try:
             while views:
                 requests += 1
                 n = self._request(path, views, offset)
                 if not n:
-                    raise StoreError(
-                        f"{path} ends at byte {offset:,}, inside {_which(what)}, which take the bytes "
-                        f"{begin:,} to {end:,}; the file is cut off"
-                    )
+                    raise StoreError(f"{path} is cut off at byte {offset:,}, inside {_which(what)}")
                 offset += n
                 while views and n >= len(views[0]):
                     n -= len(views.pop(0))

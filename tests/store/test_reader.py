@@ -108,7 +108,8 @@ def test_a_file_that_is_cut_off(store, mode):
     with Reader(store, mode) as reader:
         reader.read(1, 1)
         with pytest.raises(
-            StoreError, match=f"{file.name} ends at byte {offset + 4096:,}.*expert 2 of MoE layer 1"
+            StoreError,
+            match=f"{file.name} is cut off at byte {offset + 4096:,}.*expert 2 of MoE layer 1",
         ):
             reader.read(1, 2)
 
