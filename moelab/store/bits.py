@@ -83,8 +83,10 @@ def _split(words, exponents, sign_mantissa):
 def join_words(exponents, sign_mantissa, words):
     """`join` of flat arrays, for other kernels."""
     for i in range(len(words)):
-        x = np.uint16(np.uint16(exponents[i]) << np.uint16(8)) | np.uint16(sign_mantissa[i])
-        words[i] = np.uint16(x >> np.uint16(1)) | np.uint16(x << np.uint16(15))
+        high = np.uint16(np.uint16(exponents[i]) << np.uint16(8))
+        x = high | np.uint16(sign_mantissa[i])
+        sign = np.uint16(x << np.uint16(15))
+        words[i] = np.uint16(x >> np.uint16(1)) | sign
 
 
 @kernel

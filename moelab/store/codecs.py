@@ -93,7 +93,8 @@ def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
     """(begin, end) of each shard of a plane; all but the last begin and end on a multiple of 64
     bytes."""
     step = -(-n_bytes // (64 * shards)) * 64
-    return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(shards)]
+    cuts = [min(i * step, n_bytes) for i in range(shards + 1)]
+    return list(zip(cuts, cuts[1:]))
 
 
 def compress_tensor(
@@ -150,10 +151,12 @@ def _planes(weights: torch.Tensor) -> list[np.ndarray]:
     if width == 1:
         return [data]
     if width == 2:
-        return list(bits.split(data.view(np.uint16), room("exponents", len(data) // 2)))
+        words = data.view(np.uint16)
+        return list(bits.split(words, room("exponents", len(words))))
     words = data.view(f"u{width}")
-    rotated = ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
-    return [np.ascontiguousarray(rotated[:, i]) for i in reversed(range(width))]
+    rotated = (words << 1) | (words >> (8 * width - 1))
+    columns = rotated.view(np.uint8).reshape(-1, width)
+    return [np.ascontiguousarray(columns[:, i]) for i in reversed(range(width))]
 
 
 def _pack(plane: np.ndarray, codec: Codec, shards: int, exponents: bool) -> Plane:
@@ -192,5 +195,6 @@ def plane_bytes(plane: Plane, n: int) -> np.ndarray:
 
 def unpack_plane(plane: Plane, out: np.ndarray) -> None:
     """Write the bytes of a plane into an array uint8."""
-    for (begin, end), blob in zip(shard_bounds(len(out), len(plane.shards)), plane.shards):
+    bounds = shard_bounds(len(out), len(plane.shards))
+    for (begin, end), blob in zip(bounds, plane.shards):
         plane.codec.decompress(blob, out[begin:end])

@@ -82,7 +82,8 @@ class FewBits(Codec):
         raw, size = as_bytes(blob), self.nbytes(shape)
         if len(raw) != size:
             raise ValueError(f"the {self.name} blob has {len(raw)} bytes; {size} were expected")
-        rest, found, at = torch.from_numpy(raw if raw.flags.writeable else raw.copy()), {}, 0
+        rest = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+        found, at = {}, 0
         for name, (dtype, of, times) in self.parts(shape).items():
             end = at + prod(of) * times * dtype.itemsize
             piece = rest[at:end].clone() if at % dtype.itemsize else rest[at:end]
@@ -160,9 +161,8 @@ class Format(FewBits):
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """fp32 [..., n/32, 32] of blocks uint8 [..., n/32, 16] and scales uint8 [..., n/32]."""
-    return torch.ldexp(
-        _E2M1.to(blocks.device)[blocks.int()].flatten(-2), scales.int()[..., None] - 127
-    )
+    values = _E2M1.to(blocks.device)[blocks.int()].flatten(-2)
+    return torch.ldexp(values, scales.int()[..., None] - 127)
 
 
 def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
@@ -185,13 +185,13 @@ def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
 def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of blocks of 128 × 128 finite weights, fp32 [R, n]."""
     R, n = w.shape
-    blocks = (
-        pad(w, (0, -n % BLOCK, 0, -R % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    )
+    whole = pad(w, (0, -n % BLOCK, 0, -R % BLOCK))
+    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = blocks.abs().amax((1, 3)) / FP8_MAX  # blocks [R/128, 128, n/128, 128]
     scales = scales.masked_fill(scales == 0, 1)
-    codes = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).flatten(2).flatten(0, 1)
-    return codes[:R, :n].to(torch.float8_e4m3fn), scales
+    scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
+    codes = scaled.flatten(2).flatten(0, 1)[:R, :n]
+    return codes.to(torch.float8_e4m3fn), scales
 
 
 def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +237,7 @@ def find_format(name: str) -> Format:
 
 def joined(*tensors: Tensor) -> np.ndarray:
     """The bytes of tensors one after another: of codes and scales, a blob."""
-    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]).numpy()
+    return np.concatenate([as_bytes(tensor.contiguous()) for tensor in tensors])
 
 
 def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray, list[Tensor]] | None:
@@ -290,7 +290,8 @@ def _widened(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> Ten
         return form.dequantize(codes, scales).to(target.dtype)
     n, direct = target.shape[-1], target.is_cpu and target.is_contiguous()
     out = target if direct else torch.empty(target.shape, dtype=target.dtype)
-    job = np.array([0, codes.data_ptr(), scales.data_ptr(), out.numel() // n, n, out.data_ptr()])
+    rows = out.numel() // n
+    job = np.array([0, codes.data_ptr(), scales.data_ptr(), rows, n, out.data_ptr()])
     work = widening(PACKED[form.kind], KINDS[out.dtype])
     in_threads(TEAM, work, torch.get_num_threads(), job)
     return out

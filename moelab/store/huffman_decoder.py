@@ -80,7 +80,10 @@ def _decoding_table(lengths, leads, longest):
 def _entry(word, lengths, leads):
     """The table's entry of one word."""
     entry = _U(word & 255) << _U(56) | _U(0x100) | _U(lengths[word])
-    return entry if word < 256 else entry + (_U(leads[(word >> 8) - 1]) << _U(48)) + _U(0x100)
+    if word < 256:
+        return entry
+    lead = _U(leads[(word >> 8) - 1])
+    return entry + (lead << _U(48)) + _U(0x100)
 
 
 @emitted()
@@ -120,7 +123,8 @@ def _code_lengths(at, first, last, k, longest):
     span, room = last - first + 1, 0
     lengths = np.zeros(256 * (k + 1), np.int64)
     for i in range(span * (k + 1)):
-        length = np.int64(load_byte(at + (i >> 1)) >> _U(4 * (i & 1)) & _U(15))
+        two = load_byte(at + (i >> 1))
+        length = np.int64(two >> _U(4 * (i & 1)) & _U(15))
         if length > longest:
             return lengths, False
         if length > 0:
@@ -168,7 +172,8 @@ def _decode_streams(source, at, size, target, n, k, longest, leads, table):
         window = _first_window(at - 8)  # at or above `source`: the header is longer
         if window == _U(0):
             return False
-        state[i, _WINDOW], state[i, _AT], state[i, _OUT] = np.int64(window), at - 8, out
+        state[i, _WINDOW] = np.int64(window)
+        state[i, _AT], state[i, _OUT] = at - 8, out
     if at != source + size:
         return False
     entries, shift = address(table) + (8 << longest), 64 - longest

@@ -425,9 +425,8 @@ class ExpertStore(ExpertFiles):
             f"its layers are not {self.spec.L} of {self.spec.E} experts, as of {self.spec.name}",
         )
         self._set_weights(fields["weights"], fields["sha256"])
-        self.files = {
-            plain_name(name): (int(size), check) for name, (size, check) in fields["files"].items()
-        }
+        files = fields["files"].items()
+        self.files = {plain_name(name): (int(size), check) for name, (size, check) in files}
 
     def _set_weights(self, weights: Record, digest: str) -> None:
         shapes = {key: _dtype_and_shape(*of[:2]) for key, of in weights.items()}

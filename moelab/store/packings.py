@@ -122,7 +122,8 @@ def _packed_widths(config: dict[str, Any]) -> list[int]:
 
 def _codes(words: Tensor, bits: int) -> Tensor:
     """The codes in words int32 that are packed along the last axis: uint8."""
-    codes = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    *rows, n = words.shape
+    codes = words.reshape(-1).view(torch.uint8).view(*rows, 4 * n)
     return codes if bits == 8 else fewbit.nibbles(codes)
 
 
@@ -159,10 +160,8 @@ def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:
 
 
 def _awq(t: Tensors, bits: int) -> Tensor:
-    codes, zeros = (
-        _codes(t[name], bits).unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2).mT
-        for name in ("qweight", "qzeros")
-    )
+    words = _codes(t["qweight"], bits), _codes(t["qzeros"], bits)
+    codes, zeros = (of.unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2).mT for of in words)
     return _product(codes, zeros, t["scales"].mT)
 
 

@@ -105,7 +105,9 @@ class Chunks:
     def plane(self, name: str, i: int) -> Plane:
         """Plane `i` of a tensor, as views of `data`."""
         codec, chunks = self.entries[name].planes[i]
-        return Plane(codec, tuple(self.data[c.offset - self.offset :][: c.length] for c in chunks))
+        begins = (chunk.offset - self.offset for chunk in chunks)
+        shards = (self.data[at : at + c.length] for at, c in zip(begins, chunks))
+        return Plane(codec, tuple(shards))
 
 
 class Reader:
