@@ -359,16 +359,6 @@ class StoreExperts:
         chunks = self.reader.read(layer, expert, "both", self._local.buffer)
         return decode(chunks, chunks)
 
-    def close(self) -> None:
-        """Close the files."""
-        self.reader.close()
-
-    def __enter__(self) -> StoreExperts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _which(chunks: Chunks) -> str:
     return f"the {chunks.part} chunks of expert {chunks.expert} of MoE layer {chunks.layer}"

@@ -71,12 +71,12 @@ def reseal(folder, fields, thorough=True):
 def bits(folder):
     """Every expert's tensors and every other weight, as bits, with dtype and shape."""
     store, found = ExpertStore(folder), {}
-    with StoreExperts(store, mode="buffered") as source:
-        for layer in range(len(store.layers)):
-            for index in range(len(store.layers[layer].experts)):
-                for name, t in source(layer, index).items():
-                    raw = t.view(torch.uint8).numpy().tobytes()
-                    found[layer, index, name] = t.dtype, tuple(t.shape), raw
+    source = StoreExperts(store, mode="buffered")
+    for layer in range(len(store.layers)):
+        for index in range(len(store.layers[layer].experts)):
+            for name, t in source(layer, index).items():
+                raw = t.view(torch.uint8).numpy().tobytes()
+                found[layer, index, name] = t.dtype, tuple(t.shape), raw
     check_weights(store)  # as all do that open a model
     raw = (folder / WEIGHTS).read_bytes()
     for key, (dtype, shape, offset, size, _) in store.weights.items():
