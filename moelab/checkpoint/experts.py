@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -251,16 +250,6 @@ class CheckpointStore(ExpertFiles):
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
         return 0 if part == "SM" else sum(source.nbytes for source in self.sources(layer, expert))
-
-    def paths(self, layer: int) -> list[Path]:
-        return sorted(
-            {
-                stored.file
-                for expert in range(len(self.layers[layer].experts))
-                for source in self.sources(layer, expert)
-                for stored in source.stored.values()
-            }
-        )
 
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it

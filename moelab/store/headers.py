@@ -164,16 +164,12 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
     tensors: dict[str, Stored] = {}
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(
-                f"{folder} lacks {file.name}, or it is a link that leads nowhere; download the "
-                f"checkpoint again"
-            )
+            raise FileNotFoundError(f"{folder} lacks {file.name}; download the checkpoint again")
         for key, entry in read_header(file).items():
             if key in tensors:
                 raise ValueError(
                     f"{folder} has the tensor {key} twice, in {tensors[key].file.name} and in "
-                    f"{file.name}; remove the one that is not of this model, or add the index "
-                    f"{WEIGHT_MAP} that says which are"
+                    f"{file.name}; remove the one that is not of this model"
                 )
             tensors[key] = entry
     there = {key: entry.file.name for key, entry in tensors.items()}

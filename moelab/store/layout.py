@@ -324,10 +324,6 @@ class ExpertFiles:
         """Bytes that are read for a part of an expert."""
         raise NotImplementedError
 
-    def paths(self, layer: int) -> list[Path]:
-        """The files that hold a layer's experts."""
-        raise NotImplementedError
-
     def extents(self, parts: list[Any]) -> Iterable[Extent]:
         """What to read, one after another, for `Chunks` that follow each other in the file."""
         raise NotImplementedError
@@ -467,9 +463,6 @@ class ExpertStore(ExpertFiles):
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
         return run(self.entries(layer, expert), part)[1]
-
-    def paths(self, layer: int) -> list[Path]:
-        return [self._paths[layer]]
 
     def extents(self, parts: list[Any]) -> Iterable[Extent]:
         memory = [memoryview(part.data) for part in parts]

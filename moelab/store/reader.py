@@ -281,8 +281,9 @@ class Reader:
             for i, (_, expected) in enumerate(chunks.entries[name].of(chunks.part), first):
                 for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
                     if self.store.checksum(data) != chunk.checksum:
+                        file = self.store.layers[chunks.layer].file
                         raise StoreError(
-                            f"{self.store.paths(chunks.layer)[0]} is damaged: chunk "
+                            f"{self.store.folder / file} is damaged: chunk "
                             f"{chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert {chunks.expert} of MoE "
                             f"layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) does not match "
                             f"its checksum; {AGAIN}"

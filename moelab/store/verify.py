@@ -31,7 +31,7 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     for chunks, _ in checked_experts(store, "verifying"):
         if not intact(chunks.entries, chunks.data, chunks.offset):
             raise StoreError(
-                f"{store.paths(chunks.layer)[0]} is damaged: behind the chunks of expert "
+                f"{store.folder / store.layers[chunks.layer].file} is damaged: behind the chunks of expert "
                 f"{chunks.expert} is something else than zeros; {AGAIN}"
             )
         found["experts"] += 1
