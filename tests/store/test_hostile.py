@@ -108,55 +108,6 @@ def attack(folder, work, truth, source):
     return refused
 
 
-def change(fields, how):
-    """Change an index as somebody who means to do harm."""
-    layer, entries = fields["layers"][0], fields["layers"][0]["experts"]
-    name = next(iter(layer["tensors"]))
-    chunk = entries[1][name][1][0][1][0]
-    if how == "an expert less":
-        entries.pop()
-    elif how == "swapped experts":
-        entries[:2] = entries[1::-1]
-    elif how == "another dtype":
-        layer["tensors"][name][0] = "F16"
-    elif how == "another shape":
-        layer["tensors"][name][1].reverse()
-    elif how == "overlap":
-        chunk[0] = entries[0][name][1][0][1][0][0]
-    elif how == "a negative length":
-        chunk[1] = -1
-    elif how == "another codec":
-        entries[0][name][1][0][0] = "zstd"
-    elif how == "another model":
-        fields["identity"] = "0" * 16
-    else:
-        fields["files"]["../m/config.json"] = fields["files"]["config.json"]
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "an expert less",
-        "swapped experts",
-        "another dtype",
-        "another shape",
-        "overlap",
-        "a negative length",
-        "another codec",
-        "another model",
-        "../",
-    ],
-)
-def test_an_index_that_was_changed(store, tmp_path, how):
-    folder = shutil.copytree(store[0], tmp_path / "s")
-    fields = fields_of(folder)
-    change(fields, how)
-    reseal(folder, fields)
-    refused = attack(folder, tmp_path, bits(store[0]), store[1])
-    # whose weights these are one can still lie about; restoring them finds it out
-    assert refused == ({"restore"} if how == "another model" else {"read", "verify", "restore"})
-
-
 def test_an_index_nested_too_deep_or_too_long(store, tmp_path):
     folder = shutil.copytree(store[0], tmp_path / "s")
     for raw in (b"[" * 200_000, b"null", b"[]", b"{}", b"\xff", b"1" * 9999):

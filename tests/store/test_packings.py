@@ -188,12 +188,10 @@ STATIC = {"num_bits": 8, "dynamic": False}
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point 'false'"),
         (compressed(num_bits=2), "num_bits '2'.*4, 8 are"),
         (compressed(actorder="group"), "actorder 'group'"),
-        (compressed(strategy="tensor_group"), "tensor_group"),
         (compressed(strategy="block", block_structure=[64, 64]), r"\[64, 64\]"),
         (compressed("group", input_activations=STATIC), "input_activations.dynamic 'false'"),
         (compressed("config", format="nvfp4-pack-quantized"), "nvfp4"),
         (compressed("config", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
-        (compressed("config", transform_config={"a": 1}), "transform_config"),
         (compressed("config", sparsity_config={"format": "sparse-24"}), "sparse-24"),
         (compressed("config", config_groups=TWO_WIDTHS), "packed widths"),
         (compressed("config", config_groups={"a": 3}), "makes no sense"),
@@ -206,9 +204,11 @@ def test_what_is_not_read_is_refused_by_name_with_a_remedy(config, message):
     assert "unquantised checkpoint" in str(error.value) or "correct it" in str(error.value)
 
 
-def test_activations_that_are_quantised_as_they_come_do_not_matter():
-    given = compressed("group", input_activations={"num_bits": 8, "dynamic": True})
-    assert packings.scheme(given) == packings.scheme(compressed()) == ("compressed-tensors", 4)
+def test_what_is_read():
+    dynamic = compressed("group", input_activations={"num_bits": 8, "dynamic": True})
+    assert packings.scheme(dynamic) == packings.scheme(compressed()) == ("compressed-tensors", 4)
+    left_out = {"quant_method": "gptq", "bits": 8, "dynamic": {"-:lm_head": {}}}
+    assert packings.scheme(left_out) == ("gptq", 8)
 
 
 def test_blobs_of_every_alignment_are_read():

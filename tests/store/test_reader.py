@@ -159,11 +159,3 @@ def test_unsuitable_arguments(store):
                 reader.read(0, 0, "both", buffer)
         with pytest.raises(LookupError):
             reader.read(0, 7)
-
-
-def test_both_parts_into_a_buffer_each_in_one_request(store):
-    with Reader(store) as reader:
-        for layer, index in ((0, 0), (1, 2)):
-            parts = {"E": reader.buffer("E"), "SM": reader.buffer("SM")}
-            equal(decode(*reader.read_parts(layer, index, parts)), layer, index)
-        assert reader.counters.requests == 2
