@@ -44,7 +44,7 @@ class Codec:
 
     def compress(self, data: Any) -> Any:
         """The blob, a bytes-like object, of a plane or, if `in_place`, of a tensor; None for a
-        tensor that the codec does not fit. Releases the GIL."""
+        tensor that the codec does not fit."""
         raise NotImplementedError
 
     def decompress(self, blob: Any, out: Any) -> None:
