@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -209,13 +208,3 @@ def test_what_is_read():
     assert packings.scheme(dynamic) == packings.scheme(compressed()) == ("compressed-tensors", 4)
     left_out = {"quant_method": "gptq", "bits": 8, "dynamic": {"-:lm_head": {}}}
     assert packings.scheme(left_out) == ("gptq", 8)
-
-
-def test_blobs_of_every_alignment_are_read():
-    """A tensor of 8-byte entries behind an odd number of 2-byte ones."""
-    packing, blob, truth = kept("pack", 3, 64, 64)
-    room = np.zeros(len(blob) + 4096, np.uint8)
-    for offset in (0, 8):
-        room[offset : offset + len(blob)] = blob
-        found = packing.split(room[offset : offset + len(blob)], truth.shape)
-        assert found["weight_shape.0"].tolist() == [3, 64]
