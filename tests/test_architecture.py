@@ -59,7 +59,7 @@ DIRECTIONS = {
     "calibration": {"models", "trace", "checkpoint"},
     "experts": {"store", "models"},
     "fast": {"models", "store", "experts", "checkpoint"},
-    "static": {"experts", "trace"},
+    "static": {"experts", "store", "trace"},
     "parallel": {"experts", "models", "checkpoint", "static"},
     "cache": {"trace"},
     "speculate": {"models", "checkpoint", "store", "trace", "recording"},
@@ -114,8 +114,8 @@ FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
 #: package → the only parts that may import it
 ONLY_IN = {
     "coremltools": {"ane"},
-    "zstandard": {"store"},
-    "lz4": {"store"},
+    "zstandard": {"zipmoe"},
+    "lz4": {"zipmoe"},
     "papermill": {"lab"},
     "nbclient": {"lab"},
     "nbformat": {"lab"},

@@ -17,11 +17,11 @@ from typing import Any
 from moelab import open_model, registry
 from moelab.arguments import whole
 from moelab.evaluation import accuracy, questions
-from moelab.experts.quantization import FORMATS, Quantized, layer_error
 from moelab.library import token_count
 from moelab.models import MoELayer, discover, plug, plugged
 from moelab.recording import record
 from moelab.records import Numbers, Records
+from moelab.static.quantization import FORMATS, Quantized, layer_error
 from moelab.store.codecs import compress_tensor
 
 CODECS = ("raw", "bf12", "huffman")

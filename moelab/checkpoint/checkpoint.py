@@ -35,7 +35,6 @@ from moelab.models.identity import of_tensors
 from moelab.specs import DTYPE_BYTES, MoESpec
 from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
-from moelab.store.reader import MEASURED
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
@@ -141,7 +140,7 @@ class Checkpoint:
         as they were found to stay inside."""
         for path in sorted(self.folder.iterdir()):
             name, foreign = path.name, path.is_symlink() and path.suffix not in SUFFIXES
-            if name.startswith(".") or name == MEASURED or path.suffix in OTHER_WEIGHTS:
+            if name.startswith(".") or path.suffix in OTHER_WEIGHTS:
                 continue
             if foreign or not path.is_file():
                 continue

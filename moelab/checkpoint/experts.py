@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,16 +244,6 @@ class CheckpointStore(ExpertFiles):
             0
             if part == "SM"
             else sum(source.nbytes for source in expert_sources(self.checkpoint, layer, expert))
-        )
-
-    def paths(self, layer: int) -> list[Path]:
-        return sorted(
-            {
-                stored.file
-                for expert in range(len(self.layers[layer].experts))
-                for source in expert_sources(self.checkpoint, layer, expert)
-                for stored in source.stored.values()
-            }
         )
 
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:

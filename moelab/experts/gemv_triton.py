@@ -13,11 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.store.bf12_triton import high_bytes, quarters
-from moelab.store.bits_triton import tl, triton
 
 ROWS, COLUMNS, ESCAPES = 4, 512, 256  # of a matrix, that a program takes at a time
 CODECS = {KINDS[torch.bfloat16]: "raw", PACKED["bf12"]: "bf12"}

@@ -16,11 +16,11 @@ from moelab.bench import experts, neuron_examples, parallel, static
 from moelab.bench.quantization import compare_formats, layer_errors
 from moelab.calibration import Calibration
 from moelab.evaluation.questions import REMEMBERED
-from moelab.experts.quantization import FORMATS, Quantized
 from moelab.models import discover, plugged
 from moelab.static import blocks, volumes
 from moelab.static.loads import chunk_loads
 from moelab.static.neuron import expected_unique
+from moelab.static.quantization import FORMATS, Quantized
 from moelab.static.static import ORDERS
 from moelab.table import ms, percent
 from moelab.trace import PREFILL, RoutingTrace
