@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
-
-import torch
 
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
@@ -72,27 +71,32 @@ class Loader:
         held: dict[ExpertKey, dict[str, int]] | None = None,
     ) -> None:
         self.slots, self.reader, self.timeline = slots, reader, timeline
-        self.in_place, self.closed = slots.sizes.in_place, False
-        self.ready: SimpleQueue[Any] = SimpleQueue()
-        two_stages, entries = decoder(slots).two_stages, reader.store.entries
-        self.queue = LoadQueue(
+        self.in_place, self._workers = slots.sizes.in_place, workers
+        two_stages, store = slots.link is None, reader.store
+        self._make_queue = partial(
+            LoadQueue,
             slots.count,
             ahead,
-            held=held,
             counts=counts,
-            tensors=lambda key: reader.store.layers[key.layer].tensors,
-            separable=lambda load, name: two_stages and entries(*load.key)[name].separable,
+            tensors=lambda key: store.layers[key.layer].tensors,
+            separable=lambda load, name: two_stages and store.entries(*load.key)[name].separable,
             in_place=self.in_place,
         )
-        self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
-        self._lock, self._disk, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
         self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
         self._sends = self._lands and isinstance(reader, PinnedReader)
         self._served = 0.0  # when the disk has last ended a read
         self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
-        loops = [(self._read_loop, f"disk {i}") for i in range(0 if self._sends else DEPTH)]
-        loops += [(self._work_loop, f"worker {i}") for i in range(0 if self.in_place else workers)]
+        self.start(held)
+
+    def start(self, held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
+        """Begin with these experts in memory, a queue and threads of its own."""
+        self.queue, self.ready, self.closed = self._make_queue(held=held), SimpleQueue(), False
+        self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
+        self._lock, self._disk, self._work = threading.Lock(), Bell(DEPTH), Bell(self._workers)
+        readers, workers = 0 if self._sends else DEPTH, 0 if self.in_place else self._workers
+        loops = [(self._read_loop, f"disk {i}") for i in range(readers)]
+        loops += [(self._work_loop, f"worker {i}") for i in range(workers)]
         self.threads = [
             threading.Thread(target=self._run, args=loop, name=f"moelab {loop[1]}", daemon=True)
             for loop in loops
@@ -125,11 +129,6 @@ class Loader:
         if waited > 2e-6:
             self.timeline.add(Event("compute", "wait", *found, start, start + waited))
         return found
-
-    def tensors(self, key: tuple[int, int], reuse: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors of an expert (layer, expert) that is loaded; `reuse` as of
-        `Slots.tensors`."""
-        return self.slots.tensors(self.queue.held[key]["full"], *key, reuse)
 
     @property
     def used(self) -> float:
@@ -250,16 +249,13 @@ class Loader:
             self.queue.read_done(load, kinds, chunks.nbytes)
         self.slots.send(copies)
 
-    def _chunks_of(self, load: Load, kind: str) -> Chunks:
-        return self._chunks[kind, load.slots[kind]]
-
     def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be
         another's."""
         if (found := self.queue.next_decode()) is None:
             return None
         load, _, operation = found
-        return *found, {kind: self._chunks_of(load, kind) for kind in USES[operation]}
+        return *found, {kind: self._chunks[kind, load.slots[kind]] for kind in USES[operation]}
 
     def _work_loop(self, me: str) -> None:
         step_back()

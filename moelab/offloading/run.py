@@ -1,19 +1,20 @@
 """What an offloaded model did: written by the engine, read by the metrics, replayed by the
 simulator.
 
-Events are packed into a table whose rows have 41 bytes, so a thousand tokens of a model with 24 MoE
-layers take 30 MB and not half a gigabyte of Python objects."""
+An event is packed into 36 bytes, so a thousand tokens of a model with 24 MoE layers take 25 MB and
+not half a gigabyte of Python objects."""
 
 from __future__ import annotations
 
+import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
@@ -23,18 +24,8 @@ from moelab.offloading.metrics import Forward
 from moelab.specs import Event, MoESpec
 from moelab.store.layout import ExpertStore
 
-_ROW = np.dtype(
-    [
-        ("resource", "i2"),
-        ("kind", "i2"),
-        ("layer", "i4"),
-        ("expert", "i4"),
-        ("start", "f8"),
-        ("end", "f8"),
-        ("bytes", "i8"),
-    ]
-)
-_BATCH = 1 << 14
+#: an event's row: numbers of its resource and kind, layer, expert, start, end, bytes
+_ROW = struct.Struct("<hhiiddq")
 #: [L][E] of bytes that are read of an expert: of its E-chunks, of its SM-chunks
 ExpertsBytes = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -86,46 +77,27 @@ def experts_bytes(store: ExpertStore) -> ExpertsBytes:
 class Timeline:
     """Events in the order in which they were reported; iterating gives `Event`s.
 
-    Every thread writes without a lock: one list grows by `append` and is packed by assigning to a
-    slice of it, by the one thread that runs the model, and neither can be seen halfway."""
+    Every thread writes without a lock: rows only ever grow by one `extend`, and a new name's number
+    is drawn and kept by one call, which no other thread can interrupt."""
 
     def __init__(self) -> None:
-        self._names: dict[str, int] = {}
-        self.clear()
+        self._rows, self._numbers = bytearray(), defaultdict(count().__next__)
 
     def clear(self) -> None:
-        self._all: list[np.ndarray | Event] = []
-        self._tables = 0  # at the head of the list; what follows is not packed yet
+        self._rows = bytearray()
 
     def add(self, event: Event) -> None:
-        self._all.append(event)
-
-    def compact(self) -> None:
-        """Pack the events of the latest forward passes, once there are enough."""
-        begin, end = self._tables, len(self._all)  # what others add meanwhile stays behind
-        if end - begin >= _BATCH:
-            self._all[begin:end] = [self._pack(self._all[begin:end])]
-            self._tables += 1
-
-    def _pack(self, events: list[Event]) -> np.ndarray:
-        number = self._names
-        for name in {name for event in events for name in event[:2]}:
-            number.setdefault(name, len(number))
-        return np.array([(number[e[0]], number[e[1]], *e[2:]) for e in events], _ROW)
+        resource, kind, *rest = event
+        numbers = self._numbers
+        self._rows.extend(_ROW.pack(numbers[resource], numbers[kind], *rest))
 
     def __len__(self) -> int:
-        return sum(len(item) if isinstance(item, np.ndarray) else 1 for item in list(self._all))
+        return len(self._rows) // _ROW.size
 
     def __iter__(self) -> Iterator[Event]:
-        found, names = list(self._all), list(self._names)
-        for item in found:
-            if isinstance(item, np.ndarray):
-                yield from (
-                    Event(names[resource], names[kind], *rest)
-                    for resource, kind, *rest in item.tolist()
-                )
-            else:
-                yield item
+        rows, names = bytes(self._rows), list(self._numbers)
+        for resource, kind, *rest in _ROW.iter_unpack(rows):
+            yield Event(names[resource], names[kind], *rest)
 
 
 class EngineRun:
@@ -165,13 +137,15 @@ class EngineRun:
         made.forwards = self.forwards[forward:done]
         made.steps, made.predictions = self.steps[forward:done], self.predictions[forward:done]
         begin = made.forwards[0].start if made.forwards else float("inf")
-        made.timeline._all = [event for event in self.timeline if event.end > begin]
+        for event in self.timeline:
+            if event.end > begin:
+                made.timeline.add(event)
         return made
 
     def reset(self) -> None:
         self.timeline.clear()
         self._residency.reset_counters()
-        self.fetched.reset()
+        self.fetched.__init__()  # the load queue counts in this one
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
@@ -189,7 +163,6 @@ class EngineRun:
 
     def end_forward(self, forward: Forward) -> None:
         self.forwards.append(forward)
-        self.timeline.compact()
 
     @property
     def _in_forward(self) -> bool:

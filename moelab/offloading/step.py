@@ -95,4 +95,4 @@ class StepController:
             if (state := self.residency.state(key)) is not State.FULL
         ]
         if requests:
-            self.queue.prefetch(layer, requests)
+            self.queue.prefetch(requests)
