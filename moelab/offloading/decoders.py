@@ -7,6 +7,8 @@ is in its place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from moelab.offloading.link import Link, host_memory
@@ -17,45 +19,28 @@ from moelab.store.reader import Chunks, decode_tensor
 from moelab.store.stages import decompress, exponents_of, recover
 
 
-class CpuDecoder:
-    """Both stages, or one of them, into memory of the CPU."""
+def on_cpu(kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int) -> None:
+    """Both stages, or one of them, into memory of the CPU.
 
-    two_stages = True
-
-    def __call__(
-        self,
-        kind: str,
-        chunks: dict[str, Chunks],
-        name: str,
-        out: torch.Tensor,
-        slot: int,
-    ) -> None:
-        """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a
-        damaged chunk."""
-        if kind == "decompress":
-            decompress(chunks["e"], name, out)
-        elif kind == "recover":
-            recover(chunks["sm"], name, out)
-        else:
-            decode_tensor(chunks["e"], chunks["sm"], name, out)
+    kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged
+        chunk."""
+    if kind == "decompress":
+        decompress(chunks["e"], name, out)
+    elif kind == "recover":
+        recover(chunks["sm"], name, out)
+    else:
+        decode_tensor(chunks["e"], chunks["sm"], name, out)
 
 
-class CudaDecoder:
+class OnCuda:
     """Exponents are decompressed into pinned memory; both planes are copied, and joined on the
     GPU."""
-
-    two_stages = False
 
     def __init__(self, link: Link) -> None:
         self._link, self._host, self._there = link, None, None
 
     def __call__(
-        self,
-        kind: str,
-        chunks: dict[str, Chunks],
-        name: str,
-        out: torch.Tensor,
-        slot: int,
+        self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int
     ) -> None:
         e, sm, size = chunks["e"], chunks["sm"], out.nbytes
         if self._host is None or self._host.numel() < size:
@@ -69,9 +54,11 @@ class CudaDecoder:
                 rest = torch.from_numpy(plane_bytes(sm.plane(name, 1), n))
                 bits.join(exponents, self._there[n:size].copy_(rest, non_blocking=True), out)
             else:
-                decode_tensor(e, sm, name, self._host[:size].view(out.dtype).view(out.shape))
-                out.copy_(self._host[:size].view(out.dtype).view(out.shape), non_blocking=True)
+                whole = self._host[:size].view(out.dtype).view(out.shape)
+                decode_tensor(e, sm, name, whole)
+                out.copy_(whole, non_blocking=True)
 
 
-def decoder(slots: Slots) -> CpuDecoder | CudaDecoder:
-    return CpuDecoder() if slots.link is None else CudaDecoder(slots.link)
+def decoder(slots: Slots) -> Callable[[str, dict[str, Chunks], str, torch.Tensor, int], None]:
+    """What one worker decodes with, into a slot's tensor."""
+    return on_cpu if slots.link is None else OnCuda(slots.link)

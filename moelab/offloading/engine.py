@@ -152,8 +152,6 @@ class Engine:
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         layer, E, controller = experts.layer, experts.num_experts, self.controller
         tokens = counts(ids, E)
-        if self._link is not None:
-            self._link.mark()
         if controller.announced is None and ids.numel() >= PREFILL * E:
             controller.announce(layer + 1, range(E))
         if self.residency.sees:
