@@ -60,15 +60,13 @@ class Step:
 class CacheCounters:
     """Exact counts of what the steps found.
 
-    hits : requests by the state they were found in. rereads : misses of experts that had been in
-        memory before.
+    hits : requests by the state they were found in.
     evictions : residents that left. not_kept : missed requests that did not stay.
     """
 
     steps: int = 0
     hits: dict[State, int] = field(default_factory=lambda: dict.fromkeys(HIERARCHY, 0))
     misses: int = 0
-    rereads: int = 0
     evictions: int = 0
     not_kept: int = 0
 
@@ -116,7 +114,6 @@ class Residency:
         self.holds_all = pools.F == pools.capacity >= everyone
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
-        self._seen: set[ExpertKey] = set()
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
@@ -296,9 +293,7 @@ class Residency:
         for key, state in zip(keys, before):
             if state is State.MISSED:
                 counters.misses += 1
-                counters.rereads += key in self._seen
                 counters.not_kept += keep[key] is State.MISSED
-                self._seen.add(key)
             else:
                 counters.hits[state] += 1
                 counters.evictions += keep[key] is State.MISSED

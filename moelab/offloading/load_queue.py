@@ -39,6 +39,7 @@ HOLDS = {
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
 #: what is read of an expert → the slot that it fills
 FILLS = {"E": "e", "SM": "sm"}
+IN_PLACE = {"E": "full", "SM": "full"}
 
 
 class Order(NamedTuple):
@@ -142,7 +143,9 @@ class LoadQueue:
         in_place: bool = False,
     ) -> None:
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
-        self.tensors, self.separable, self.in_place = tensors, separable, in_place
+        self._kinds, self._fills = (KINDS, FILLS) if not in_place else (("full",), IN_PLACE)
+        self._tensors = (lambda key: ()) if in_place else tensors
+        self._separable = separable
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {
             kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS
@@ -174,7 +177,7 @@ class LoadQueue:
         requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`.
         ready : called with each expert that can be computed, or with the error that ends the layer.
         order : of the requests that are left to load; ValueError if it is of other experts."""
-        self.demanded, self._ready = {}, ready
+        self._ready = ready
         wanted = {request.key: request for request in requests}
         for load in [load for load in self.prefetched.values() if load.key.layer == layer]:
             if load.key in wanted and load.phase is not Phase.WAITING:
@@ -244,7 +247,7 @@ class LoadQueue:
                     if "sm" not in load.reads:
                         del load.todo[tensor]
                         operation = stage
-                    elif stage == "decode" and self.separable(load, tensor):
+                    elif stage == "decode" and self._separable(load, tensor):
                         load.todo[tensor] = "decompressing"
                         operation = "decompress"
                     else:
@@ -278,12 +281,10 @@ class LoadQueue:
         return [*self.demanded.values(), *self.prefetched.values()]
 
     def _load(self, key: ExpertKey, keep: State | None, slots: dict[str, int]) -> Load:
-        kinds = ("full",) if self.in_place else KINDS
-        lacks = [kind for kind in kinds if kind not in slots]
-        if self.in_place:
-            return Load(key, keep, slots, lacks, set(lacks), {})
-        todo = dict.fromkeys(self.tensors(key), "decode")
-        return Load(key, keep, slots, lacks, set(lacks) - {"full"}, todo)
+        lacks = [kind for kind in self._kinds if kind not in slots]
+        reads = set(lacks).intersection(self._fills.values())
+        todo = dict.fromkeys(self._tensors(key), "decode")
+        return Load(key, keep, slots, lacks, reads, todo)
 
     def _line_up(self, those: dict[ExpertKey, Load], given: list[Load], order: Order) -> None:
         """Put loads behind those that are there already, in their order."""
@@ -294,13 +295,11 @@ class LoadQueue:
                 "decode; make the order from the same requests"
             )
         those |= {loads[expert].key: loads[expert] for expert in order.decode}
-        if self.in_place:
-            experts = dict.fromkeys(expert for expert, _ in order.io)
-            self._reads += [(loads[expert], ("full",)) for expert in experts]
-        else:
-            for expert, parts in groupby(order.io, itemgetter(0)):
-                kinds = sorted(FILLS[part] for _, part in parts)
-                self._reads.append((loads[expert], tuple(kinds)))
+        reads = [
+            (loads[expert], tuple(sorted({self._fills[part] for _, part in parts})))
+            for expert, parts in groupby(order.io, itemgetter(0))
+        ]
+        self._reads += dict.fromkeys(reads)  # in place, an expert's two parts are one
 
     def _admit(self) -> None:
         """Give waiting loads the slots that they lack, the most urgent first."""
