@@ -33,7 +33,7 @@ from moelab.intervals import Mean
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.interrupts import raise_waiting
-from moelab.offloading.load_queue import Order, plain_order
+from moelab.offloading.load_queue import Held, Order, plain_order
 from moelab.offloading.loading import Loader, clock
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
@@ -84,7 +84,7 @@ class Engine:
         order: Callable[[Sequence[Request]], Order] = plain_order,
         workers: int = 1,
         ahead: int = 0,
-        held: dict[ExpertKey, dict[str, int]] | None = None,
+        held: Held | None = None,
     ) -> None:
         self.residency, self.run, self.timeline = residency, run, run.timeline
         self.cancelled: set[int] = set()
@@ -159,7 +159,8 @@ class Engine:
             self.residency.see(layer, seen.float().cpu().numpy())
         self._report_other(clock(), layer)
         with self.loader.changing():
-            step = controller.begin(layer, tokens, self.loader.ready.put)
+            step = controller.decide(layer, tokens)
+            controller.load(step, self.loader.ready.put)
         exact = experts.executor is eager
         compute = self._with_eager if exact else self._with_executor
         return compute(x, ids, weights, experts, step)
@@ -292,11 +293,13 @@ class Engine:
         if any(of.executor is not executor for of in modules):
             return None
         layers = [of.layer for of in modules]
-        state = self.loader, executor, dtype, len(residency)
-        if self._banks.get(layers[0], (None,))[0] != state:
+        state = self.loader.queue, executor, dtype, len(residency)
+        known, banks = self._banks.get(layers[0], (None, None))
+        if known != state:
             full = residency.full()
-            self._banks[layers[0]] = state, find(modules, dtype, [full[layer] for layer in layers])
-        return self._banks[layers[0]][1]
+            banks = find(modules, dtype, [full[layer] for layer in layers])
+            self._banks[layers[0]] = state, banks
+        return banks
 
     # a forward pass
 

@@ -37,6 +37,8 @@ HOLDS = {
 }
 #: a decode operation → the slots that it uses
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
+#: expert → kind → the slot that it holds
+Held = dict[ExpertKey, dict[str, int]]
 #: what is read of an expert → the slot that it fills
 FILLS = {"E": "e", "SM": "sm"}
 IN_PLACE = {"E": "full", "SM": "full"}
@@ -136,7 +138,7 @@ class LoadQueue:
         count: Mapping[str, int],
         ahead: int = 0,
         *,
-        held: dict[ExpertKey, dict[str, int]] | None = None,
+        held: Held | None = None,
         counts: PrefetchCounts | None = None,
         tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
         separable: Callable[[Load, str], bool] = lambda load, tensor: True,
@@ -197,9 +199,13 @@ class LoadQueue:
         self._admit()
 
     def prefetch(self, requests: Iterable[Any]) -> None:
-        """Load experts for a layer to come, as they are given, behind everything that the running
-        layer needs."""
-        wanted = [request for request in requests if request.key not in self.prefetched]
+        """Load experts for a layer to come, as they are given and not FULL, behind everything that
+        the running layer needs."""
+        wanted = [
+            request
+            for request in requests
+            if request.state is not State.FULL and request.key not in self.prefetched
+        ]
         loads = [self._load(of.key, None, dict(self.held.get(of.key, ()))) for of in wanted]
         self._line_up(self.prefetched, loads, given_order(wanted))
         self._admit()

@@ -24,7 +24,7 @@ from typing import Any
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
+from moelab.offloading.load_queue import USES, Held, Load, LoadQueue, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import step_back
@@ -70,7 +70,7 @@ class Loader:
         timeline: Timeline,
         ahead: int = 0,
         counts: PrefetchCounts | None = None,
-        held: dict[ExpertKey, dict[str, int]] | None = None,
+        held: Held | None = None,
         readers: int = DEPTH,
     ) -> None:
         self.slots, self.reader, self.timeline = slots, reader, timeline
@@ -94,7 +94,7 @@ class Loader:
         self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
         self.start(held)
 
-    def start(self, held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
+    def start(self, held: Held | None = None) -> None:
         """Begin with these experts in memory, a queue and threads of its own."""
         self.queue, self.ready, self.closed = self._make_queue(held=held), SimpleQueue(), False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
@@ -282,9 +282,7 @@ class Loader:
 
 
 @contextmanager
-def filling(
-    slots: Slots, reader: Reader
-) -> Iterator[Callable[[], dict[ExpertKey, dict[str, int]]]]:
+def filling(slots: Slots, reader: Reader) -> Iterator[Callable[[], Held]]:
     """Read all experts of a store within the block, by many threads, into their slots; what it
     gives waits for them and says which slots they hold.
 
@@ -306,7 +304,7 @@ def filling(
         for i, layer in enumerate(store.layers)
     ]
 
-    def fill() -> dict[ExpertKey, dict[str, int]]:
+    def fill() -> Held:
         asked = progress(layers, "reading experts", unit="layers")
         for layer, (requests, before) in enumerate(zip(asked, [[], *layers])):
             with loader.changing() as queue:

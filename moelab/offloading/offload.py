@@ -30,7 +30,7 @@ from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import Order, plain_order
+from moelab.offloading.load_queue import Held, Order, plain_order
 from moelab.offloading.loading import DEPTH, filling
 from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
@@ -41,7 +41,6 @@ from moelab.offloading.slots import (
     slot_counts,
 )
 from moelab.registry import make
-from moelab.specs import ExpertKey
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -263,7 +262,7 @@ class Memory:
         slots: Slots,
         reader: Reader,
         delays: Any,
-        held: dict[ExpertKey, dict[str, int]],
+        held: Held,
     ) -> Engine:
         """What loads and computes the model's experts within this memory; `held` : slots of those
         that are in memory already."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import count
@@ -133,9 +133,9 @@ class EngineRun:
         on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters, made.fetched = deepcopy(self.counters), copy(self.fetched)
-        done = len(self.forwards)
-        made.forwards = self.forwards[forward:done]
-        made.steps, made.predictions = self.steps[forward:done], self.predictions[forward:done]
+        of = slice(forward, len(self.forwards))
+        made.forwards, made.steps = self.forwards[of], self.steps[of]
+        made.predictions = self.predictions[of]
         begin = made.forwards[0].start if made.forwards else float("inf")
         for event in self.timeline:
             if event.end > begin:
@@ -149,6 +149,7 @@ class EngineRun:
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
+        self.begin_forward()
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
@@ -156,25 +157,21 @@ class EngineRun:
             del kept[:forwards]
 
     def begin_forward(self) -> None:
-        """Also removes what an interrupted forward has left."""
-        del self.steps[len(self.forwards) :], self.predictions[len(self.forwards) :]
-        self.steps.append([])
-        self.predictions.append([])
+        """What was noted since the last forward pass is of none: of one that was interrupted, or
+        of a part of the model that was called by itself."""
+        self._steps: list[tuple[int, dict[int, int]]] = []
+        self._predictions: list[tuple[int, list[int]]] = []
 
     def end_forward(self, forward: Forward) -> None:
         self.forwards.append(forward)
-
-    @property
-    def _in_forward(self) -> bool:
-        return len(self.steps) > len(self.forwards)
+        self.steps.append(self._steps)
+        self.predictions.append(self._predictions)
+        self.begin_forward()
 
     def layer(self, layer: int, tokens: dict[int, int]) -> None:
-        """A layer runs; ignored outside a forward pass, where a part of the model was called by
-        itself."""
-        if self._in_forward:
-            self.steps[-1].append((layer, tokens))
+        """A layer runs."""
+        self._steps.append((layer, tokens))
 
-    def predicted(self, layer: int, experts: Iterable[int]) -> None:
+    def predicted(self, layer: int, experts: list[int]) -> None:
         """Experts are announced for a layer to come."""
-        if self._in_forward:
-            self.predictions[-1].append((layer, list(experts)))
+        self._predictions.append((layer, experts))

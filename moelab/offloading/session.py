@@ -29,7 +29,7 @@ from moelab.offloading.engine import Cancelled, Engine, counts
 from moelab.offloading.interrupts import deferred
 from moelab.offloading.loading import clock
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
-from moelab.offloading.run import EngineRun, EngineSettings, Timeline
+from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.store.layout import ExpertStore
 
 #: forward passes of a resident model that are kept, at most
@@ -89,10 +89,11 @@ class Session:
     """
 
     routing: Any = None
-    timeline: Timeline = property(lambda self: self.run.timeline)
-    forwards: list[Forward] = property(lambda self: self.run.forwards)
-    steps: list[list[tuple[int, dict[int, int]]]] = property(lambda self: self.run.steps)
-    predictions: list[list[tuple[int, list[int]]]] = property(lambda self: self.run.predictions)
+    #: those of the run
+    timeline = property(lambda self: self.run.timeline)
+    forwards = property(lambda self: self.run.forwards)
+    steps = property(lambda self: self.run.steps)
+    predictions = property(lambda self: self.run.predictions)
 
     def __init__(
         self,
