@@ -53,9 +53,6 @@ class Ordered(Link):
                 out, source = self.sent.pop(slot)
                 out.copy_(source)
 
-    def mark(self):
-        pass
-
     def rest(self):
         self.sent.clear()
 

@@ -25,7 +25,7 @@ import torch
 from moelab import convert, open_model
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
-from moelab.offloading.decoders import CpuDecoder
+from moelab.offloading import decoders
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
@@ -118,7 +118,7 @@ def held_up(rng: random.Random) -> Iterator[None]:
     faulthandler.dump_traceback_later(WATCHDOG, exit=True)
     with ExitStack() as stack:
         stack.callback(faulthandler.cancel_dump_traceback_later)
-        for owner, name in ((Reader, "read_parts"), (CpuDecoder, "__call__")):
+        for owner, name in ((Reader, "read_parts"), (decoders, "on_cpu")):
             stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
         yield
 
@@ -164,13 +164,13 @@ def test_stress_finds_nothing():
 
 
 def test_stress_notices_a_wrong_weight(monkeypatch):
-    right = CpuDecoder.__call__
+    right = decoders.on_cpu
 
-    def wrong(self, kind, chunks, name, out, slot):
-        right(self, kind, chunks, name, out, slot)
+    def wrong(kind, chunks, name, out, slot):
+        right(kind, chunks, name, out, slot)
         out.add_(1)
 
-    monkeypatch.setattr(CpuDecoder, "__call__", wrong)
+    monkeypatch.setattr(decoders, "on_cpu", wrong)
     monkeypatch.setitem(globals(), "CODECS", ["huffman"])  # others are not decoded
     monkeypatch.setitem(globals(), "draw", lambda rng, store: {"budget": 1.0})
     with pytest.raises(AssertionError, match="not eager's"):
