@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -27,22 +27,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.cache.residency import Request, Residency, Step
+from moelab.cache.residency import Request, Step
 from moelab.forks import renew_in_children
 from moelab.intervals import Mean
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.interrupts import raise_waiting
-from moelab.offloading.load_queue import Held, Order, plain_order
 from moelab.offloading.loading import Loader, clock
-from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
-from moelab.offloading.slots import Slots
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.headers import NAMES
-from moelab.store.reader import Reader, cast
+from moelab.store.reader import cast
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
 #: no guessing (§5.2)
@@ -62,31 +59,17 @@ class Engine:
     """An executor: `(x [T, H], ids [T, K], weights [T, K], experts) → [T, H]`, equal to `eager` bit
     for bit.
 
-    residency : decides what is kept; the engine keeps exactly that.
-    slots : memory for what residency may keep and for loads in flight.
-    reader : of the store; closed with the engine.
+    loader : reads and decodes; closed with the engine.
+    controller : decides, for the loader's queue.
     run : records what happens.
-    order : of a step's reads and decoding.
-    workers : threads that decode.
-    ahead : how many experts may be prefetched into slots that nothing demanded needs.
-    held : slots of the experts that are in memory already, as residency has them.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        slots: Slots,
-        reader: Reader,
-        run: EngineRun,
-        order: Callable[[Sequence[Request]], Order] = plain_order,
-        workers: int = 1,
-        ahead: int = 0,
-        held: Held | None = None,
-    ) -> None:
-        self.residency, self.run, self.timeline = residency, run, run.timeline
+    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
+        self.loader, self.controller, self.residency = loader, controller, controller.residency
+        self.run, self.timeline = run, run.timeline
         self.cancelled: set[int] = set()
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
@@ -97,10 +80,6 @@ class Engine:
         self._threads: int | None = None  # as many as torch had before it got fewer
         #: of `token`, by first layer: (what they are of, banks)
         self._banks: dict[int, tuple[Any, Any]] = {}
-        self.loader = loader = Loader(
-            slots, reader, workers, run.timeline, ahead, run.fetched, held
-        )
-        self.controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
         # The threads know the loader, not the engine, and end when nobody knows the engine.
         self._at_end = weakref.finalize(self, loader.end)
         renew_in_children(self)

@@ -31,7 +31,8 @@ from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import Held, Order, plain_order
-from moelab.offloading.loading import DEPTH, filling
+from moelab.offloading.loading import DEPTH, Loader, filling
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import (
@@ -40,6 +41,7 @@ from moelab.offloading.slots import (
     divide,
     slot_counts,
 )
+from moelab.offloading.step import StepController
 from moelab.registry import make
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
@@ -257,12 +259,7 @@ class Memory:
         return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
 
     def engine(
-        self,
-        residency: Residency,
-        slots: Slots,
-        reader: Reader,
-        delays: Any,
-        held: Held,
+        self, residency: Residency, slots: Slots, reader: Reader, delays: Any, held: Held
     ) -> Engine:
         """What loads and computes the model's experts within this memory; `held` : slots of those
         that are in memory already."""
@@ -283,16 +280,11 @@ class Memory:
             how.scheduler,
             how.on.type,
         )
-        return Engine(
-            residency,
-            slots,
-            reader,
-            EngineRun(settings, residency),
-            _order(how.scheduler, delays, how.workers),
-            how.workers,
-            ahead,
-            held=held,
-        )
+        run = EngineRun(settings, residency)
+        loader = Loader(slots, reader, how.workers, run.timeline, ahead, run.fetched, held)
+        order = _order(how.scheduler, delays, how.workers)
+        controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
+        return Engine(loader, controller, run)
 
 
 def _order(scheduler: Any, delays: Any, workers: int) -> Callable[..., Order]:
