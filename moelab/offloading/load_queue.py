@@ -84,14 +84,11 @@ class PrefetchCounts:
     """What became of prefetched experts: exact counts.
 
     begun : experts that got slots.    used : of those, experts that their layer then wanted.
-    early : of these, those that were loaded before their layer came.
-    nbytes, wasted : bytes prefetched, and of those, bytes of experts that were not wanted.
+    wasted : bytes of experts that were not wanted.
     """
 
     begun: int = 0
     used: int = 0
-    early: int = 0
-    nbytes: int = 0
     wasted: int = 0
 
 
@@ -269,7 +266,6 @@ class LoadQueue:
         load.nbytes += nbytes
         if load is self._reading_ahead:
             self._reading_ahead = None
-            self.counts.nbytes += nbytes
         if load.phase is Phase.DROPPED:
             self.counts.wasted += nbytes
         if error is None:
@@ -366,7 +362,6 @@ class LoadQueue:
         """The running layer wants a prefetched expert."""
         self.counts.begun += 1
         self.counts.used += 1
-        self.counts.early += load.phase is Phase.LOADED
         self._ahead -= 1
         del self.prefetched[load.key]
         self.held[load.key], self.demanded[load.key], load.keep = load.slots, load, keep

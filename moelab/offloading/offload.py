@@ -234,12 +234,10 @@ class Memory:
                 f"in-flight expert(s), read and decoded{f', {ahead} of them prefetched' * bool(ahead)}; "
                 f"give '{-(-least // 10**6)}MB' or more"
             )
-        staging = how.staging
-        if staging is None and device.type != "cpu":
-            # a load takes less than a call that computes some of them
-            staging = max(1, min(2 * store.spec.K, (room - scratch) // (4 * sizes.in_flight)))
+        # On a GPU a load takes less than a call that computes some of them: so there is room for two tokens' experts.
+        workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
         pools, staging = divide(
-            room - scratch, sizes, L, E, pools, how.scope, how.workers, staging, ahead
+            room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
         )
         kept = room - scratch - staging * sizes.in_flight
         return cls(store, how, L, E, room, kept, sizes, pools, staging)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -116,8 +116,7 @@ class Session:
         self.forked()
         renew_in_children(self)
         self.reset()
-        self._patches = self._listen(model)
-        self._parts = ExitStack()  # what was put on the model besides
+        self._parts = self._listen(model)  # what was put on the model
         for part in (model, *(stack for stack, _ in stacks(model))):
             part.__class__ = mixed(OpenedModel if part is model else InTurn, type(part))
             part.moelab = self
@@ -195,7 +194,6 @@ class Session:
         """Take everything off the model; an offloaded one loses its threads and experts and cannot
         run any more."""
         self._parts.close()
-        self._patches.close()
         if self.engine is not None:
             self.engine.close()
 

@@ -40,7 +40,7 @@ class Driver:
         self.kinds, self.tensors = ("full",) if in_place else KINDS, tensors
         self.reading, self.working, self.ready = [], [], []
         self.dropped = []  # prefetched loads that nobody wanted, still busy
-        self.expected = SimpleNamespace(begun=0, used=0, early=0, nbytes=0, wasted=0)
+        self.expected = SimpleNamespace(begun=0, used=0, wasted=0)
         self.read, self.decoded = Counter(), Counter()  # of each load: parts, tensors
 
     def check(self):
@@ -69,7 +69,6 @@ class Driver:
         """A prefetched load that has slots meets its layer."""
         self.expected.begun += 1
         self.expected.used += wanted
-        self.expected.early += wanted and load.phase is Phase.LOADED
         if not wanted:
             self.expected.wasted += load.nbytes
             self.dropped.append(load)
@@ -90,9 +89,8 @@ class Driver:
             return False
         what, i = self.chance.choice(choices)
         if what == "landed":
-            load, kinds, ahead = self.reading.pop(i)
+            load, kinds, _ = self.reading.pop(i)
             nbytes = sum(BYTES[kind] for kind in kinds)
-            self.expected.nbytes += nbytes * ahead
             self.expected.wasted += nbytes * (load.phase is Phase.DROPPED)
             self.read[load] += len(kinds)
             self.queue.read_done(load, kinds, nbytes)
