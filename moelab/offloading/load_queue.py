@@ -155,7 +155,7 @@ class LoadQueue:
         #: reads not yet begun, the most urgent first
         self._reads: list[tuple[Load, tuple[str, ...]]] = []
         self._reading_ahead: Load | None = None  # the prefetched load that is being read
-        self._ready: Callable[[Any], object] = print
+        self._ready: Callable[[Any], object] | None = None
 
     @property
     def busy(self) -> bool:
@@ -305,13 +305,18 @@ class LoadQueue:
 
     def _admit(self) -> None:
         """Give waiting loads the slots that they lack, the most urgent first."""
-        self._admit_demanded()
-        while self._stuck() and (ahead := self._last_prefetched()) is not None:
+        waiting = self.waiting
+        while waiting:
+            self._admit_demanded(waiting)
+            waiting = self.waiting
+            if len(waiting) < len(self.demanded):  # some of it will give slots back
+                break
+            if (ahead := self._last_prefetched()) is None:
+                break
             self._drop(ahead)
-            if ahead.busy:
-                return  # `_done` admits again
-            self._admit_demanded()
-        if not self.waiting:
+            if ahead.busy:  # `_done` admits again
+                break
+        if not waiting:
             self._admit_prefetched()
 
     @property
@@ -320,12 +325,8 @@ class LoadQueue:
         demanded = [*self.demanded.values()]
         return [load for load in demanded if load.phase is Phase.WAITING]
 
-    def _stuck(self) -> bool:
-        """Whether all that is demanded waits for slots, and nothing of it will give any back."""
-        return 0 < len(self.waiting) == len(self.demanded)
-
-    def _admit_demanded(self) -> None:
-        free, waiting = self.free, self.waiting
+    def _admit_demanded(self, waiting: list[Load]) -> None:
+        free = self.free
         holders = sum(bool(load.slots) for load in waiting)
         for load in waiting:
             if not free["full"]:

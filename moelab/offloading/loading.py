@@ -27,7 +27,7 @@ from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import USES, Held, Load, LoadQueue, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
-from moelab.offloading.threads import step_back
+from moelab.offloading.threads import alone, step_back
 from moelab.progress import progress
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Chunks, Reader
@@ -204,6 +204,8 @@ class Loader:
         return None
 
     def _read_loop(self, me: str) -> None:
+        if self._readers > DEPTH:  # what converts what it reads has no team of threads, then
+            alone()
         while (found := self._next(self._disk, self.queue.next_read)) is not None:
             self._read(me, *found)
             self._used[me] = time.thread_time()
