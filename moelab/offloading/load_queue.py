@@ -91,6 +91,9 @@ class PrefetchCounts:
     used: int = 0
     wasted: int = 0
 
+    def reset(self) -> None:
+        self.begun = self.used = self.wasted = 0
+
 
 @dataclass(eq=False, slots=True)
 class Load:

@@ -145,7 +145,7 @@ class EngineRun:
     def reset(self) -> None:
         self.timeline.clear()
         self._residency.reset_counters()
-        self.fetched.__init__()  # the load queue counts in this one
+        self.fetched.reset()
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
