@@ -185,13 +185,23 @@ class Slots:
         return {name: (codec, table) for name, codec, table in zip(names, found, where)}
 
     def _table(self, layer: int) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
-        """Of a layer: names; each expert's codecs by name; rows in slot 0, and by how much they
-        move from slot to slot, int64 [names, experts, 4] both."""
-        of = [_rows(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
-        names = list(of[0])
-        codecs = [tuple(codec for codec, _, _ in one.values()) for one in of]
-        rows = np.array([[one[name][1] for one in of] for name in names])
-        moves = np.array([[one[name][2] for one in of] for name in names])
+        """Of a layer: names; each expert's codecs or formats by name, "" for one that kernels do not
+        read; rows in slot 0, and by how much they move from slot to slot, int64 [names, experts, 4]
+        both."""
+        experts, in_place = self._store.layers[layer].experts, self.sizes.in_place
+        names, codecs = list(experts[0]), []
+        rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
+        for e, entries in enumerate(experts):
+            where, found = places(entries, in_place)[0], []
+            for n, (begin, end, entry) in enumerate(map(where.get, names)):
+                codec = entry.codec.kernel(entry.dtype, entry.shape) if in_place else "raw"
+                packed = codec not in ("", "raw")
+                row = (
+                    entry.codec.row(begin, end - begin, entry.shape) if packed else [begin, 0, 0, 0]
+                )
+                rows[n, e], moves[n, e, : 1 + packed] = row, 1  # one address or, packed, two
+                found.append(codec)
+            codecs.append(tuple(found))
         return names, codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
 
 
@@ -222,20 +232,6 @@ def places(
         found[name] = at, at + entry.nbytes, entry
         at += -(-entry.nbytes // 64) * 64
     return found, aligned(at)
-
-
-def _rows(
-    entries: dict[str, TensorEntry], in_place: bool
-) -> dict[str, tuple[str, list[int], list[int]]]:
-    """name → (codec or format, "" for one that kernels do not read; its row of `Slots.matrices`,
-    from the beginning of the slot on; 1 where that is an address: in the first or, packed, two)."""
-    found = {}
-    for name, (begin, end, entry) in places(entries, in_place)[0].items():
-        kernel = entry.codec.kernel(entry.dtype, entry.shape) if in_place else "raw"
-        packed = kernel not in ("", "raw")
-        row = entry.codec.row(begin, end - begin, entry.shape) if packed else [begin, 0, 0, 0]
-        found[name] = kernel, row, [1, int(packed), 0, 0]
-    return found
 
 
 def divide(
