@@ -290,7 +290,6 @@ with moelab.open_model(memory="50%") as lm:
 def test_ever_other_numbers_of_tokens_do_not_fill_the_memory():
     """Once as many shapes are known as are kept, code for 300 more is kept nowhere; 0.4 MB each it
     was."""
-    done = subprocess.run(
-        [sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=300
-    )
+    run = [sys.executable, "-c", GROWTH]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert int(done.stdout) < 300 * 100_000, done.stderr
