@@ -81,44 +81,29 @@ def generate(model):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "minimax_m2", "llama4_text"])
 def test_it_chooses_what_is_in_memory_and_counts(name, tmp_path):
-    """What experts are given, beside the router's own rule on its own input, and what residency has
-    just then."""
+    """What experts are given, and what residency has just then."""
     folder = tiny.save(name, tmp_path, torch.float32)
     with open_model(folder, memory="50%", executor="sorted") as model:
         plain, state, layers = generate(model), model.moelab.residency.state, discover(model)
-        routers = [Router(layer, model.dtype) for layer in layers]
         for margin in (0.0, 5.0):
-            counts, inputs = Counter(), {}
+            counts = Counter()
 
             def before(layer, _, args, kwargs):
-                _, ids, weights = *args, *kwargs.values()
-                if len(ids) > 1:
-                    return
-                there = torch.tensor(
-                    [state((layer.index, e)) is State.FULL for e in range(layer.E)]
-                )
-                x, router = inputs[layer.index].reshape(1, -1), routers[layer.index]
-                own, weigh = layer.routing(layer.ask(x))
-                wanted, weigh = router(x, own, weigh, margin * there.float())
-                assert {*wanted[0].tolist()} == {*ids[0].tolist()}
-                if new := {*ids[0].tolist()} - {*own[0].tolist()}:
-                    torch.testing.assert_close(weights, weigh.to(weights.dtype))
-                counts.update(asked=ids.numel(), held=int(there[ids].sum()), changed=len(new))
+                _, ids, _ = *args, *kwargs.values()
+                if len(ids) == 1:
+                    there = [state((layer.index, e)) is State.FULL for e in ids[0].tolist()]
+                    counts.update(asked=len(there), held=sum(there))
 
             with using(model, cache_aware=margin), Patches() as patches:
                 routing = model.moelab.routing
                 assert f"lossy: cache-aware routing, margin {margin:g}" in repr(model.moelab)
                 for layer in layers:
-                    patches.hook(
-                        layer.router.register_forward_pre_hook,
-                        lambda _m, args, i=layer.index: inputs.__setitem__(i, args[0]),
-                    )
                     register = layer.experts.register_forward_pre_hook
                     patches.hook(register, partial(before, layer), with_kwargs=True)
                 generate(model)
-            assert routing.requests == counts["asked"] > 0
-            assert (routing.hits, routing.changed) == (counts["held"], counts["changed"])
-            assert (routing.changed > 0) == (margin > 0)
+            assert (routing.requests, routing.hits) == (counts["asked"], counts["held"])
+            assert (routing.changed > 0) == (margin > 0) and routing.requests
+            assert routing.hit_rate == routing.hits / routing.requests
         assert torch.equal(generate(model).sequences, plain.sequences)
         assert model.moelab.routing is None
 
