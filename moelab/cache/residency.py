@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -113,16 +114,15 @@ class Residency:
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
         self.clear()
-        follows = any(hasattr(pool.policy, "follow") for pool in self._pools[0].values())
+        group = self._pools[0]
+        follows = any(hasattr(pool.policy, "follow") for pool in group.values())
         if margin is None:
-            ranked = len(self._pools[0]) > 1 or follows
+            ranked = len(group) > 1 or follows
             margin = math.ceil(0.05 * everyone) if ranked else math.inf
         self.margin = margin
         self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
-        sizes = [pools[state] for state in self._pools[0]]
-        self._thresholds = [
-            (state, sum(sizes[: i + 1]) + margin) for i, state in enumerate(self._pools[0])
-        ]  # τ of §3.4
+        places = accumulate(pools[state] for state in group)
+        self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Decide about one layer's step: in which states its experts are and stay, and which others
