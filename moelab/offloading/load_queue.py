@@ -144,6 +144,8 @@ class LoadQueue:
         separable: Callable[[Load, str], bool] = lambda load, tensor: True,
         in_place: bool = False,
     ) -> None:
+        if ahead < 0:
+            raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
         self._kinds, self._fills = (KINDS, FILLS) if not in_place else (("full",), IN_PLACE)
         self._tensors = (lambda key: ()) if in_place else tensors

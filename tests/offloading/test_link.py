@@ -54,7 +54,7 @@ class Ordered(Link):
                 out.copy_(source)
 
     def rest(self):
-        self.sent.clear()
+        self.arrive([*self.sent])
 
     def landed(self):
         while self.told:
