@@ -171,7 +171,7 @@ def test_who_listens_hears_what_was_chosen_and_may_keep_it(device, opened, tmp_p
                 register, hook, options = layer.listening(
                     lambda ids, w, i=layer.index: heard.append((i, ids, w))
                 )
-                lm.moelab._patches.hook(register, hook, **options)
+                register(hook, **options)
             decode(lm, tokens)
             found.append([(i, ids.cpu(), w.float().cpu()) for i, ids, w in heard])
     assert len(opened.called) == 6

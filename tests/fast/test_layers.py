@@ -89,7 +89,7 @@ def test_who_listens_or_records_hears_the_same(tmp_path, calls):
             register, hook, options = layer.listening(
                 lambda ids, w, i=layer.index: heard.append((i, ids, w))
             )
-            lm.moelab._patches.hook(register, hook, **options)
+            register(hook, **options)
         decode(lm)
         assert calls == [lm.spec.L] * STEPS
         one_call, heard[:] = list(heard), []
