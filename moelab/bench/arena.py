@@ -266,7 +266,7 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
         if inputs is not None:
             residency.see(layer, inputs[row, layer][None])
         left = set(residency.resident(State.FULL)) if judge else set()
-        for victim, _ in residency.begin(layer, experts).evicted:
+        for victim in residency.begin(layer, experts).evicted:
             if not judge:
                 continue
             best = max(
