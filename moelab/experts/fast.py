@@ -21,15 +21,12 @@ PAIR = 2  # tokens that GEMV multiplies as fast as one
 
 
 class Fast(GEMV):
-    """`GEMV` up to so many tokens an expert, then `Sorted`.
+    """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`."""
 
-    few : tokens an expert that is hit, on average, up to which GEMV is used; None measures it.
-    """
-
-    def __init__(self, few: float | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        #: (weights' shapes, dtype, layout, threads) → few
-        self.few, self.measured = few, {}
+        #: (weights' shapes, dtype, layout, threads) → how many
+        self.measured: dict[tuple, float] = {}
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
@@ -38,12 +35,10 @@ class Fast(GEMV):
 
     @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
-        if self.few is not None:
-            return self.few
-        expert = next((e for e in ids.flatten().tolist() if e < experts.num_experts), None)
-        if expert is None or x.device.type != "cpu":
+        expert = int(ids.min())
+        if expert >= experts.num_experts or not x.is_cpu:
             return 0
-        shapes = tuple(map(tuple, experts.shapes.values()))
+        shapes = tuple(experts.shapes.values())
         key = shapes, x.dtype, experts.is_transposed, torch.get_num_threads()
         if key not in self.measured:
             before = vars(self.tally).copy()

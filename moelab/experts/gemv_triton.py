@@ -20,7 +20,7 @@ from moelab.store.bf12_triton import high_bytes, quarters
 from moelab.store.bits_triton import tl, triton
 
 ROWS, COLUMNS, ESCAPES = 4, 512, 256  # of a matrix, that a program takes at a time
-CODECS = {KINDS[torch.bfloat16]: "raw", PACKED["bf12"]: "bf12"}
+BFLOAT16, BF12 = KINDS[torch.bfloat16], PACKED["bf12"]
 
 
 @triton.jit
@@ -98,23 +98,23 @@ def _escapes_kernel(
 
 
 class Bank(NamedTuple):
-    """Matrices of E experts: "raw" or "bf12", of R rows, at int64 [E, 4] addresses on the GPU, as
-    `moelab.kernels.products.Matrices` has them; `escapes` is the most that one of them has."""
+    """Matrices of E experts, bf16 or `packed` as bf12, of R rows, at int64 [E, 4] addresses on the
+    GPU, as `moelab.kernels.products.Matrices` has them; `escapes` is the most that one of them has."""
 
-    codec: str
+    packed: bool
     table: Tensor
     R: int
     escapes: int
 
 
 def multiplies(of: Matrices) -> bool:
-    """Whether matrices are multiplied here: bf16 or bf12 without biases."""
-    return of.kind in CODECS and not of.rows[..., 2].any()
+    """Whether matrices are multiplied here: bf16 or bf12, in rows, without biases."""
+    return of.kind in (BFLOAT16, BF12) and not of.transposed and not of.rows[..., 2].any()
 
 
 def bank(of: Matrices, table: Tensor) -> Bank:
     """Of matrices whose rows `table` has on the GPU."""
-    return Bank(CODECS[of.kind], table, of.R, int(of.rows[:, 3].max()))
+    return Bank(of.kind is BF12, table, of.R, int(of.rows[:, 3].max()))
 
 
 def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
@@ -125,13 +125,11 @@ def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Ten
 
 
 def _multiply(of: Bank, x: Tensor, ids: Tensor, C: int, gated: bool) -> Tensor:
-    R, K, packed = of.R, len(ids), of.codec == "bf12"
-    y = torch.empty(K, R, dtype=torch.float32, device=x.device)
-    _multiply_kernel[(triton.cdiv(R, ROWS), K)](
-        x, ids, of.table, y, R, C, packed, gated, ROWS, COLUMNS, num_warps=4
-    )
-    if packed and of.escapes:
-        _escapes_kernel[(triton.cdiv(of.escapes, ESCAPES), K)](
-            x, ids, of.table, y, R, C, gated, ESCAPES
-        )
+    K, given, sizes = len(ids), (x, ids, of.table), (of.R, C)
+    y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
+    grid = triton.cdiv(of.R, ROWS), K
+    _multiply_kernel[grid](*given, y, *sizes, of.packed, gated, ROWS, COLUMNS, num_warps=4)
+    if of.escapes:
+        grid = triton.cdiv(of.escapes, ESCAPES), K
+        _escapes_kernel[grid](*given, y, *sizes, gated, ESCAPES)
     return y

@@ -124,7 +124,7 @@ def with_parts(module: nn.Module, **parts: Any) -> nn.Module:
 class Stretch:
     """Layers alike, one after the other, each with a router and experts; the first one calls it.
 
-    An executor of experts says where these lie: `token` of `moelab.experts.executor.Executor`.
+    An executor of experts says where these lie: `token` of `moelab.experts.gemv.GEMV`.
     `compute(x, token, memories, up, down)` of a subclass gives x after as many layers as can be
     computed, their weights [L, K], and what was `Computed`."""
 
