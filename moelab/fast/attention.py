@@ -68,9 +68,9 @@ class SingleToken(FusedModule):
         cos, sin = position_embeddings
         if (
             x.numel() != x.shape[-1]
-            or not cos.numel() == sin.numel() == self.D
-            or not x.device == cos.device == sin.device == self.device
-            or not x.dtype == cos.dtype == sin.dtype == self.dtype
+            or cos.numel() != self.D
+            or not x.device == cos.device == self.device
+            or not x.dtype == cos.dtype == self.dtype
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
             or watched()
             or not compat.is_sdpa(self.config)
@@ -88,22 +88,14 @@ class SingleToken(FusedModule):
         layer = layers[self.module.layer_idx]
         memory = self.memories.get(layer)
         if memory is None or not memory.is_current(layer):
-            if not self._grows(layer):
+            if type(layer).__name__ not in GROWING or not layer.is_initialized:
+                return None
+            if (layer.keys.dtype, layer.keys.device) != (self.dtype, self.device):
                 return None
             self.memories[layer] = memory = CacheMemory(layer)
         if layer.is_sliding and memory.where[2] >= layer.sliding_window:  # from here on it forgets
             return None
         return memory
-
-    def _grows(self, layer: Any) -> bool:
-        return (
-            type(layer).__name__ in GROWING
-            and layer.is_initialized
-            and layer.keys.ndim == 4
-            and layer.keys.dtype == self.dtype
-            and layer.keys.device == self.device
-            and layer.keys.shape[:3] == layer.values.shape[:3]
-        )
 
 
 class DecodeAttention(SingleToken):

@@ -32,8 +32,9 @@ from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
-#: transformers' models that do nothing between their layers
-MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
+#: transformers' families whose models do nothing between their layers, and whose blocks of experts
+#: give these the router's choice, and back what they give
+FAMILIES = "Mixtral", "Olmoe", "Qwen3Moe"
 
 
 class Computed(NamedTuple):
@@ -207,42 +208,27 @@ class DecodeStretch(Stretch):
         return y, w, Computed(done, ids, since + times / 1e9)
 
 
-@torch.inference_mode()
 def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
     """A model's stretches: layers that have our forwards, each with a router of ours and experts in
-    a block that does nothing else, as a probe shows.
+    a block that does nothing else.
 
     kinds : class of layers → of their stretches."""
-    if type(model).__name__ not in MODELS or not CLOCK[0]:
+    family = type(model).__name__.removesuffix("Model")
+    if family not in FAMILIES or not CLOCK[0]:
         return []
-    runs = groupby([forward(module) for module in compat.children_of(model)["layers"]], _alike)
+    layers = [forward(module) for module in compat.children_of(model)["layers"]]
+    runs = groupby(layers, lambda layer: _alike(layer, f"{family}SparseMoeBlock"))
     return [kinds[alike[0]](model, [*run]) for alike, run in runs if alike]
 
 
-def _alike(layer: Any) -> tuple | None:
+def _alike(layer: Any, block_class: str) -> tuple | None:
     """What layers of a stretch have in common; None for one that can be in none."""
-    if not isinstance(layer, OneTokenLayer) or not _only_experts(layer):
+    if not isinstance(layer, OneTokenLayer):
         return None
-    attention, router = layer.attention.module, forward(layer.module.mlp.gate)
+    block, attention = layer.module.mlp, layer.attention.module
+    if type(block).__name__ != block_class or forward(block) or forward(block.experts):
+        return None
+    if not isinstance(router := forward(block.gate), Router):
+        return None
     chosen = router.normalised, router.dtype, router.module.top_k, router.module.weight.shape
     return type(layer), repr(layer.shape), attention.scaling, id(attention.config), *chosen
-
-
-def _only_experts(layer: OneTokenLayer) -> bool:
-    """Whether a layer's block gives its experts the router's choice of a random token, and back
-    what they give."""
-    block, attention = layer.module.mlp, layer.attention
-    if (
-        compat.children_of(block).keys() != {"gate", "experts"}
-        or not isinstance(router := forward(block.gate), Router)
-        or forward(block)
-        or forward(block.experts)
-        or Unchanged([block]).listeners() is None
-    ):
-        return False
-    x, given = torch.randn(1, 1, layer.shape[1], generator=torch.Generator().manual_seed(0)), []
-    x = x.to(attention.device, attention.dtype)
-    twin = with_parts(block, experts=lambda *what: given.extend(what) or what[0].roll(1, -1))
-    y, (_, weights, ids) = twin(x), router(x[0])
-    pairs = zip((y, *given), (x.roll(1, -1), x, ids, weights), strict=True)
-    return isinstance(y, Tensor) and all(torch.equal(a.flatten(), b.flatten()) for a, b in pairs)

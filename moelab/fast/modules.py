@@ -16,8 +16,6 @@ the modules' own forwards.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,11 +106,10 @@ class Router(FusedModule):
         tokens[::2] /= w.float().norm(dim=1).mean()  # logits of about 1: no saturated softmax
         tokens = tokens.to(w.dtype)
         wanted = [module(x) for x in tokens]
-        if any(
-            len(out) != 3 or out[1].shape != (1, K) or out[1].dtype not in KINDS for out in wanted
-        ):
+        if len(wanted[0]) != 3 or wanted[0][1].shape != (1, K) or wanted[0][1].dtype not in KINDS:
             return None
-        for ours in (cls(module, normalised, wanted[0][1].dtype) for normalised in (False, True)):
+        for normalised in (False, True):
+            ours = cls(module, normalised, wanted[0][1].dtype)
             if all(_same_choice(found, ours(x)) for found, x in zip(wanted, tokens)):
                 return ours
         return None
@@ -142,34 +139,31 @@ def _same_choice(wanted: tuple, got: tuple) -> bool:
     return all(torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-6) for a, b in pairs)
 
 
-@dataclass
-class Rows:
-    """Up to how many rows linear layers use the kernels; measured for each type unless `given`."""
+#: (dtype, kind that weights are rounded to or None) → `measured_rows`, once in a process
+_MEASURED: dict[tuple, float] = {}
 
-    given: float | None = None
-    found: dict[Any, float] = field(default_factory=dict)  # dtype, or that and a kind → how many
 
-    @torch.inference_mode()
-    def of(self, module: nn.Linear, packed: Matrices | None) -> float:
-        """torch, for its products, has to make a weight that was rounded."""
-        rounded = _rounded(packed)
-        w, b, packed = module.weight, module.bias, packed if rounded else None
-        key = (w.dtype, packed.kind) if packed else w.dtype
-        if key not in self.found and self.given is None:
-            x = torch.ones(128, w.shape[1], dtype=w.dtype)
-            measured = crossover(
-                lambda n: linear(x[:n], w, b, packed),
-                lambda n: F.linear(x[:n], rounded.tensor() if rounded else w, b),
-            )
-            self.found[key] = max(measured, 1)
-        return self.found.setdefault(key, self.given)
+@torch.inference_mode()
+def measured_rows(module: nn.Linear, packed: Matrices | None) -> float:
+    """Up to how many rows the kernel is faster than torch, which for its products has to make a
+    weight that was rounded."""
+    w, b, rounded = module.weight, module.bias, _rounded(packed)
+    key = w.dtype, packed.kind if rounded else None
+    if key not in _MEASURED:
+        x = torch.ones(128, w.shape[1], dtype=w.dtype)
+        found = crossover(
+            lambda n: linear(x[:n], w, b, packed if rounded else None),
+            lambda n: F.linear(x[:n], rounded.tensor() if rounded else w, b),
+        )
+        _MEASURED[key] = max(found, 1)
+    return _MEASURED[key]
 
 
 class Linear(FusedModule):
     """The forward of a linear layer.
 
-    packed : of its weight, used until anything of the module is changed. One that is rounded is so
-        for any number of rows.
+    rows : up to how many the kernel multiplies. packed : of its weight, used until anything of the
+        module is changed. One that is rounded is so for any number of rows.
     """
 
     def __init__(self, module: nn.Linear, rows: float, packed: Matrices | None = None) -> None:
@@ -177,16 +171,16 @@ class Linear(FusedModule):
         self.rows, self.packed = rows, packed
 
     @classmethod
-    def of(cls, module: nn.Module, rows: Rows, pack: Pack | None = None) -> Linear | None:
-        """None where the module's own forward is as good, or another."""
-        if (
-            type(module) is not nn.Linear
-            or not fits(module.weight, module.bias)
-            or (module.weight.numel() < LARGE and pack is None)
-        ):
+    def of(
+        cls, module: nn.Module, pack: Pack | None = None, rows: float | None = None
+    ) -> Linear | None:
+        """None where the module's own forward is as good, or another; rows None measures them."""
+        if type(module) is not nn.Linear or not fits(module.weight, module.bias):
+            return None
+        if module.weight.numel() < LARGE and pack is None:
             return None
         packed = matrices_of(module.weight, module.bias, pack=pack) if pack else None
-        return cls(module, rows.of(module, packed), packed)
+        return cls(module, measured_rows(module, packed) if rows is None else rows, packed)
 
     def fused(self, x: Tensor) -> Tensor | None:
         w, b = self.module.weight, self.module.bias  # they may be replaced or moved

@@ -46,21 +46,18 @@ class Rounding:
 
     def __call__(self, weight: Tensor, parts: int = 1) -> Matrices | None:
         shape, address = tuple(weight.shape), weight.data_ptr()
-        if shape[1] % 64 or shape[0] % parts:
+        if not self.form.kernel("BF16", shape) or shape[0] % parts:
             return None
         if address not in self.blobs:
             blob = self.form.compress(weight)
             self.blobs[address] = None if blob is None else _aligned(blob)
         if (blob := self.blobs[address]) is None:
             return None
-        codes, scales, *rest = self.form.row(blob.ctypes.data, len(blob), shape)
-        end = blob.ctypes.data + len(blob)
-        rows = [
-            [codes + i * ((scales - codes) // parts), scales + i * ((end - scales) // parts), *rest]
-            for i in range(parts)
-        ]
+        first = np.array(self.form.row(begin := blob.ctypes.data, len(blob), shape))
+        apart = np.array([first[1] - begin, begin + len(blob) - first[1], 0, 0]) // parts
+        rows = first + np.arange(parts)[:, None] * apart
         owner = Rounded(self.form, blob, shape)
-        return Matrices(PACKED[self.form.name], np.array(rows), shape[0] // parts, owner=owner)
+        return Matrices(PACKED[self.form.name], rows, shape[0] // parts, owner=owner)
 
 
 class Rounded(NamedTuple):

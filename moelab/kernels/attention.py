@@ -17,7 +17,7 @@ from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, exponential, kept, pointer, take, together
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import F32, multiply_one
-from moelab.kernels.tiles import add_rows, dots, place, span, spread, weight, write
+from moelab.kernels.tiles import ROWS, add_rows, dots, place, span, spread, weight, write
 from moelab.kernels.vectors import STEP, Kind
 
 #: what threads share of one call of `attend`: how many key heads are taken, of `kv_heads`, each with a
@@ -139,10 +139,9 @@ def _mix(kind, scores, values, sums):
     S, D = len(scores), len(sums)
     whole, row, to = D - D % STEP, span(kind, D), address(sums)
     sums[:] = 0
-    for s in range(0, S - 3, 4):
-        add_rows(4, kind, address(scores) + 4 * s, values + s * row, 0, 0, D, whole, to)
-    for s in range(S - S % 4, S):
-        add_rows(1, kind, address(scores) + 4 * s, values + s * row, 0, 0, D, whole, to)
+    for s in range(0, S, ROWS):
+        x, rows = address(scores) + 4 * s, min(ROWS, S - s)
+        add_rows(kind, x, rows, values + s * row, 0, 0, D, whole, to)
     for i in range(whole, D):
         for s in range(S):
             sums[i] += scores[s] * weight(kind, values, s * D + i)

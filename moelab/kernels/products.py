@@ -27,6 +27,7 @@ from moelab.kernels.emit import address, kept, pointer, take, together
 from moelab.kernels.instructions import INSTRUCTIONS, Pairs
 from moelab.kernels.threads import TEAM
 from moelab.kernels.tiles import (
+    ROWS,
     add_rows,
     beside,
     dots,
@@ -96,11 +97,11 @@ def multiply(
     x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the
         other.
     """
-    x, y, kind = x.contiguous(), torch.empty(int(bounds[-1]), of.R, dtype=dtype), KINDS[x.dtype]
+    x, y, kind = x.contiguous(), torch.empty(int(bounds[-1]), of.R), KINDS[x.dtype]
     inputs = kind.tag, x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
     team = TEAM, torch.get_num_threads()
-    _multiply(of.plan(kind), of.rows, bounds, *inputs, of.R, KINDS[dtype].tag, y.data_ptr(), team)
-    return y
+    multiply_into(of.plan(kind), of.rows, bounds, *inputs, of.R, y.data_ptr(), team)
+    return y.to(dtype)
 
 
 def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
@@ -119,18 +120,6 @@ def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> floa
             return (last + size) // 2 if last else 1
         last = size
     return inf
-
-
-@kernel
-def _multiply(plan, matrices, bounds, kind, x, T, n, tokens, R, out_kind, out, team):
-    """`multiply_into` with results of any plain kind."""
-    if span(out_kind, 1) == 4:
-        multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, out, team)
-        return
-    y = np.empty(bounds[-1] * R, np.float32)
-    multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, address(y), team)
-    for i in range(len(y)):
-        write(out_kind, out, i, y[i])
 
 
 @kernel
@@ -163,12 +152,8 @@ def multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, y, team):
     job = jobs[0]
     job.taken, job.M, job.n, job.R, job.outputs = 0, M, n, R, outputs
     job.pieces = (R + outputs - 1) // outputs
-    job.matrices, job.bounds, job.inputs, job.y = (
-        address(matrices),
-        address(bounds),
-        address(inputs),
-        y,
-    )
+    job.matrices, job.bounds = address(matrices), address(bounds)
+    job.inputs, job.y = address(inputs), y
     together(run, work, min(threads, M * job.pieces), address(jobs))
     kept(wide)
     kept(inputs)
@@ -312,16 +297,11 @@ def _sum_columns(kind, job, matrix, inputs, begin, columns, sums):
     """Add to sums [tokens, columns] all rows of weights, four at a time."""
     n, R, whole, table = job.n, job.R, columns - columns % step(kind), matrix[0] - 16
     w, other = matrix[0] + span(kind, begin), matrix[1] + span(kind, begin) // 2
-    for i in range(0, n - 3, 4):
+    for i in range(0, n, ROWS):
         at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
         for t in range(len(inputs)):
             x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
-            add_rows(4, kind, x, at, second, table, R, whole, to)
-    for i in range(n - n % 4, n):
-        at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
-        for t in range(len(inputs)):
-            x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
-            add_rows(1, kind, x, at, second, table, R, whole, to)
+            add_rows(kind, x, min(ROWS, n - i), at, second, table, R, whole, to)
     for i in range(n if whole < columns else 0):
         for t in range(len(inputs)):
             value = weight(F32, inputs[t], i)

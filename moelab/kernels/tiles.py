@@ -31,6 +31,8 @@ from moelab.kernels.vectors import (
     joined,
 )
 
+ROWS = 4  # at most, that `add_rows` adds: their sums are loaded and stored once
+
 
 @emitted()
 def dots(
@@ -126,15 +128,19 @@ def _store_sums(to: Value, found: list[Value]) -> None:
 
 
 @emitted()
-def add_rows(rows: int, kind: Kind, x, w, other, table, stride, n, sums):
-    """Add to n fp32 sums, a multiple of `step`, rows of weights times one input each: the
-    transposed layout.
+def add_rows(kind: Kind, x, rows, w, other, table, stride, n, sums):
+    """Add to n fp32 sums, a multiple of `step`, up to `ROWS` rows of weights times one input each:
+    the transposed layout.
 
     x : where the inputs lie, fp32 [rows]. Sums come in the order of `place`.
     """
-    skip, table = [stride * r for r in range(rows)], kind.table(table)
-    matrix = [(w + kind.span(s), other + kind.beside(s)) for s in skip]
-    inputs = [(x + 4 * r).load(F32).everywhere(WIDTH) for r in range(rows)]
+    table, inputs, matrix = kind.table(table), [], []
+    for r in range(ROWS):  # one that there is not is the first, times 0
+        there = rows.is_(">", r)
+        row = there.made("select", rows.of(r), rows.of(0))
+        one = (x + row * 4).load(F32)
+        inputs.append(there.made("select", one, one.of(0.0)).everywhere(WIDTH))
+        matrix.append((w + kind.span(stride * row), other + kind.beside(stride * row)))
     with n.steps(kind.step) as i:
         places = [sums + i * 4 + 4 * at for at in range(0, kind.step, WIDTH)]
         values = [place.load(FLOATS) for place in places]

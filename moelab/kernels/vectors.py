@@ -36,14 +36,11 @@ HAS_PAIRS = WIDTH == 16 and LOOKS_UP_BYTES and bool(_FEATURES.get("avx512bf16"))
 HAS_BYTE_SUMS = WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {
-    ("x86_64", 64): "x86.avx512.pshuf.b.512",
+    ("x86_64", 64): f"x86.avx512.{'permvar.qi' if LOOKS_UP_BYTES else 'pshuf.b'}.512",
     ("x86_64", 32): "x86.avx2.pshuf.b",
+    ("x86_64", 16): "x86.ssse3.pshuf.b.128",
     ("aarch64", 16): "aarch64.neon.tbl1.v16i8",
 }
-if _FEATURES.get("ssse3"):
-    _LOOK_UPS["x86_64", 16] = "x86.ssse3.pshuf.b.128"
-if LOOKS_UP_BYTES:
-    _LOOK_UPS["x86_64", 64] = "x86.avx512.permvar.qi.512"
 _PROCESSOR = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
@@ -333,13 +330,9 @@ def _widened(words: Value) -> list[Value]:
 def looked_up(table: Value, codes: Value) -> Value:
     """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
-    if name := _LOOK_UPS.get((_PROCESSOR, n)):
-        table = table.shuffled([i % 16 for i in range(n)])
-        return table.call(name, codes if LOOKS_UP_BYTES and n == 64 else codes & 15)
-    found = codes.of(0)
-    for code in range(16):
-        found = (codes & 15).is_("==", code).made("select", table.shuffled([code] * n), found)
-    return found
+    table = table.shuffled([i % 16 for i in range(n)])
+    ignores_others = LOOKS_UP_BYTES and n == 64
+    return table.call(_LOOK_UPS[_PROCESSOR, n], codes if ignores_others else codes & 15)
 
 
 def joined(parts: list[Value]) -> Value:
