@@ -20,7 +20,7 @@ from moelab.fast.dense import Pack, fits, matrices_of
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
 from moelab.kernels.products import KINDS, Matrices, plan_of
-from moelab.kernels.threads import TEAM
+from moelab.kernels.threads import team
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -157,8 +157,7 @@ class DecodeAttention(SingleToken):
         if (found := super().call(*args, **kwargs)) is None:
             return None
         x, (cos, sin), cache = found
-        team = TEAM, torch.get_num_threads()
-        return x, (cos.data_ptr(), sin.data_ptr(), self.module.scaling, team), cache
+        return x, (cos.data_ptr(), sin.data_ptr(), self.module.scaling, team()), cache
 
 
 class CacheMemory:

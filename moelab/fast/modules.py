@@ -26,7 +26,7 @@ from moelab.fast.packing import Rounded
 from moelab.kernels.layers import route
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import KINDS, Matrices, crossover, plan_of
-from moelab.kernels.threads import TEAM
+from moelab.kernels.threads import team
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -127,8 +127,7 @@ class Router(FusedModule):
         x, K = x.contiguous(), self.module.top_k
         logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
         ids, out = torch.empty(1, K, dtype=torch.int64), (logits.data_ptr(), scores.data_ptr())
-        team = TEAM, torch.get_num_threads()
-        if route(self.plan(), x.data_ptr(), w.data_ptr(), E, H, *out, ids.numpy(), team):
+        if route(self.plan(), x.data_ptr(), w.data_ptr(), E, H, *out, ids.numpy(), team()):
             return logits, scores, ids
         return None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from moelab.kernels.compile import kernel
 from moelab.kernels.emit import address, exponential, kept
 from moelab.kernels.products import F32, KINDS, Matrices, multiply_into
-from moelab.kernels.threads import TEAM
+from moelab.kernels.threads import team
 from moelab.kernels.tiles import weight, write
 from moelab.kernels.vectors import FLOAT32, Kind
 
@@ -72,10 +72,10 @@ def feed_forward(
 ) -> Tensor:
     """Weighted experts down(silu(gate) · up), [T, H], in one call; up has gates first."""
     x, w, kind = x.contiguous(), _readable(w), KINDS[x.dtype]
-    out, team = torch.empty(len(x), down.R, dtype=x.dtype), (TEAM, torch.get_num_threads())
+    out = torch.empty(len(x), down.R, dtype=x.dtype)
     inputs, weights = (kind.tag, x.data_ptr(), *x.shape), (KINDS[w.dtype].tag, w.data_ptr())
     both = plans(up, down, kind), up.rows, down.rows
-    gated(*both, bounds, *inputs, tokens, rows, *weights, out.data_ptr(), team)
+    gated(*both, bounds, *inputs, tokens, rows, *weights, out.data_ptr(), team())
     return out
 
 

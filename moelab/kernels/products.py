@@ -25,7 +25,7 @@ from torch import Tensor
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, kept, pointer, take, together
 from moelab.kernels.instructions import INSTRUCTIONS, Pairs
-from moelab.kernels.threads import TEAM
+from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
     ROWS,
     add_rows,
@@ -99,8 +99,7 @@ def multiply(
     """
     x, y, kind = x.contiguous(), torch.empty(int(bounds[-1]), of.R), KINDS[x.dtype]
     inputs = kind.tag, x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
-    team = TEAM, torch.get_num_threads()
-    multiply_into(of.plan(kind), of.rows, bounds, *inputs, of.R, y.data_ptr(), team)
+    multiply_into(of.plan(kind), of.rows, bounds, *inputs, of.R, y.data_ptr(), team())
     return y.to(dtype)
 
 
@@ -109,17 +108,19 @@ def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> floa
     `SIZES`, or infinity."""
     last = 0
     for size in SIZES:
-        seconds: list[list[float]] = [[], []]
-        for _ in range(1 + REPEATS):  # the first ones compile, pack, fill caches
-            # In turn: what disturbs one disturbs the other.
-            for function, runs in zip((first, second), seconds):
-                start = time.perf_counter()
-                function(size)
-                runs.append(time.perf_counter() - start)
-        if min(seconds[0][1:]) > min(seconds[1][1:]):
+        # In turn: what disturbs one disturbs the other. The first ones compile, pack, fill caches.
+        runs = [(_seconds(first, size), _seconds(second, size)) for _ in range(1 + REPEATS)]
+        ours, theirs = map(min, zip(*runs[1:]))
+        if ours > theirs:
             return (last + size) // 2 if last else 1
         last = size
     return inf
+
+
+def _seconds(function: Callable[[int], Any], size: int) -> float:
+    start = time.perf_counter()
+    function(size)
+    return time.perf_counter() - start
 
 
 @kernel
@@ -197,9 +198,8 @@ def _rows(x_kind, kind, at):
                 x_kind, kind, job, matrices[m], address(inputs), group, group_end, begin, end
             )
         if matrices[m, 3] > 0:
-            _add_escapes(
-                kind, job, matrices[m], inputs[bounds[m] : bounds[m + 1]], bounds[m], begin, end
-            )
+            mine = inputs[bounds[m] : bounds[m + 1]]
+            _add_escapes(kind, kind, False, job, matrices[m], mine, bounds[m], begin, end)
 
 
 @kernel
@@ -247,29 +247,24 @@ def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
 
 
 @kernel
-def _escapes_of(kind, job, matrix):
-    """Where among a matrix's weights its escapes are."""
-    return carray(pointer(matrix[1] + span(kind, job.R * job.n) // 2), matrix[3], np.uint32)
+def _add_escapes(order, kind, transposed, job, matrix, inputs, first, begin, end):
+    """Add to the outputs begin…end of all tokens what the weights of escapes lack to their true
+    values: their codes are 0, which is the first of the table.
 
-
-@kernel
-def _missing(matrix, escapes, i):
-    """What an escape's weight lacks to its true value: its codes are 0, which is the first of the
-    table."""
-    true = weight(BF16, address(escapes) + 4 * len(escapes), i)
-    return true - weight(BF16, matrix[0] - 17, 0)
-
-
-@kernel
-def _add_escapes(kind, job, matrix, inputs, first, begin, end):
-    """Add to the rows begin…end of all tokens what escapes lack."""
-    escapes, n = _escapes_of(kind, job, matrix), job.n
-    for i in range(np.searchsorted(escapes, begin * n), np.searchsorted(escapes, end * n)):
-        r, c, missing = escapes[i] // n, escapes[i] % n, _missing(matrix, escapes, i)
-        for t in range(len(inputs)):
-            total = weight(F32, job.y, (first + t) * job.R + r)
-            total += missing * given(kind, inputs[t], c)
-            write(F32, job.y, (first + t) * job.R + r, total)
+    order : the kind for which inputs are in order."""
+    n, R, count, lowest, highest = job.n, job.R, matrix[3], 0, matrix[3]
+    escapes = carray(pointer(matrix[1] + span(kind, R * n) // 2), count, np.uint32)
+    values, instead = address(escapes) + 4 * count, weight(BF16, matrix[0] - 17, 0)
+    if not transposed:  # they are sorted
+        lowest, highest = np.searchsorted(escapes, begin * n), np.searchsorted(escapes, end * n)
+    for i in range(lowest, highest):
+        r, c = escapes[i] // n, escapes[i] % n
+        if transposed:
+            r, c = escapes[i] % R, escapes[i] // R
+        missing = weight(BF16, values, i) - instead
+        for t in range(len(inputs) if begin <= r < end else 0):
+            total = weight(F32, job.y, (first + t) * R + r)
+            write(F32, job.y, (first + t) * R + r, total + missing * given(order, inputs[t], c))
 
 
 @kernel
@@ -288,8 +283,10 @@ def _columns(kind, at):
             mine = inputs[token : min(token + len(sums), bounds[m + 1])]
             sums[:] = 0
             _sum_columns(kind, job, matrices[m], mine, begin, columns, sums)
-            _add_escapes_of_columns(kind, job, matrices[m], mine, begin, columns, sums)
             _store_columns(kind, job, matrices[m], token, len(mine), begin, columns, sums)
+            if matrices[m, 3] > 0:
+                end = begin + columns
+                _add_escapes(F32, kind, True, job, matrices[m], mine, token, begin, end)
 
 
 @kernel
@@ -307,15 +304,6 @@ def _sum_columns(kind, job, matrix, inputs, begin, columns, sums):
             value = weight(F32, inputs[t], i)
             for c in range(whole, columns):
                 sums[t, c] += value * weight(kind, w + span(kind, i * R), c)
-
-
-@kernel
-def _add_escapes_of_columns(kind, job, matrix, inputs, begin, columns, sums):
-    escapes = _escapes_of(kind, job, matrix)
-    for i in range(len(escapes)):
-        r, c = escapes[i] // job.R, escapes[i] % job.R - begin
-        for t in range(len(inputs) if 0 <= c < columns else 0):
-            sums[t, place(kind, c)] += _missing(matrix, escapes, i) * weight(F32, inputs[t], r)
 
 
 @kernel

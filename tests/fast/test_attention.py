@@ -212,7 +212,7 @@ def test_prompts_batches_masks_and_gradients_take_the_modules_way(name, tmp_path
 def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch, calls):
     """Beyond its memory, cropped, copied and continued both ways, and given away in between."""
     monkeypatch.setattr(fused, "GROWTH", 3)
-    monkeypatch.setattr("moelab.fast.fast_decode.KERNELS", {"attentions": DecodeAttention})
+    monkeypatch.setattr("moelab.fast.fast_decode.KERNELS", [DecodeAttention])
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
     tokens = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
 

@@ -81,7 +81,7 @@ def opened(monkeypatch):
         if device == "cpu":
             monkeypatch.setattr(graphs, "GPUS", ("cpu",))
             monkeypatch.setattr(gemv, "GPUS", ("cpu",))
-            monkeypatch.setattr(fast_decode, "KERNELS", {"graphs": graphs.GraphLayer})
+            monkeypatch.setattr(fast_decode, "KERNELS", [graphs.GraphLayer])
             for package, name, of in (
                 (kernels, "attention_triton", SimpleNamespace(attend=naive_attention)),
                 (experts, "gemv_triton", NAIVE),
