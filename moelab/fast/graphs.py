@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.fast.attention import CacheMemory, SingleToken, agree, linears_of, norms_of
-from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch, with_parts
+from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch
 from moelab.fast.modules import Router, epsilon
 from moelab.kernels.products import KINDS
 from moelab.models import compat
@@ -106,14 +106,12 @@ class GraphLayer(OneTokenLayer):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, SingleToken(module.self_attn))
-        attention, weight = self.attention, module.input_layernorm.weight
-        self.eps, H = [epsilon(getattr(module, PARTS[i])) for i in (0, 2)], len(weight)
-        self.shape = (attention.dtype, attention.kv_heads, attention.D), H, self.eps
-        sizes = H, attention.D, attention.D
-        self.inputs = [weight.new_zeros(1, 1, n) for n in sizes]  # x, cos and sin
+        attention, weight = self.attention, self.norms[0].weight
+        self.shape = H, D, heads, _ = len(weight), attention.D, attention.kv_heads, weight.dtype
+        self.inputs = [weight.new_zeros(1, 1, n) for n in (H, D, D)]  # x, cos and sin
         self.where, self.placed = torch.zeros(4, dtype=torch.int64, device=weight.device), []
         #: a cache of no generation, to be captured with
-        self._nowhere = weight.new_zeros(2, attention.kv_heads, 8, attention.D)
+        self._nowhere = weight.new_zeros(2, heads, 8, D)
         gate = getattr(module.mlp, "gate", None)
         self.router = GraphRouter(gate) if _is_router(gate) else None
         self.inner = [self.router] if self.router else []
@@ -130,7 +128,7 @@ class GraphLayer(OneTokenLayer):
             from moelab.fast import attention_triton  # noqa: F401
         except ImportError:  # no Triton: the layer's own forward does
             return None
-        twin = with_parts(module, mlp=nn.Identity())
+        twin = compat.with_children(module, {"mlp": nn.Identity()})
         try:
             # Tensors of inference mode cannot be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
@@ -163,18 +161,18 @@ class GraphLayer(OneTokenLayer):
         from moelab.fast import attention_triton
 
         attn, D = self.attention.module, self.attention.D
-        first, *_, second = self.modules
-        h = F.rms_norm(x, x.shape[-1:], first.weight, self.eps[0])
+        first, second = self.norms
+        h = _normed(first, x)
         *qkv, o = linears_of(attn)
         q, k, v = (F.linear(h, of.weight, of.bias) for of in qkv)
         if norms := norms_of(attn):
             q, k = map(_normed, norms, (q, k))
         heads = (each.view(-1, D) for each in (q, k, v))
-        y = attention_triton.attend(*heads, cos, sin, self.where, attn.scaling)
+        mixed = attention_triton.attend(*heads, cos, sin, self.where, attn.scaling)
         self.where[2:3].add_(1)
-        y = x + F.linear(y.view(1, 1, -1), o.weight, o.bias)
-        normed = F.rms_norm(y, y.shape[-1:], second.weight, self.eps[1])
-        return y, normed, self.router and self.router.own(normed.view(1, -1))
+        y = x + F.linear(mixed.view(1, 1, -1), o.weight, o.bias)
+        normed = _normed(second, y)
+        return y, normed.view_as(y), self.router and self.router.own(normed)
 
     def fill(self, x: Tensor, token: tuple) -> None:
         """Copy the graph's inputs."""

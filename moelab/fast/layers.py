@@ -58,7 +58,7 @@ class OneTokenLayer(FusedModule):
     shape: tuple
 
     def __init__(self, module: nn.Module, attention: SingleToken) -> None:
-        first, _, second = (getattr(module, name) for name in PARTS)
+        self.norms = first, second = module.input_layernorm, module.post_attention_layernorm
         self.modules = [first, *attention.module.modules(), second]
         copied = attention.parts.copied
         super().__init__(module, Unchanged(self.modules[:-1], [module], [second], copied))
@@ -101,12 +101,11 @@ class DecodeLayer(OneTokenLayer):
     def of(cls, module: nn.Module) -> DecodeLayer | None:
         """For this layer if its parts have kernels of ours and, with an identity for experts, a
         probe on a random token gives what its own forward gives."""
-        parts = [getattr(module, name, None) for name in PARTS]
-        parts = [forward(part) if isinstance(part, nn.Module) else None for part in parts]
-        known = [type(part) for part in parts] == [Norm, DecodeAttention, Norm]
-        if not known or not isinstance(module.mlp, nn.Module):
+        children = compat.children_of(module)
+        parts = [forward(children[name]) for name in PARTS if name in children]
+        if [type(part) for part in parts] != [Norm, DecodeAttention, Norm]:
             return None
-        twin = with_parts(module, mlp=nn.Identity())
+        twin = compat.with_children(module, {"mlp": nn.Identity()})
         same = agree(twin, cls(twin, parts), parts[1], parts[0].H)
         return cls(module, parts) if same else None
 
@@ -117,11 +116,6 @@ class DecodeLayer(OneTokenLayer):
         return y, normed
 
 
-def with_parts(module: nn.Module, **parts: Any) -> nn.Module:
-    """A module that shares all but some of its children with this one."""
-    return compat.with_children(module, parts)
-
-
 class Stretch:
     """Layers alike, one after the other, each with a router and experts; the first one calls it.
 
@@ -130,18 +124,17 @@ class Stretch:
     computed, their weights [L, K], and what was `Computed`."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
-        self.model, self.layers, self.all = model, layers, compat.children_of(model)["layers"]
+        self.model, self.layers, self.all = model, layers, model.layers
         #: of each thread: x after the last call, and how many layers it computed
         self.last = threading.local()
-        blocks = [compat.children_of(layer.module)["mlp"] for layer in layers]
-        self.experts = [compat.children_of(block)["experts"] for block in blocks]
-        gates = [compat.children_of(block)["gate"] for block in blocks]
-        self.routers = [forward(gate) for gate in gates]
+        blocks = [layer.module.mlp for layer in layers]
+        self.experts = [block.experts for block in blocks]
+        self.routers = [forward(block.gate) for block in blocks]
         silent = [self.all, *blocks]
-        for i, (layer, experts) in enumerate(zip(layers, self.experts)):
-            layer.stretch, layer.position = self, i
-            silent += [layer.module, *layer.modules, *experts.children()]
-        heard = [module for both in zip(gates, self.experts) for module in both]
+        for position, layer in enumerate(layers):
+            layer.stretch, layer.position = self, position
+            silent += [layer.module, *layer.modules, *layer.module.mlp.experts.children()]
+        heard = [module for block in blocks for module in (block.gate, block.experts)]
         self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
 
     def has_computed(self, position: int, x: Tensor) -> bool:
@@ -187,24 +180,20 @@ class DecodeStretch(Stretch):
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], up: Matrices, down: Matrices
     ) -> tuple[Tensor, Tensor, Computed]:
-        router, L, y, H = self.routers[0], len(self.layers), x.clone(), x.shape[-1]
-        K = router.module.top_k
+        router, y, H = self.routers[0], x.clone(), x.shape[-1]
+        L, K, E = len(self.layers), router.module.top_k, up.rows.shape[1]
         w, ids = torch.empty(L, K, dtype=router.dtype), np.full((L, K), -1)
-        times, memory = (
-            np.zeros((L, 2), np.int64),
-            np.empty((4, max(H, up.rows.shape[1])), np.float32),
-        )
+        times, memory = np.zeros((L, 2), np.int64), np.empty((4, max(H, E)), np.float32)
         plan = self.layers[0].shape, router.plan(), plans(up, down, KINDS[x.dtype])
-        matrices = self.weights, self.gates, (up.rows, down.rows)
         where = np.array([memory.where for memory in memories])
-        chosen = w.data_ptr(), ids, times
-        given = plan, *matrices, token, where, y.data_ptr(), chosen, CLOCK, memory
+        given = plan, self.weights, self.gates, (up.rows, down.rows), token, where, y.data_ptr()
+        made = (w.data_ptr(), ids, times), CLOCK, memory
         since = time.perf_counter() - time.clock_gettime_ns(CLOCK[1]) / 1e9
-        done = decode_layers(*given, 0)
+        done = decode_layers(*given, *made, 0)
         while done < L and ids[done, 0] < 0:  # the router's own code decides
             normed = torch.from_numpy(memory[1]).view(x.dtype)[:H]
             _, w[done], ids[done] = self.routers[done].own(normed[None])
-            done = decode_layers(*given, done)
+            done = decode_layers(*given, *made, done)
         return y, w, Computed(done, ids, since + times / 1e9)
 
 

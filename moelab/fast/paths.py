@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from moelab.fast.attention import DecodeAttention
-from moelab.fast.graphs import GraphLayer
 from moelab.fast.layers import OneTokenLayer
 from moelab.fast.modules import Linear, Norm, Router
 from moelab.kernels.instructions import INSTRUCTIONS
@@ -30,10 +29,10 @@ PATHS = {
 
 def machine_paths() -> dict[str, str]:
     """What this machine's kernels use."""
-    has_triton = find_spec("triton") is not None and torch.cuda.is_available()
     kinds: dict[str, list[str]] = {}
     for kind, instruction in INSTRUCTIONS.items():
         kinds.setdefault(type(instruction).__name__.lower(), []).append(type(kind).__name__.lower())
+    has_triton = find_spec("triton") is not None and torch.cuda.is_available()
     return {
         "vectors": f"{WIDTH} numbers of fp32",
         "products": "; ".join(f"in {by} of {', '.join(of)}" for by, of in kinds.items()),
@@ -52,12 +51,7 @@ def fast_paths(model: nn.Module) -> dict[str, tuple[int, int]]:
         found[what] = sum(isinstance(fused, kind) for fused in mine), len(mine)
     layers = [fused for _, fused in modules if isinstance(fused, OneTokenLayer)]
     in_one = sum(layer.stretch is not None for layer in layers)
-    graphs = sum(isinstance(layer, GraphLayer) for layer in layers)
-    found["layers in one call"], found["graphs"] = (
-        (in_one, found["layers"][1]),
-        (graphs, len(layers)),
-    )
-    return found
+    return found | {"layers in one call": (in_one, found["layers"][1])}
 
 
 def described(model: nn.Module) -> Iterator[tuple[str, str]]:

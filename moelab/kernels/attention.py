@@ -36,25 +36,20 @@ def attend(plan, weights, token, room, x, H, out):
         output); norms : widths of q's and of k's, and what they add to mean squares.
     weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms, 0 for none; a matrix
         for each head; the output's.
-    token : (addresses of cos and sin [D], scaling, team). room : int64 [4], where the cache is: keys,
+    token : (addresses of cos and sin [D], whose halves are alike, scaling, team). room : int64 [4], where the cache is: keys,
         values, S with the new token, numbers from one head to the next.
     """
     kind, D, kv_heads, norms, work, before, after = plan
     team, rows = token[3], weights[1:-1]
     heads = len(rows) - 2 * kv_heads
-    y, q, mixed = (
-        np.empty((len(rows), D), np.float32),
-        np.empty(heads * D, np.float32),
-        np.empty(heads * D, np.float32),
-    )
+    y, q = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32)
+    mixed = np.empty_like(q)
     multiply_one(before, rows, kind, x, H, D, address(y), team)
     if weights[0, 0] != 0:
-        q_width, k_width, eps = norms
-        at = address(y) + 4 * heads * D
-        rms_norm(
-            F32, address(y), kind, weights[0, 0], heads * D // q_width, q_width, eps, address(y)
-        )
-        rms_norm(F32, at, kind, weights[0, 1], kv_heads * D // k_width, k_width, eps, at)
+        (q_width, k_width, eps), q_at = norms, address(y)
+        k_at = q_at + 4 * heads * D
+        rms_norm(F32, q_at, kind, weights[0, 0], heads * D // q_width, q_width, eps, q_at)
+        rms_norm(F32, k_at, kind, weights[0, 1], kv_heads * D // k_width, k_width, eps, k_at)
     _turn(kind, token, room, y, heads, kv_heads, D, q)
     jobs = np.empty(1, HEADS)
     job = jobs[0]
@@ -79,9 +74,8 @@ def _turn(kind, token, room, y, heads, kv_heads, D, q):
     half, whole, turned = D // 2, D - D % STEP, np.empty(D, np.float32)
     for m in range(heads + kv_heads):
         for i in range(half):
-            a, b = y[m, i], y[m, i + half]
-            turned[i] = a * weight(kind, cos, i) - b * weight(kind, sin, i)
-            turned[i + half] = b * weight(kind, cos, i + half) + a * weight(kind, sin, i + half)
+            a, b, c, s = y[m, i], y[m, i + half], weight(kind, cos, i), weight(kind, sin, i)
+            turned[i], turned[i + half] = a * c - b * s, b * c + a * s
         if m < heads:
             for i in range(D):
                 turned[i] *= np.float32(scaling)
@@ -124,9 +118,9 @@ def _score(kind, q, keys, D, scores):
     S, whole, row, inputs = len(scores), D - D % STEP, span(kind, D), np.full(1, q)
     x, to = address(inputs), address(scores)
     for s in range(0, S - 3, 4):
-        dots(1, 4, F32, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+        dots(1, 4, F32, kind, x, keys + s * row, 0, 0, D, to + 4 * s, S, 16 * row)
     for s in range(S - S % 4, S):
-        dots(1, 1, F32, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+        dots(1, 1, F32, kind, x, keys + s * row, 0, 0, D, to + 4 * s, S, 16 * row)
     kept(inputs)
     for s in range(S if whole < D else 0):
         for i in range(whole, D):

@@ -215,17 +215,17 @@ def _rows_of_group(x_kind, kind, job, matrix, inputs, first, last, begin, end):
         ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else near
         token = first
         while token < last:
-            left = last - token if rows > 1 else 1  # few matrices have rows beyond whole tiles
-            tokens = TILE if left >= TILE else 2 if left >= 2 else 1
-            x, to = inputs + 8 * token, job.y + 4 * (token * R + r)
-            if rows == 1:
-                dots(1, 1, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
-            elif tokens == TILE:
-                dots(TILE, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
-            elif tokens == 2:
-                dots(2, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
+            x, to, tokens = inputs + 8 * token, job.y + 4 * (token * R + r), 1
+            if rows == 1:  # few matrices have rows beyond whole tiles
+                dots(1, 1, x_kind, kind, x, at, second, table, n, to, R, ahead)
+            elif last - token >= TILE:
+                tokens = TILE
+                dots(TILE, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
+            elif last - token >= 2:
+                tokens = 2
+                dots(2, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
             else:
-                dots(1, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
+                dots(1, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
             if whole < n or bias != 0:
                 _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
             token += tokens

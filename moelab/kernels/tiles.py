@@ -44,21 +44,19 @@ def dots(
     w,
     other,
     table,
-    stride,
     n,
     out,
     apart,
     ahead,
 ):
-    """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a
-    multiple of `step`.
+    """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, but for
+    those beyond the whole steps.
 
     x : where the addresses of the tokens' rows lie, as `spread` writes them, from `x_kind`. w,
-    other, table : addresses of the first row of weights, `stride` weights apart; the last two only
-    of packed kinds. What lies `ahead` bytes behind a weight is prefetched with it: asked for in
+    other, table : addresses of the first row of n weights; the last two only of packed kinds. What lies `ahead` bytes behind a weight is prefetched with it: asked for in
     bursts, memory and arithmetic would wait for each other."""
     inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], kind.table(table)
-    matrix = [_row(kind, w, other, stride * r) for r in range(rows)]
+    matrix = [_row(kind, w, other, n * r) for r in range(rows)]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
     # computes too much.
     in_turn = tokens <= 2 and kind.size >= BLOCK
@@ -66,7 +64,7 @@ def dots(
     chains = 4 if tokens * len(turns[0]) == 1 else 1
     sums = [[_Sum(x.builder, chains) for _ in range(rows)] for _ in range(tokens)]
     for turn in turns:
-        with n.steps(kind.step) as i:
+        with (n & -kind.step).steps(kind.step) as i:
             places = range(0, kind.step, WIDTH)
             values = [[(p + i * 4 + 4 * at).load(FLOATS) for at in places] for p in inputs]
             for r in turn:
