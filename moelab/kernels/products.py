@@ -278,43 +278,41 @@ def _columns(kind, at):
         if piece >= job.M * job.pieces:
             return
         m, begin = piece // job.pieces, piece % job.pieces * OUTPUTS
-        columns = min(OUTPUTS, job.R - begin)
+        end = min(begin + OUTPUTS, job.R)
+        whole = (end - begin) // step(kind) * step(kind)
         for token in range(bounds[m], bounds[m + 1], len(sums)):
             mine = inputs[token : min(token + len(sums), bounds[m + 1])]
             sums[:] = 0
-            _sum_columns(kind, job, matrices[m], mine, begin, columns, sums)
-            _store_columns(kind, job, matrices[m], token, len(mine), begin, columns, sums)
+            _sum_columns(kind, job, matrices[m], mine, begin, whole, sums)
+            _store_columns(kind, job, matrices[m], mine, token, begin, end, whole, sums)
             if matrices[m, 3] > 0:
-                end = begin + columns
                 _add_escapes(F32, kind, True, job, matrices[m], mine, token, begin, end)
 
 
 @kernel
-def _sum_columns(kind, job, matrix, inputs, begin, columns, sums):
-    """Add to sums [tokens, columns] all rows of weights, four at a time."""
-    n, R, whole, table = job.n, job.R, columns - columns % step(kind), matrix[0] - 16
+def _sum_columns(kind, job, matrix, inputs, begin, whole, sums):
+    """Add to sums [tokens, whole] all rows of weights."""
+    n, R, table = job.n, job.R, matrix[0] - 16
     w, other = matrix[0] + span(kind, begin), matrix[1] + span(kind, begin) // 2
     for i in range(0, n, ROWS):
         at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
         for t in range(len(inputs)):
             x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
             add_rows(kind, x, min(ROWS, n - i), at, second, table, R, whole, to)
-    for i in range(n if whole < columns else 0):
-        for t in range(len(inputs)):
-            value = weight(F32, inputs[t], i)
-            for c in range(whole, columns):
-                sums[t, c] += value * weight(kind, w + span(kind, i * R), c)
 
 
 @kernel
-def _store_columns(kind, job, matrix, token, tokens, begin, columns, sums):
-    whole, bias = columns - columns % step(kind), matrix[2]
-    for t in range(tokens):
-        for c in range(columns):
-            total = sums[t, place(kind, c) if c < whole else c]
+def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
+    """Write the sums of the `whole` first outputs, those of the others, and biases."""
+    w, bias, R = matrix[0], matrix[2], job.R
+    for t in range(len(inputs)):
+        for r in range(begin, end):
+            total = sums[t, place(kind, r - begin)] if r < begin + whole else np.float32(0)
+            for i in range(job.n if r >= begin + whole else 0):
+                total += weight(F32, inputs[t], i) * weight(kind, w + span(kind, i * R), r)
             if bias != 0:
-                total += weight(kind, bias, begin + c)
-            write(F32, job.y, (token + t) * job.R + begin + c, total)
+                total += weight(kind, bias, r)
+            write(F32, job.y, (token + t) * R + r, total)
 
 
 @cache

@@ -53,8 +53,9 @@ def dots(
     those beyond the whole steps.
 
     x : where the addresses of the tokens' rows lie, as `spread` writes them, from `x_kind`. w,
-    other, table : addresses of the first row of n weights; the last two only of packed kinds. What lies `ahead` bytes behind a weight is prefetched with it: asked for in
-    bursts, memory and arithmetic would wait for each other."""
+    other, table : addresses of the first row of n weights; the last two only of packed kinds. What
+    lies `ahead` bytes behind a weight is prefetched with it: asked for in bursts, memory and
+    arithmetic would wait for each other."""
     inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], kind.table(table)
     matrix = [_row(kind, w, other, n * r) for r in range(rows)]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
