@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moelab.fast.dense import Pack, fits, matrices_of
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
-from moelab.kernels.products import KINDS, Matrices, plan_of
+from moelab.kernels.products import KINDS, plan_of
 from moelab.kernels.threads import team
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
@@ -101,31 +101,25 @@ class SingleToken(FusedModule):
 class DecodeAttention(SingleToken):
     """The forward of one layer's attention; the module's own for everything but a single token.
 
-    pack : how its weights are packed, if they are; all of q, k and v or none.
+    pack : how its weights are packed, if they are; all or none.
     plan, weights : of `moelab.kernels.attention.attend`.
     """
 
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
         super().__init__(module, copied=pack is not None)
-        before = self._heads(pack)
-        if len({one.kind for one in before}) > 1:
-            before = self._heads(None)
-        kind = KINDS[self.dtype]
-        after = matrices_of(module.o_proj.weight, module.o_proj.bias, 1, pack)
-        self._alive = before, after
+        linears = linears_of(module)
+        matrices = [matrices_of(of.weight, of.bias, pack) for of in linears]
+        if len({one.kind for one in matrices}) > 1:
+            matrices = [matrices_of(of.weight, of.bias) for of in linears]
+        self._alive, kind, packed = matrices, KINDS[self.dtype], matrices[0].kind
         norms, width = norms_of(module), (self.D, self.D, 0.0)
         if norms:
             width = *(len(norm.weight) for norm in norms), epsilon(norms[0])
-        plans = plan_of(before[0].kind, x=kind), plan_of(after.kind)
-        self.plan = kind.tag, self.D, self.kv_heads, width, heads_work(kind), *plans
+        heads, plans = matrices[0].R // self.D, (plan_of(packed, x=kind), plan_of(packed))
+        self.plan = kind.tag, self.D, heads, self.kv_heads, width, heads_work(kind), *plans
         first = np.zeros((1, 4), np.int64)
         first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
-        self.weights = np.concatenate([first, *(one.rows for one in before), after.rows])
-
-    def _heads(self, pack: Pack | None) -> list[Matrices]:
-        """q, k and v, a matrix for each head."""
-        linears = linears_of(self.module)[:3]
-        return [matrices_of(of.weight, of.bias, of.out_features // self.D, pack) for of in linears]
+        self.weights = np.concatenate([first, *(one.rows for one in matrices)])
 
     @classmethod
     @torch.inference_mode()

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.fast.dense import Pack, fits, linear, matrices_of
-from moelab.fast.packing import Rounded
+from moelab.fast.packing import Copy
 from moelab.kernels.layers import route
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import KINDS, Matrices, crossover, plan_of
@@ -178,7 +178,8 @@ class Linear(FusedModule):
             return None
         if module.weight.numel() < LARGE and pack is None:
             return None
-        packed = matrices_of(module.weight, module.bias, pack=pack) if pack else None
+        found = matrices_of(module.weight, module.bias, pack)
+        packed = found if found.owner else None
         return cls(module, measured_rows(module, packed) if rows is None else rows, packed)
 
     def fused(self, x: Tensor) -> Tensor | None:
@@ -193,6 +194,6 @@ class Linear(FusedModule):
         return F.linear(x, rounded.tensor(), b) if rounded else None
 
 
-def _rounded(packed: Matrices | None) -> Rounded | None:
+def _rounded(packed: Matrices | None) -> Copy | None:
     """What was rounded of a weight; None for one that is the very same."""
-    return packed.owner if packed and isinstance(packed.owner, Rounded) else None
+    return packed.owner if packed and packed.owner.codec.few_bits else None

@@ -32,22 +32,21 @@ HEADS = np.dtype([(field, np.int64) for field in FIELDS])
 def attend(plan, weights, token, room, x, H, out):
     """Write attention's output [H] for x [H], which may be the same memory.
 
-    plan : (kind of x and the cache, D, kv heads, norms, address of `_heads`, plans of q, k, v and of the
-        output); norms : widths of q's and of k's, and what they add to mean squares.
-    weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms, 0 for none; a matrix
-        for each head; the output's.
-    token : (addresses of cos and sin [D], whose halves are alike, scaling, team). room : int64 [4], where the cache is: keys,
-        values, S with the new token, numbers from one head to the next.
+    plan : (kind of x and the cache, D, heads, key heads, norms, address of `_heads`, plans of q, k and
+        v, and of the output); norms : widths of q's and of k's, and what they add to mean squares.
+    weights : int64 [5, 4]: addresses of q's and k's norms, 0 for none; the matrices of q, k, v and of
+        the output.
+    token : (addresses of cos and sin [D], whose halves are alike, scaling, team). room : int64 [4],
+        where the cache is: keys, values, S with the new token, numbers from one head to the next.
     """
-    kind, D, kv_heads, norms, work, before, after = plan
-    team, rows = token[3], weights[1:-1]
-    heads = len(rows) - 2 * kv_heads
-    y, q = np.empty((len(rows), D), np.float32), np.empty(heads * D, np.float32)
-    mixed = np.empty_like(q)
-    multiply_one(before, rows, kind, x, H, D, address(y), team)
+    kind, D, heads, kv_heads, norms, work, before, after = plan
+    team, y = token[3], np.empty((heads + 2 * kv_heads, D), np.float32)
+    q, mixed = np.empty(heads * D, np.float32), np.empty(heads * D, np.float32)
+    q_at, k_at = address(y), address(y) + 4 * heads * D
+    multiply_one(before, weights[1:2], kind, x, H, heads * D, q_at, team)
+    multiply_one(before, weights[2:4], kind, x, H, kv_heads * D, k_at, team)
     if weights[0, 0] != 0:
-        (q_width, k_width, eps), q_at = norms, address(y)
-        k_at = q_at + 4 * heads * D
+        q_width, k_width, eps = norms
         rms_norm(F32, q_at, kind, weights[0, 0], heads * D // q_width, q_width, eps, q_at)
         rms_norm(F32, k_at, kind, weights[0, 1], kv_heads * D // k_width, k_width, eps, k_at)
     _turn(kind, token, room, y, heads, kv_heads, D, q)
