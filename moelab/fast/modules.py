@@ -40,7 +40,7 @@ def epsilon(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _weight_of(module: nn.Module, kind: str, dims: int) -> Tensor | None:
+def _weight_of(module: nn.Module, kind: str) -> Tensor | None:
     """The weight of a module of a class named so, whose forward takes one tensor and nothing else;
     None if there is none that kernels read."""
     weight = compat.parameters_of(module).get("weight")
@@ -48,7 +48,6 @@ def _weight_of(module: nn.Module, kind: str, dims: int) -> Tensor | None:
         not type(module).__name__.endswith(kind)
         or len(inspect.signature(type(module).forward).parameters) != 2
         or weight is None
-        or weight.ndim != dims
         or not fits(weight)
     ):
         return None
@@ -67,7 +66,7 @@ class Norm(FusedModule):
     def of(cls, module: nn.Module) -> Norm | None:
         """For this module if the kernel gives what it gives, on random rows of very different
         sizes."""
-        w = _weight_of(module, "RMSNorm", 1)
+        w = _weight_of(module, "RMSNorm")
         if w is None or epsilon(module) is None:
             return None
         x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0))
@@ -98,7 +97,7 @@ class Router(FusedModule):
     @torch.inference_mode()
     def of(cls, module: nn.Module) -> Router | None:
         """For this module if the kernel chooses as it does, on random tokens."""
-        w, K = _weight_of(module, "Router", 2), getattr(module, "top_k", None)
+        w, K = _weight_of(module, "Router"), getattr(module, "top_k", None)
         others = [*module.parameters(), *module.buffers()][1:]
         if w is None or not isinstance(K, int) or others:
             return None
@@ -138,24 +137,16 @@ def _same_choice(wanted: tuple, got: tuple) -> bool:
     return all(torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-6) for a, b in pairs)
 
 
-#: (dtype, kind that weights are rounded to or None) → `measured_rows`, once in a process
-_MEASURED: dict[tuple, float] = {}
-
-
 @torch.inference_mode()
 def measured_rows(module: nn.Linear, packed: Matrices | None) -> float:
     """Up to how many rows the kernel is faster than torch, which for its products has to make a
     weight that was rounded."""
     w, b, rounded = module.weight, module.bias, _rounded(packed)
-    key = w.dtype, packed.kind if rounded else None
-    if key not in _MEASURED:
-        x = torch.ones(128, w.shape[1], dtype=w.dtype)
-        found = crossover(
-            lambda n: linear(x[:n], w, b, packed if rounded else None),
-            lambda n: F.linear(x[:n], rounded.tensor() if rounded else w, b),
-        )
-        _MEASURED[key] = max(found, 1)
-    return _MEASURED[key]
+    return crossover(
+        ("linear", w.dtype, packed.kind if rounded else None, torch.get_num_threads()),
+        lambda n: linear(w.new_ones(n, w.shape[1]), w, b, packed if rounded else None),
+        lambda n: F.linear(w.new_ones(n, w.shape[1]), rounded.tensor() if rounded else w, b),
+    )
 
 
 class Linear(FusedModule):

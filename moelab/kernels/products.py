@@ -61,6 +61,7 @@ OUTPUTS = 512  # the most, and what it takes of the transposed layout, whose sum
 AHEAD = 4096  # bytes to ask for before they are needed; the hardware stops at the end of a page
 SIZES = (8, 32, 128)  # tokens of one expert, or rows of a layer, that `crossover` tries
 REPEATS = 3  # the best of so many counts: the others were disturbed
+_MEASURED: dict[tuple, float] = {}
 
 
 class Matrices(NamedTuple):
@@ -103,9 +104,15 @@ def multiply(
     return y.to(dtype)
 
 
-def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
+def crossover(what: tuple, first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
     """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the
-    `SIZES`, or infinity."""
+    `SIZES`, or infinity. Measured once in a process for each `what`."""
+    if what not in _MEASURED:
+        _MEASURED[what] = _measured_crossover(first, second)
+    return _MEASURED[what]
+
+
+def _measured_crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
     last = 0
     for size in SIZES:
         # In turn: what disturbs one disturbs the other. The first ones compile, pack, fill caches.
