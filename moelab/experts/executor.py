@@ -92,7 +92,8 @@ class Sorted(Executor):
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         order = dispatch(ids, experts.num_experts)
         self.count(len(order), len(order), len(order))
-        rows, w = x[order.tokens], weights[order.tokens, order.choices]
+        rows = x[order.tokens]
+        w = weights[order.tokens, order.choices]
         parts = [experts.weighted(rows[of], w[of], experts.weights(e)) for e, of in order.hit()]
         return scatter(x, weights, order.tokens, torch.cat(parts) if parts else x[:0], experts)
 

@@ -39,7 +39,8 @@ class Fast(GEMV):
 
         def run(way: type[Sorted], size: int) -> Tensor:
             rows = x[torch.arange(size) % len(x)]
-            alone, ones = torch.full((size, 1), expert), x.new_ones(size, 1)
+            alone = torch.full((size, 1), expert)
+            ones = x.new_ones(size, 1)
             return way.run(self, rows, alone, ones, experts)
 
         found = locate(experts, np.array([expert]), x.dtype)

@@ -59,7 +59,8 @@ class GEMV(Sorted):
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A token's experts in a few launches; None where the kernels are not for them."""
-        kernels, chosen = _triton(), ids[0].cpu().numpy()
+        kernels = _triton()
+        chosen = ids[0].cpu().numpy()
         if kernels is None or x.dtype != torch.bfloat16 or not _fusable(experts):
             return None
         if (chosen >= experts.num_experts).any():
@@ -122,7 +123,8 @@ def _in_one(
     """Matrices of up and of down of all layers, rows [L, E, 4], which are 0 where an expert is
     elsewhere; None if they are not alike, or a layer has none yet."""
     E = experts[0].num_experts
-    tables, alike = np.zeros((2, len(experts), E, 4), np.int64), set()
+    tables = np.zeros((2, len(experts), E, 4), np.int64)
+    alike = set()
     for layer, of in enumerate(experts):
         chosen = np.array(range(E) if resident is None else resident[layer], np.int64)
         if not len(chosen) or (found := locate(of, chosen, dtype, device)) is None:

@@ -19,8 +19,12 @@ from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.store.bf12_triton import high_bytes, quarters
 from moelab.store.bits_triton import tl, triton
 
-ROWS, COLUMNS, ESCAPES = 4, 512, 256  # of a matrix, that a program takes at a time
-BFLOAT16, BF12 = KINDS[torch.bfloat16], PACKED["bf12"]
+#: of a matrix, that a program takes at a time
+ROWS = 4
+COLUMNS = 512
+ESCAPES = 256
+BFLOAT16 = KINDS[torch.bfloat16]
+BF12 = PACKED["bf12"]
 
 
 @triton.jit
@@ -48,7 +52,8 @@ def _multiply_kernel(
 ):
     """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k. A byte of codes has those of weights
     32 apart."""
-    k, r = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     table += 4 * tl.load(ids + k)
     address = tl.load(table)
     row = r[:, None].to(tl.int64) * C
@@ -83,9 +88,12 @@ def _escapes_kernel(
 ):
     """What an escape's weight is more than that of code 0 and low byte 0, which was multiplied in
     its place."""
-    k, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
+    k = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
     table += 4 * tl.load(ids + k)
-    low, codes, count = tl.load(table), tl.load(table + 1), tl.load(table + 3)
+    low = tl.load(table)
+    codes = tl.load(table + 1)
+    count = tl.load(table + 3)
     indices = (codes + (codes - low) // 2).to(tl.pointer_type(tl.uint32))
     values = (indices + count).to(tl.pointer_type(tl.bfloat16))
     at = tl.load(indices + i, mask=i < count, other=0).to(tl.int64)
@@ -125,7 +133,9 @@ def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Ten
 
 
 def _multiply(of: Bank, x: Tensor, ids: Tensor, C: int, gated: bool) -> Tensor:
-    K, given, sizes = len(ids), (x, ids, of.table), (of.R, C)
+    K = len(ids)
+    given = (x, ids, of.table)
+    sizes = (of.R, C)
     y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
     grid = triton.cdiv(of.R, ROWS), K
     _multiply_kernel[grid](*given, y, *sizes, of.packed, gated, ROWS, COLUMNS, num_warps=4)

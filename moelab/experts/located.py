@@ -69,7 +69,8 @@ def _outputs(experts: Any, shape: Sequence[int]) -> int:
 def _of_source(
     experts: Any, found: dict[str, tuple], dtype: torch.dtype
 ) -> tuple[Matrices, Matrices] | None:
-    both, turned = [], set()
+    both = []
+    turned = set()
     for name in names(experts):
         codec, rows = found[name]
         if experts.has_bias:

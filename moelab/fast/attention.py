@@ -47,8 +47,11 @@ class SingleToken(FusedModule):
     def __init__(self, module: nn.Module, copied: bool = False) -> None:
         super().__init__(module, Unchanged([*module.modules()][1:], [module], copied=copied))
         weight = module.k_proj.weight
-        self.D, self.dtype, self.device = module.head_dim, weight.dtype, weight.device
-        self.kv_heads, self.config = len(weight) // self.D, module.config
+        self.D = module.head_dim
+        self.dtype = weight.dtype
+        self.device = weight.device
+        self.kv_heads = len(weight) // self.D
+        self.config = module.config
         #: of caches' layers
         self.memories: weakref.WeakKeyDictionary[Any, CacheMemory] = weakref.WeakKeyDictionary()
 
@@ -62,7 +65,8 @@ class SingleToken(FusedModule):
         **_: Any,
     ) -> tuple | None:
         """x, its (cos, sin) and the cache; None if this is no single token without a mask."""
-        x, cache = hidden_states, past_key_values
+        x = hidden_states
+        cache = past_key_values
         if args or attention_mask is not None or cache is None or position_embeddings is None:
             return None
         cos, sin = position_embeddings
@@ -111,11 +115,15 @@ class DecodeAttention(SingleToken):
         matrices = [matrices_of(of.weight, of.bias, pack) for of in linears]
         if len({one.kind for one in matrices}) > 1:
             matrices = [matrices_of(of.weight, of.bias) for of in linears]
-        self._alive, kind, packed = matrices, KINDS[self.dtype], matrices[0].kind
-        norms, width = norms_of(module), (self.D, self.D, 0.0)
+        self._alive = matrices
+        kind = KINDS[self.dtype]
+        packed = matrices[0].kind
+        norms = norms_of(module)
+        width = (self.D, self.D, 0.0)
         if norms:
             width = *(len(norm.weight) for norm in norms), epsilon(norms[0])
-        heads, plans = matrices[0].R // self.D, (plan_of(packed, x=kind), plan_of(packed))
+        heads = matrices[0].R // self.D
+        plans = (plan_of(packed, x=kind), plan_of(packed))
         self.plan = kind.tag, self.D, heads, self.kv_heads, width, heads_work(kind), *plans
         first = np.zeros((1, 4), np.int64)
         first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
@@ -165,7 +173,8 @@ class CacheMemory:
     """
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.given = weakref.ref(layer), (layer.keys, layer.values)
+        self.layer = weakref.ref(layer)
+        self.given = (layer.keys, layer.values)
         S = layer.keys.shape[2]
         self.size = S + GROWTH
         self.memory = [t.new_empty(*t.shape[:2], self.size, t.shape[3]) for t in self.given]
@@ -181,7 +190,8 @@ class CacheMemory:
 
     def grow(self) -> None:
         """Let the layer have one token more of what is in memory."""
-        layer, S = self.layer(), int(self.where[2])
+        layer = self.layer()
+        S = int(self.where[2])
         if layer.is_sliding:
             layer.cumulative_length += 1
         layer.keys, layer.values = self.given = tuple(t.narrow(2, 0, S) for t in self.memory)
@@ -211,7 +221,8 @@ def agree(theirs: Any, ours: Any, attention: SingleToken, H: int) -> bool:
     token and angle."""
     from transformers import DynamicCache
 
-    rng, dtype = torch.Generator().manual_seed(0), attention.dtype
+    rng = torch.Generator().manual_seed(0)
+    dtype = attention.dtype
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(1, *shape, generator=rng).to(attention.device, dtype)

@@ -34,7 +34,8 @@ def linear(
 
     matrices : `matrices_of` the same weight and bias.
     """
-    matrices, rows = matrices or matrices_of(weight, bias), x.reshape(-1, weight.shape[1])
+    matrices = matrices or matrices_of(weight, bias)
+    rows = x.reshape(-1, weight.shape[1])
     y = multiply(matrices, np.array([0, len(rows)]), rows, None, x.dtype)
     return y.view(*x.shape[:-1], len(weight))
 

@@ -48,7 +48,9 @@ class FastDecode(Patches):
         self, model: nn.Module, rows: float | None = None, dense: str | None = None
     ) -> None:
         super().__init__()
-        self.model, self.rows, self.dense = model, rows, dense
+        self.model = model
+        self.rows = rows
+        self.dense = dense
         self.fused: list[FusedModule] = []
         try:
             for weight in model.parameters():

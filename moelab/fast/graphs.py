@@ -39,7 +39,8 @@ class Graph:
     `in_turn`."""
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
-        self.function, self.graph = function, None
+        self.function = function
+        self.graph = None
         if device.type == "cuda":
             with LOCK:
                 self._capture(device)
@@ -53,7 +54,8 @@ class Graph:
     def _capture(self, device: torch.device) -> None:
         in_turn(device)
         stream, others = _capturing(device)
-        graph, was = torch.cuda.CUDAGraph(), gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        was = gc.isenabled()
         with torch.cuda.device(device):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -106,10 +108,12 @@ class GraphLayer(OneTokenLayer):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, SingleToken(module.self_attn))
-        attention, weight = self.attention, self.norms[0].weight
+        attention = self.attention
+        weight = self.norms[0].weight
         self.shape = H, D, heads, _ = len(weight), attention.D, attention.kv_heads, weight.dtype
         self.inputs = [weight.new_zeros(1, 1, n) for n in (H, D, D)]  # x, cos and sin
-        self.where, self.placed = torch.zeros(4, dtype=torch.int64, device=weight.device), []
+        self.where = torch.zeros(4, dtype=torch.int64, device=weight.device)
+        self.placed = []
         #: a cache of no generation, to be captured with
         self._nowhere = weight.new_zeros(2, heads, 8, D)
         gate = getattr(module.mlp, "gate", None)
@@ -160,7 +164,8 @@ class GraphLayer(OneTokenLayer):
         """x + attention(norm(x)), the norm of that, and what the router makes of it."""
         from moelab.fast import attention_triton
 
-        attn, D = self.attention.module, self.attention.D
+        attn = self.attention.module
+        D = self.attention.D
         first, second = self.norms
         h = _normed(first, x)
         *qkv, o = linears_of(attn)
@@ -184,7 +189,8 @@ class GraphLayer(OneTokenLayer):
             self.fill(x, token)
             self.place(memory)
             y, normed, routed = self.graph()
-            y, normed = y.clone(), normed.clone()
+            y = y.clone()
+            normed = normed.clone()
             if self.router:
                 self.router.made = normed, [made.clone() for made in routed]
             return y, normed
@@ -202,7 +208,8 @@ def _fits(module: nn.Module) -> bool:
     linears = linears_of(attn)
     if not linears or linears[0].weight.device.type not in GPUS:
         return False
-    dtype, norms = linears[0].weight.dtype, [*norms_of(attn)]
+    dtype = linears[0].weight.dtype
+    norms = [*norms_of(attn)]
     norms += [getattr(module, name) for name in (PARTS[0], PARTS[2])]
     known = all(
         type(norm).__name__.endswith("RMSNorm") and norm.weight.dtype == dtype for norm in norms
@@ -246,7 +253,8 @@ class GraphStretch(Stretch):
 
     def __init__(self, model: nn.Module, layers: list[GraphLayer]) -> None:
         super().__init__(model, layers)
-        self.of, self.graph = (None, None), None
+        self.of = (None, None)
+        self.graph = None
 
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], up: list, down: list

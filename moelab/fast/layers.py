@@ -62,7 +62,9 @@ class OneTokenLayer(FusedModule):
         self.modules = [first, *attention.module.modules(), second]
         copied = attention.parts.copied
         super().__init__(module, Unchanged(self.modules[:-1], [module], [second], copied))
-        self.attention, self.stretch, self.position = attention, None, 0
+        self.attention = attention
+        self.stretch = None
+        self.position = 0
 
     def fused(self, *args: Any, **kwargs: Any) -> Tensor | None:
         stretch = self.stretch
@@ -110,7 +112,8 @@ class DecodeLayer(OneTokenLayer):
         return cls(module, parts) if same else None
 
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
-        y, normed = torch.empty_like(x), torch.empty_like(x)
+        y = torch.empty_like(x)
+        normed = torch.empty_like(x)
         out = y.data_ptr(), normed.data_ptr()
         to_experts(self.shape, self.weights, token, memory.where, x.data_ptr(), *out)
         return y, normed
@@ -124,7 +127,9 @@ class Stretch:
     computed, their weights [L, K], and what was `Computed`."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
-        self.model, self.layers, self.all = model, layers, model.layers
+        self.model = model
+        self.layers = layers
+        self.all = model.layers
         #: of each thread: x after the last call, and how many layers it computed
         self.last = threading.local()
         blocks = [layer.module.mlp for layer in layers]
@@ -132,7 +137,8 @@ class Stretch:
         self.routers = [forward(block.gate) for block in blocks]
         silent = [self.all, *blocks]
         for position, layer in enumerate(layers):
-            layer.stretch, layer.position = self, position
+            layer.stretch = self
+            layer.position = position
             silent += [layer.module, *layer.modules, *layer.module.mlp.experts.children()]
         heard = [module for block in blocks for module in (block.gate, block.experts)]
         self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
@@ -165,7 +171,8 @@ class Stretch:
         for i, hear in heard:  # two modules of each layer
             if i // 2 < found.layers:
                 hear(ids[i // 2 :][:1], w[i // 2 :][:1])
-        self.last.x, self.last.layers = y, found.layers
+        self.last.x = y
+        self.last.layers = found.layers
         return y
 
 
@@ -180,10 +187,16 @@ class DecodeStretch(Stretch):
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], up: Matrices, down: Matrices
     ) -> tuple[Tensor, Tensor, Computed]:
-        router, y, H = self.routers[0], x.clone(), x.shape[-1]
-        L, K, E = len(self.layers), router.module.top_k, up.rows.shape[1]
-        w, ids = torch.empty(L, K, dtype=router.dtype), np.full((L, K), -1)
-        times, memory = np.zeros((L, 2), np.int64), np.empty((4, max(H, E)), np.float32)
+        router = self.routers[0]
+        y = x.clone()
+        H = x.shape[-1]
+        L = len(self.layers)
+        K = router.module.top_k
+        E = up.rows.shape[1]
+        w = torch.empty(L, K, dtype=router.dtype)
+        ids = np.full((L, K), -1)
+        times = np.zeros((L, 2), np.int64)
+        memory = np.empty((4, max(H, E)), np.float32)
         plan = self.layers[0].shape, router.plan(), plans(up, down, KINDS[x.dtype])
         where = np.array([memory.where for memory in memories])
         given = plan, self.weights, self.gates, (up.rows, down.rows), token, where, y.data_ptr()
@@ -214,7 +227,8 @@ def _alike(layer: Any, block_class: str) -> tuple | None:
     """What layers of a stretch have in common; None for one that can be in none."""
     if not isinstance(layer, OneTokenLayer):
         return None
-    block, attention = layer.module.mlp, layer.attention.module
+    block = layer.module.mlp
+    attention = layer.attention.module
     if type(block).__name__ != block_class or forward(block) or forward(block.experts):
         return None
     if not isinstance(router := forward(block.gate), Router):

@@ -59,7 +59,9 @@ class Norm(FusedModule):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, Unchanged(called=[module]))
-        self.eps, self.dtype, self.H = epsilon(module), module.weight.dtype, len(module.weight)
+        self.eps = epsilon(module)
+        self.dtype = module.weight.dtype
+        self.H = len(module.weight)
 
     @classmethod
     @torch.inference_mode()
@@ -70,16 +72,21 @@ class Norm(FusedModule):
         if w is None or epsilon(module) is None:
             return None
         x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0))
-        x, ours = (x * torch.tensor([[1e-3], [1.0], [30.0]])).to(w.dtype), cls(module)
-        wanted, got = module(x), ours(x)
+        x = (x * torch.tensor([[1e-3], [1.0], [30.0]])).to(w.dtype)
+        ours = cls(module)
+        wanted = module(x)
+        got = ours(x)
         close = torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=1e-6)
         return ours if got.dtype == wanted.dtype and close else None
 
     def fused(self, x: Tensor) -> Tensor | None:
-        n, fitting = x.numel(), x.dtype == self.dtype and x.is_cpu and x.is_contiguous()
+        n = x.numel()
+        fitting = x.dtype == self.dtype and x.is_cpu and x.is_contiguous()
         if n > LARGEST_NORM or not fitting or not self.free():
             return None
-        out, w, kind = torch.empty_like(x), self.module.weight, KINDS[self.dtype].tag
+        out = torch.empty_like(x)
+        w = self.module.weight
+        kind = KINDS[self.dtype].tag
         rows = n // self.H
         rms_norm(kind, x.data_ptr(), kind, w.data_ptr(), rows, self.H, self.eps, out.data_ptr())
         return out
@@ -91,13 +98,15 @@ class Router(FusedModule):
 
     def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
         super().__init__(module, Unchanged(called=[module]))
-        self.normalised, self.dtype = normalised, dtype
+        self.normalised = normalised
+        self.dtype = dtype
 
     @classmethod
     @torch.inference_mode()
     def of(cls, module: nn.Module) -> Router | None:
         """For this module if the kernel chooses as it does, on random tokens."""
-        w, K = _weight_of(module, "Router"), getattr(module, "top_k", None)
+        w = _weight_of(module, "Router")
+        K = getattr(module, "top_k", None)
         others = [*module.parameters(), *module.buffers()][1:]
         if w is None or not isinstance(K, int) or others:
             return None
@@ -119,13 +128,17 @@ class Router(FusedModule):
         return kind.tag, KINDS[self.dtype].tag, plan_of(kind, x=kind), self.normalised
 
     def fused(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        x, w = hidden_states, self.parts.weights[0]
+        x = hidden_states
+        w = self.parts.weights[0]
         E, H = w.shape
         if x.numel() != H or x.dtype != w.dtype or not x.is_cpu or not self.free():
             return None
-        x, K = x.contiguous(), self.module.top_k
-        logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
-        ids, out = torch.empty(1, K, dtype=torch.int64), (logits.data_ptr(), scores.data_ptr())
+        x = x.contiguous()
+        K = self.module.top_k
+        logits = x.new_empty(1, E)
+        scores = torch.empty(1, K, dtype=self.dtype)
+        ids = torch.empty(1, K, dtype=torch.int64)
+        out = (logits.data_ptr(), scores.data_ptr())
         if route(self.plan(), x.data_ptr(), w.data_ptr(), E, H, *out, ids.numpy(), team()):
             return logits, scores, ids
         return None
@@ -141,7 +154,9 @@ def _same_choice(wanted: tuple, got: tuple) -> bool:
 def measured_rows(module: nn.Linear, packed: Matrices | None) -> float:
     """Up to how many rows the kernel is faster than torch, which for its products has to make a
     weight that was rounded."""
-    w, b, rounded = module.weight, module.bias, _rounded(packed)
+    w = module.weight
+    b = module.bias
+    rounded = _rounded(packed)
     return crossover(
         ("linear", w.dtype, packed.kind if rounded else None, torch.get_num_threads()),
         lambda n: linear(w.new_ones(n, w.shape[1]), w, b, packed if rounded else None),
@@ -158,7 +173,8 @@ class Linear(FusedModule):
 
     def __init__(self, module: nn.Linear, rows: float, packed: Matrices | None = None) -> None:
         super().__init__(module, Unchanged(called=[module], copied=True) if packed else Unchanged())
-        self.rows, self.packed = rows, packed
+        self.rows = rows
+        self.packed = packed
 
     @classmethod
     def of(
@@ -174,7 +190,8 @@ class Linear(FusedModule):
         return cls(module, measured_rows(module, packed) if rows is None else rows, packed)
 
     def fused(self, x: Tensor) -> Tensor | None:
-        w, b = self.module.weight, self.module.bias  # they may be replaced or moved
+        w = self.module.weight  # it may be replaced or moved
+        b = self.module.bias
         trained = torch.is_grad_enabled() and w.requires_grad
         unchanged = self.packed and not trained and self.parts.listeners() is not None
         packed = self.packed if unchanged else None

@@ -19,7 +19,8 @@ from moelab.store.reader import aligned_buffer
 
 #: what linear layers can be multiplied in; the last three round
 DENSE = "bf12", "int8", "int4", "mxfp4"
-HUGE, COLLAPSE = 1 << 21, 25  # bytes of a page; Linux's MADV_COLLAPSE
+HUGE = 1 << 21  # bytes of a page
+COLLAPSE = 25  # Linux's MADV_COLLAPSE
 
 
 def packer(name: str) -> Pack:
@@ -72,5 +73,6 @@ def on_huge_pages(address: int, nbytes: int) -> None:
     a page the hardware stops reading ahead and looks the next one up. What is far smaller than such
     a page stays."""
     if sys.platform == "linux" and nbytes >= HUGE // 4:
-        begin, end = address // HUGE * HUGE, -(-(address + nbytes) // HUGE) * HUGE
+        begin = address // HUGE * HUGE
+        end = -(-(address + nbytes) // HUGE) * HUGE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), COLLAPSE)

@@ -40,9 +40,12 @@ def attend(plan, weights, token, room, x, H, out):
         where the cache is: keys, values, S with the new token, numbers from one head to the next.
     """
     kind, D, heads, kv_heads, norms, work, before, after = plan
-    team, y = token[3], np.empty((heads + 2 * kv_heads, D), np.float32)
-    q, mixed = np.empty(heads * D, np.float32), np.empty(heads * D, np.float32)
-    q_at, k_at = address(y), address(y) + 4 * heads * D
+    team = token[3]
+    y = np.empty((heads + 2 * kv_heads, D), np.float32)
+    q = np.empty(heads * D, np.float32)
+    mixed = np.empty(heads * D, np.float32)
+    q_at = address(y)
+    k_at = address(y) + 4 * heads * D
     multiply_one(before, weights[1:2], kind, x, H, heads * D, q_at, team)
     multiply_one(before, weights[2:4], kind, x, H, kv_heads * D, k_at, team)
     if weights[0, 0] != 0:
@@ -52,9 +55,16 @@ def attend(plan, weights, token, room, x, H, out):
     _turn(kind, token, room, y, heads, kv_heads, D, q)
     jobs = np.empty(1, HEADS)
     job = jobs[0]
-    job.taken, job.kv_heads, job.group, job.S, job.D = 0, kv_heads, heads // kv_heads, room[2], D
-    job.stride, job.q, job.mixed = span(kind, room[3]), address(q), address(mixed)
-    job.keys, job.values = room[0], room[1]
+    job.taken = 0
+    job.kv_heads = kv_heads
+    job.group = heads // kv_heads
+    job.S = room[2]
+    job.D = D
+    job.stride = span(kind, room[3])
+    job.q = address(q)
+    job.mixed = address(mixed)
+    job.keys = room[0]
+    job.values = room[1]
     together(team[0], work, team[1], address(jobs))
     kept(jobs)
     kept(q)
@@ -69,12 +79,21 @@ def attend(plan, weights, token, room, x, H, out):
 def _turn(kind, token, room, y, heads, kv_heads, D, q):
     """Rotate the heads of y; q's are scaled and put in the order of `place`, k and v in the cache."""
     cos, sin, scaling, _ = token
-    keys, values, S, stride = room[0], room[1], room[2], room[3]
-    half, whole, turned = D // 2, D - D % STEP, np.empty(D, np.float32)
+    keys = room[0]
+    values = room[1]
+    S = room[2]
+    stride = room[3]
+    half = D // 2
+    whole = D - D % STEP
+    turned = np.empty(D, np.float32)
     for m in range(heads + kv_heads):
         for i in range(half):
-            a, b, c, s = y[m, i], y[m, i + half], weight(kind, cos, i), weight(kind, sin, i)
-            turned[i], turned[i + half] = a * c - b * s, b * c + a * s
+            a = y[m, i]
+            b = y[m, i + half]
+            c = weight(kind, cos, i)
+            s = weight(kind, sin, i)
+            turned[i] = a * c - b * s
+            turned[i + half] = b * c + a * s
         if m < heads:
             for i in range(D):
                 turned[i] *= np.float32(scaling)
@@ -92,15 +111,18 @@ def _turn(kind, token, room, y, heads, kv_heads, D, q):
 def _heads(kind, at):
     """One key head after the other, with the query heads that share it, until none is left."""
     job = carray(pointer(at), 1, HEADS)[0]
-    D, whole = job.D, job.D - job.D % STEP
-    scores, sums = np.empty(job.S, np.float32), np.empty(D, np.float32)
+    D = job.D
+    whole = job.D - job.D % STEP
+    scores = np.empty(job.S, np.float32)
+    sums = np.empty(D, np.float32)
     while True:
         h = take(at)
         if h >= job.kv_heads:
             return
         for head in range(h * job.group, (h + 1) * job.group):
             _score(kind, job.q + 4 * head * D, job.keys + h * job.stride, D, scores)
-            largest, total = scores.max(), np.float32(0)
+            largest = scores.max()
+            total = np.float32(0)
             for s in range(len(scores)):
                 scores[s] = exponential(scores[s] - largest)
             for s in range(len(scores)):
@@ -114,8 +136,12 @@ def _heads(kind, at):
 @kernel
 def _score(kind, q, keys, D, scores):
     """Scores [S] of the keys [S, D] for a query head."""
-    S, whole, row, inputs = len(scores), D - D % STEP, span(kind, D), np.full(1, q)
-    x, to = address(inputs), address(scores)
+    S = len(scores)
+    whole = D - D % STEP
+    row = span(kind, D)
+    inputs = np.full(1, q)
+    x = address(inputs)
+    to = address(scores)
     for s in range(0, S - 3, 4):
         dots(1, 4, F32, kind, x, keys + s * row, 0, 0, D, to + 4 * s, S, 16 * row)
     for s in range(S - S % 4, S):
@@ -129,11 +155,15 @@ def _score(kind, q, keys, D, scores):
 @kernel
 def _mix(kind, scores, values, sums):
     """sums [D], in the order of `place`: the values [S, D] times their scores."""
-    S, D = len(scores), len(sums)
-    whole, row, to = D - D % STEP, span(kind, D), address(sums)
+    S = len(scores)
+    D = len(sums)
+    whole = D - D % STEP
+    row = span(kind, D)
+    to = address(sums)
     sums[:] = 0
     for s in range(0, S, ROWS):
-        x, rows = address(scores) + 4 * s, min(ROWS, S - s)
+        x = address(scores) + 4 * s
+        rows = min(ROWS, S - s)
         add_rows(kind, x, rows, values + s * row, 0, 0, D, whole, to)
     for i in range(whole, D):
         for s in range(S):

@@ -45,7 +45,8 @@ from moelab.kernels.vectors import BF12, BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 #: how weights are packed, see `moelab.store.bf12` and `fewbit` → kinds
 PACKED = {"bf12": BF12, "int8": INT8, "int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
-F32, BF16 = FLOAT32.tag, BFLOAT16.tag  # as kernels have them
+F32 = FLOAT32.tag
+BF16 = BFLOAT16.tag  # as kernels have them
 
 #: what threads share of one call of `multiply_into`: how many pieces are taken, of `pieces` for each of
 #: M matrices [R, n], each of so many `outputs`; and addresses: of matrices int64 [M, 4], of bounds
@@ -151,17 +152,25 @@ def multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, y, team):
     M, N, (run, threads) = len(matrices), bounds[-1], team
     while 2 * outputs <= min(OUTPUTS, M * R // (SHARES * threads)):
         outputs *= 2
-    wide, inputs, jobs = np.empty(T * n + 16, np.float32), np.empty(N, np.int64), np.empty(1, JOB)
+    wide = np.empty(T * n + 16, np.float32)
+    inputs = np.empty(N, np.int64)
+    jobs = np.empty(1, JOB)
     begin = (address(wide) + 63) // 64 * 64  # no vector lies across two cache lines
     for t in range(T):
         widen(kind, order, x + span(kind, t * n), n, begin + 4 * n * t)
     for j in range(N):
         inputs[j] = begin + 4 * n * (tokens[j] if len(tokens) > 0 else j)
     job = jobs[0]
-    job.taken, job.M, job.n, job.R, job.outputs = 0, M, n, R, outputs
+    job.taken = 0
+    job.M = M
+    job.n = n
+    job.R = R
+    job.outputs = outputs
     job.pieces = (R + outputs - 1) // outputs
-    job.matrices, job.bounds = address(matrices), address(bounds)
-    job.inputs, job.y = address(inputs), y
+    job.matrices = address(matrices)
+    job.bounds = address(bounds)
+    job.inputs = address(inputs)
+    job.y = y
     together(run, work, min(threads, M * job.pieces), address(jobs))
     kept(wide)
     kept(inputs)
@@ -197,7 +206,8 @@ def _rows(x_kind, kind, at):
         piece = take(at)
         if piece >= job.M * job.pieces:
             return
-        m, begin = piece // job.pieces, piece % job.pieces * job.outputs
+        m = piece // job.pieces
+        begin = piece % job.pieces * job.outputs
         end = min(begin + job.outputs, job.R)
         for group in range(bounds[m], bounds[m + 1], GROUP):
             group_end = min(group + GROUP, bounds[m + 1])
@@ -213,16 +223,22 @@ def _rows(x_kind, kind, at):
 def _rows_of_group(x_kind, kind, job, matrix, inputs, first, last, begin, end):
     """Rows begin…end of a matrix times the tokens first…last, by tiles."""
     n, R, (w, other, bias) = job.n, job.R, (matrix[0], matrix[1], matrix[2])
-    whole, table, r = n - n % step(kind), w - 16, begin
+    whole = n - n % step(kind)
+    table = w - 16
+    r = begin
     near = AHEAD if span(kind, 2) < 4 else AHEAD // 2  # plain kinds the hardware follows, too
     several = last - first > 2 or span(kind, 2) == 1  # or rows in turn
     while r < end:
         rows = TILE if r + TILE <= end else 1
-        at, second, tile = w + span(kind, r * n), other + beside(kind, r, n), span(kind, rows * n)
+        at = w + span(kind, r * n)
+        second = other + beside(kind, r, n)
+        tile = span(kind, rows * n)
         ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else near
         token = first
         while token < last:
-            x, to, tokens = inputs + 8 * token, job.y + 4 * (token * R + r), 1
+            x = inputs + 8 * token
+            to = job.y + 4 * (token * R + r)
+            tokens = 1
             if rows == 1:  # few matrices have rows beyond whole tiles
                 dots(1, 1, x_kind, kind, x, at, second, table, n, to, R, ahead)
             elif last - token >= TILE:
@@ -259,15 +275,23 @@ def _add_escapes(order, kind, transposed, job, matrix, inputs, first, begin, end
     values: their codes are 0, which is the first of the table.
 
     order : the kind for which inputs are in order."""
-    n, R, count, lowest, highest = job.n, job.R, matrix[3], 0, matrix[3]
+    n = job.n
+    R = job.R
+    count = matrix[3]
+    lowest = 0
+    highest = matrix[3]
     escapes = carray(pointer(matrix[1] + span(kind, R * n) // 2), count, np.uint32)
-    values, instead = address(escapes) + 4 * count, weight(BF16, matrix[0] - 17, 0)
+    values = address(escapes) + 4 * count
+    instead = weight(BF16, matrix[0] - 17, 0)
     if not transposed:  # they are sorted
-        lowest, highest = np.searchsorted(escapes, begin * n), np.searchsorted(escapes, end * n)
+        lowest = np.searchsorted(escapes, begin * n)
+        highest = np.searchsorted(escapes, end * n)
     for i in range(lowest, highest):
-        r, c = escapes[i] // n, escapes[i] % n
+        r = escapes[i] // n
+        c = escapes[i] % n
         if transposed:
-            r, c = escapes[i] % R, escapes[i] // R
+            r = escapes[i] % R
+            c = escapes[i] // R
         missing = weight(BF16, values, i) - instead
         for t in range(len(inputs) if begin <= r < end else 0):
             total = weight(F32, job.y, (first + t) * R + r)
@@ -279,12 +303,14 @@ def _columns(kind, at):
     """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights
     are read."""
     jobs, matrices, bounds, inputs = _job_at(at)
-    job, sums = jobs[0], np.empty((8, OUTPUTS), np.float32)
+    job = jobs[0]
+    sums = np.empty((8, OUTPUTS), np.float32)
     while True:
         piece = take(at)
         if piece >= job.M * job.pieces:
             return
-        m, begin = piece // job.pieces, piece % job.pieces * OUTPUTS
+        m = piece // job.pieces
+        begin = piece % job.pieces * OUTPUTS
         end = min(begin + OUTPUTS, job.R)
         whole = (end - begin) // step(kind) * step(kind)
         for token in range(bounds[m], bounds[m + 1], len(sums)):
@@ -299,19 +325,26 @@ def _columns(kind, at):
 @kernel
 def _sum_columns(kind, job, matrix, inputs, begin, whole, sums):
     """Add to sums [tokens, whole] all rows of weights."""
-    n, R, table = job.n, job.R, matrix[0] - 16
-    w, other = matrix[0] + span(kind, begin), matrix[1] + span(kind, begin) // 2
+    n = job.n
+    R = job.R
+    table = matrix[0] - 16
+    w = matrix[0] + span(kind, begin)
+    other = matrix[1] + span(kind, begin) // 2
     for i in range(0, n, ROWS):
-        at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
+        at = w + span(kind, i * R)
+        second = other + span(kind, i * R) // 2
         for t in range(len(inputs)):
-            x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
+            x = inputs[t] + 4 * i
+            to = address(sums) + 4 * OUTPUTS * t
             add_rows(kind, x, min(ROWS, n - i), at, second, table, R, whole, to)
 
 
 @kernel
 def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
     """Write the sums of the `whole` first outputs, those of the others, and biases."""
-    w, bias, R = matrix[0], matrix[2], job.R
+    w = matrix[0]
+    bias = matrix[2]
+    R = job.R
     for t in range(len(inputs)):
         for r in range(begin, end):
             total = sums[t, place(kind, r - begin)] if r < begin + whole else np.float32(0)
@@ -326,7 +359,8 @@ def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
 def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> tuple:
     """Of `multiply_into`, for weights of a kind and inputs x."""
     in_pairs = x is BFLOAT16 and isinstance(INSTRUCTIONS[kind], Pairs)
-    tag, x_tag = kind.tag, x.tag if in_pairs else F32
+    tag = kind.tag
+    x_tag = x.tag if in_pairs else F32
 
     def rows(at):
         _rows(x_tag, tag, at)

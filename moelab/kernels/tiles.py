@@ -56,7 +56,8 @@ def dots(
     other, table : addresses of the first row of n weights; the last two only of packed kinds. What
     lies `ahead` bytes behind a weight is prefetched with it: asked for in bursts, memory and
     arithmetic would wait for each other."""
-    inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], kind.table(table)
+    inputs = [(x + 8 * t).load(I64) for t in range(tokens)]
+    table = kind.table(table)
     matrix = [_row(kind, w, other, n * r) for r in range(rows)]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
     # computes too much.
@@ -69,7 +70,8 @@ def dots(
             places = range(0, kind.step, WIDTH)
             values = [[(p + i * 4 + 4 * at).load(FLOATS) for at in places] for p in inputs]
             for r in turn:
-                here, beside = matrix[r][0] + kind.span(i), matrix[r][1] + kind.beside(i)
+                here = matrix[r][0] + kind.span(i)
+                beside = matrix[r][1] + kind.beside(i)
                 _fetch_ahead(kind, here, beside, ahead)
                 weights = INSTRUCTIONS[kind].weights(x_kind, (here, beside, table))
                 _add_products(kind, [of[r] for of in sums], values, weights)
@@ -87,7 +89,8 @@ class _Sum:
     """A vector of sums in a register, or in several, as one would wait for itself."""
 
     def __init__(self, builder: ir.IRBuilder, chains: int) -> None:
-        self.builder, zeros = builder, fill(FLOATS, 0.0)
+        self.builder = builder
+        zeros = fill(FLOATS, 0.0)
         self.chains = [cgutils.alloca_once_value(builder, zeros) for _ in range(chains)]
 
     def add(self, number: int, x: Value, weights: Value) -> None:
@@ -122,7 +125,8 @@ def _store_sums(to: Value, found: list[Value]) -> None:
         to.store(_four_sums(*found))
         return
     for r, vector in enumerate(found):
-        name, zero = f"vector.reduce.fadd.v{WIDTH}f32", vector.of(0.0, F32)
+        name = f"vector.reduce.fadd.v{WIDTH}f32"
+        zero = vector.of(0.0, F32)
         (to + 4 * r).store(zero.call(name, vector, fastmath=("reassoc",)))
 
 
@@ -133,7 +137,9 @@ def add_rows(kind: Kind, x, rows, w, other, table, stride, n, sums):
 
     x : where the inputs lie, fp32 [rows]. Sums come in the order of `place`.
     """
-    table, inputs, matrix = kind.table(table), [], []
+    table = kind.table(table)
+    inputs = []
+    matrix = []
     for r in range(ROWS):  # one that there is not is the first, times 0
         there = rows.is_(">", r)
         row = there.made("select", rows.of(r), rows.of(0))
@@ -154,13 +160,15 @@ def add_rows(kind: Kind, x, rows, w, other, table, stride, n, sums):
 def spread(kind: Kind, order: Kind, x, n, out):
     """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights
     of `order`, as these are multiplied."""
-    size, wanted = order.step, INSTRUCTIONS[order].order
+    size = order.step
+    wanted = INSTRUCTIONS[order].order
     begins = range(0, size, STEP)
     given = [begin + number for begin in begins for number in kind.order]
     with n.steps(size) as i:
         parts = [part for at in begins for part in kind.vectors(x + kind.span(i + at), x, None)]
         if wanted != given:
-            where, whole = [given.index(number) for number in wanted], joined(parts)
+            where = [given.index(number) for number in wanted]
+            whole = joined(parts)
             parts = [whole.shuffled(where[at : at + WIDTH]) for at in range(0, size, WIDTH)]
         for at, vector in enumerate(INSTRUCTIONS[order].prepared(parts)):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
@@ -189,7 +197,8 @@ def _place(kind: Kind, i: Value) -> Value:
         return i
     places = [fill(I64, order.index(number)) for number in range(kind.step)]
     values = ir.ArrayType(I64, kind.step)(places)
-    b, inside = i.builder, i & kind.step - 1
+    b = i.builder
+    inside = i & kind.step - 1
     known = cgutils.global_constant(b, f"moelab_place_{type(kind).__name__}", values)
     return i - inside + Value(b, b.load(b.gep(known, [fill(I32, 0), inside.llvm])))
 
