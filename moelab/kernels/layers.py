@@ -94,8 +94,6 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
     H = shape[1]
     team = token[3]
     (L, K), E = ids.shape, ups.shape[1]
-    up = np.empty((K, 4), np.int64)
-    down = np.empty((K, 4), np.int64)
     bounds = np.arange(K + 1)
     tokens = np.zeros(K, np.int64)
     rows = np.arange(K).reshape(1, K)
@@ -111,11 +109,10 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
             if not route(routing, normed, routers[i], E, H, logits, at, mine, team):
                 ids[i, 0] = -1
                 return i
-        for k in range(K):
-            for j in range(4):
-                up[k, j], down[k, j] = ups[i, ids[i, k], j], downs[i, ids[i, k], j]
-            if up[k, 0] == 0:
-                return i
+        up = ups[i][ids[i]]
+        down = downs[i][ids[i]]
+        if not np.all(up[:, 0]):
+            return i
         times[i, 0] = now(*clock)
         gated(plans, up, down, bounds, kind, normed, 1, H, tokens, rows, score_kind, at, out, team)
         times[i, 1] = now(*clock)

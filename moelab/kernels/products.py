@@ -45,8 +45,9 @@ from moelab.kernels.vectors import BF12, BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 #: how weights are packed, see `moelab.store.bf12` and `fewbit` → kinds
 PACKED = {"bf12": BF12, "int8": INT8, "int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
+#: as kernels have them
 F32 = FLOAT32.tag
-BF16 = BFLOAT16.tag  # as kernels have them
+BF16 = BFLOAT16.tag
 
 #: what threads share of one call of `multiply_into`: how many pieces are taken, of `pieces` for each of
 #: M matrices [R, n], each of so many `outputs`; and addresses: of matrices int64 [M, 4], of bounds

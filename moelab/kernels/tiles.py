@@ -24,7 +24,6 @@ from moelab.kernels.vectors import (
     FLOAT16,
     FLOAT32,
     FLOATS,
-    FP8,
     STEP,
     WIDTH,
     Kind,
@@ -58,7 +57,8 @@ def dots(
     arithmetic would wait for each other."""
     inputs = [(x + 8 * t).load(I64) for t in range(tokens)]
     table = kind.table(table)
-    matrix = [_row(kind, w, other, n * r) for r in range(rows)]
+    before = [(kind.span(n * r), kind.beside_rows(n.of(r), n)) for r in range(rows)]
+    matrix = [(w + first, other + second) for first, second in before]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
     # computes too much.
     in_turn = tokens <= 2 and kind.size >= BLOCK
@@ -77,12 +77,6 @@ def dots(
                 _add_products(kind, [of[r] for of in sums], values, weights)
     for t in range(tokens):
         _store_sums(out + apart * t * 4, [one.total() for one in sums[t]])
-
-
-def _row(kind: Kind, w: Value, other: Value, skip: Value) -> tuple[Value, Value]:
-    """Both addresses of a row of a tile, which is `skip` weights behind the first."""
-    # Scales of fp8 are those of 128 rows, which a tile lies within.
-    return w + kind.span(skip), other if kind is FP8 else other + kind.beside(skip)
 
 
 class _Sum:
@@ -237,7 +231,7 @@ def span(kind: Kind, count):
 @emitted(types.int64)
 def beside(kind: Kind, row, n):
     """Bytes before a row of n weights at their other address."""
-    return (row >> 7) * (n + 127 >> 7) * 4 if kind is FP8 else kind.beside(row * n)
+    return kind.beside_rows(row, n)
 
 
 def _fetch(address: Value) -> None:

@@ -85,8 +85,12 @@ class Kind:
         return _portion(count, self.size)
 
     def beside(self, count: Value) -> Value:
-        """Bytes at the other address of so many weights of a row, or of whole blocks of rows."""
+        """Bytes at the other address of so many weights of a row."""
         return _portion(count, self.other)
+
+    def beside_rows(self, rows: Value, n: Value) -> Value:
+        """Bytes at the other address of so many rows of n weights."""
+        return self.beside(rows * n)
 
     def table(self, address: Value) -> Value | None:
         """What all weights of a matrix are looked up in, from its address."""
@@ -292,6 +296,9 @@ class Fp8(FewBits):
 
     def beside(self, count):
         return count >> 7 << 2
+
+    def beside_rows(self, rows, n):
+        return (rows >> 7) * (n + 127 >> 7) * 4
 
     def codes(self, weights, other):
         found = [(weights + at).load(ir.VectorType(I8, STEP)) for at in range(0, BLOCK, STEP)]
