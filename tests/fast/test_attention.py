@@ -15,7 +15,7 @@ from tests.models import tiny
 
 pytest.importorskip("numba")
 from moelab.fast import attention as fused
-from moelab.fast.attention import ATTENTIONS, DecodeAttention
+from moelab.fast.attention import DecodeAttention
 from moelab.fast.fast_decode import FastDecode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -152,39 +152,21 @@ def test_what_is_no_such_attention_is_left_alone():
     assert DecodeAttention.of(module) is None
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The calls of the kernel."""
-    found, run = [], fused.attend
-    monkeypatch.setattr(fused, "attend", lambda *args: found.append(args) or run(*args))
-    return found
+def test_masks_are_heard(tmp_path):
+    model = open_model(tiny.save("qwen2_moe", tmp_path / "model", torch.float32))
+    ids, mask = torch.arange(3, 9)[None], torch.tensor([[0, 1, 1, 1, 1, 1]])
+
+    @torch.inference_mode()
+    def step():
+        cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+        return model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+
+    wanted = step()
+    with FastDecode(model):
+        torch.testing.assert_close(step(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "phimoe"])
-def test_prompts_batches_masks_and_gradients_take_the_modules_way(name, tmp_path, calls):
-    model = open_model(tiny.save(name, tmp_path / "model", torch.float32))
-    attention = next(m for m in model.modules() if type(m).__name__ in ATTENTIONS)
-    attention.forward = ours = DecodeAttention.of(attention)
-    ours.parts.seal()
-    calls.clear()
-    ids = torch.randint(3, 90, (2, 5))
-    with torch.inference_mode():
-        out = model(ids, use_cache=True)  # a batch of prompts
-        model(ids[:, :1], past_key_values=out.past_key_values)  # one token each
-        mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
-        out = model(ids[:1], attention_mask=mask[:, :5], use_cache=True)
-        model(ids[:1, :1], attention_mask=mask, past_key_values=out.past_key_values)
-    model(ids[:1, :1])
-    assert not calls
-    with torch.inference_mode():
-        out = model(ids[:1], use_cache=True)
-        model(ids[:1, :1], past_key_values=out.past_key_values)
-        attention.o_proj.weight = nn.Parameter(attention.o_proj.weight.detach() * 2)
-        model(ids[:1, :1], past_key_values=out.past_key_values)  # a weight is another one
-    assert len(calls) == 1
-
-
-def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch, calls):
+def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch):
     """Beyond its memory, cropped, copied and continued both ways, and given away in between."""
     monkeypatch.setattr(fused, "GROWTH", 3)
     monkeypatch.setattr("moelab.fast.fast_decode.KERNELS", [DecodeAttention])
@@ -209,7 +191,5 @@ def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch, call
 
     wanted = walk()
     with FastDecode(model):
-        calls.clear()
         for got, plain in zip(walk(), wanted, strict=True):
             torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 31 * model.config.num_hidden_layers
