@@ -53,20 +53,12 @@ def attend(plan, weights, token, room, x, H, out):
         rms_norm(F32, q_at, kind, weights[0, 0], heads * D // q_width, q_width, eps, q_at)
         rms_norm(F32, k_at, kind, weights[0, 1], kv_heads * D // k_width, k_width, eps, k_at)
     _turn(kind, token, room, y, heads, kv_heads, D, q)
-    jobs = np.empty(1, HEADS)
-    job = jobs[0]
-    job.taken = 0
-    job.kv_heads = kv_heads
-    job.group = heads // kv_heads
-    job.S = room[2]
-    job.D = D
-    job.stride = span(kind, room[3])
-    job.q = address(q)
-    job.mixed = address(mixed)
-    job.keys = room[0]
-    job.values = room[1]
-    together(team[0], work, team[1], address(jobs))
-    kept(jobs)
+    stride = span(kind, room[3])
+    group = heads // kv_heads
+    where = address(q), room[0], room[1], address(mixed)
+    job = np.array((0, kv_heads, group, room[2], D, stride) + where)
+    together(team[0], work, team[1], address(job))
+    kept(job)
     kept(q)
     total = np.empty(H, np.float32)
     multiply_one(after, weights[-1:], F32, address(mixed), heads * D, H, address(total), team)

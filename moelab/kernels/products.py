@@ -155,27 +155,18 @@ def multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, y, team):
         outputs *= 2
     wide = np.empty(T * n + 16, np.float32)
     inputs = np.empty(N, np.int64)
-    jobs = np.empty(1, JOB)
     begin = (address(wide) + 63) // 64 * 64  # no vector lies across two cache lines
     for t in range(T):
         widen(kind, order, x + span(kind, t * n), n, begin + 4 * n * t)
     for j in range(N):
         inputs[j] = begin + 4 * n * (tokens[j] if len(tokens) > 0 else j)
-    job = jobs[0]
-    job.taken = 0
-    job.M = M
-    job.n = n
-    job.R = R
-    job.outputs = outputs
-    job.pieces = (R + outputs - 1) // outputs
-    job.matrices = address(matrices)
-    job.bounds = address(bounds)
-    job.inputs = address(inputs)
-    job.y = y
-    together(run, work, min(threads, M * job.pieces), address(jobs))
+    pieces = (R + outputs - 1) // outputs
+    where = address(matrices), address(bounds), address(inputs), y
+    job = np.array((0, M, n, R, pieces, outputs) + where)  # in the order of `FIELDS`
+    together(run, work, min(threads, M * pieces), address(job))
     kept(wide)
     kept(inputs)
-    kept(jobs)
+    kept(job)
 
 
 @kernel
