@@ -222,24 +222,21 @@ def agree(theirs: Any, ours: Any, attention: SingleToken, H: int) -> bool:
     from transformers import DynamicCache
 
     rng = torch.Generator().manual_seed(0)
-    dtype = attention.dtype
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=rng).to(attention.device, dtype)
+        random = torch.randn(1, *shape, generator=rng)
+        return random.to(attention.device, attention.dtype)
 
-    angle = torch.rand(1, 1, attention.D // 2, generator=rng).repeat(1, 1, 2) * 6
-    x, *past = drawn(1, H), *(drawn(attention.kv_heads, 3, attention.D) for _ in range(2))
+    x = drawn(1, H)
+    past = [drawn(attention.kv_heads, 3, attention.D) for _ in range(2)]
+    angle = 3 * drawn(1, attention.D // 2).repeat(1, 1, 2)
+    given = {"position_embeddings": (angle.cos(), angle.sin()), "attention_mask": None}
     found = []
     for forward in (theirs, ours):
         cache = DynamicCache()
         cache.update(*past, attention.module.layer_idx)
-        y = forward(
-            x,
-            position_embeddings=(angle.cos().to(x), angle.sin().to(x)),
-            attention_mask=None,
-            past_key_values=cache,
-        )
+        y = forward(x, **given, past_key_values=cache)
         found.append((y[0] if isinstance(y, tuple) else y).float())
     wanted, got = found
-    largest = TOLERANCE[dtype] * wanted.abs().max()
-    return got.shape == wanted.shape and bool((got - wanted).abs().max() <= largest)
+    within = float(TOLERANCE[attention.dtype] * wanted.abs().max())
+    return got.shape == wanted.shape and torch.allclose(got, wanted, rtol=0, atol=within)
