@@ -68,17 +68,15 @@ def _outputs(experts: Any, shape: Sequence[int]) -> int:
 
 def _of_source(
     experts: Any, found: dict[str, tuple], dtype: torch.dtype
-) -> tuple[Matrices, Matrices] | None:
+) -> tuple[Matrices, Matrices]:
     both = []
-    turned = set()
     for name in names(experts):
         codec, rows = found[name]
         if experts.has_bias:
             rows[:, 2] = found[name + "_bias"][1][:, 0]
-        in_rows = codec.endswith(".T")  # of few bits, which lie in rows in either layout
-        turned.add(in_rows)
-        transposed = experts.is_transposed and not in_rows
+        # Few bits lie in rows in either layout.
+        transposed = experts.is_transposed and not codec.endswith(".T")
         kind = PACKED.get(codec.removesuffix(".T"), KINDS[dtype])
         R = _outputs(experts, experts.shapes[name])
         both.append(Matrices(kind, rows, R, transposed, found))
-    return tuple(both) if len(turned) == 1 else None
+    return tuple(both)
