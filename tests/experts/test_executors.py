@@ -87,7 +87,7 @@ def test_exact_is_eager_bit_for_bit(layout, dtype):
 
 
 @every_executor
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(given=cases())
 def test_equals_the_exact_result_and_executes_every_choice(name, given):
     executor, experts = make("executor", name), given[-1]

@@ -60,7 +60,7 @@ def stored(kind, shape, random):
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_products_of_any_size(kind, T, counts, blocks, rows, dtype, transposed, biased, seed):
     random, packed = torch.Generator().manual_seed(seed), isinstance(kind, str)
     transposed, dtype = transposed and kind not in FEW, dtype if packed else kind
