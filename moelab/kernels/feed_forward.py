@@ -77,7 +77,9 @@ def feed_forward(
     w: Tensor,
 ) -> Tensor:
     """Weighted experts down(silu(gate) · up), [T, H], in one call; up has gates first."""
-    x, w, kind = x.contiguous(), _readable(w), KINDS[x.dtype]
+    x = x.contiguous()
+    w = _readable(w)
+    kind = KINDS[x.dtype]
     out = torch.empty(len(x), down.R, dtype=x.dtype)
     inputs = (kind.tag, x.data_ptr(), *x.shape)
     weights = (KINDS[w.dtype].tag, w.data_ptr())

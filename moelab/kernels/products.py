@@ -100,7 +100,9 @@ def multiply(
     x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the
         other.
     """
-    x, y, kind = x.contiguous(), torch.empty(int(bounds[-1]), of.R), KINDS[x.dtype]
+    x = x.contiguous()
+    y = torch.empty(int(bounds[-1]), of.R)
+    kind = KINDS[x.dtype]
     inputs = kind.tag, x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
     multiply_into(of.plan(kind), of.rows, bounds, *inputs, of.R, y.data_ptr(), team())
     return y.to(dtype)
