@@ -280,12 +280,12 @@ def _add_escapes(order, kind, transposed, job, matrix, inputs, first, begin, end
     if not transposed:  # they are sorted
         lowest = np.searchsorted(escapes, begin * n)
         highest = np.searchsorted(escapes, end * n)
+    width = R if transposed else n
     for i in range(lowest, highest):
-        r = escapes[i] // n
-        c = escapes[i] % n
-        if transposed:
-            r = escapes[i] % R
-            c = escapes[i] // R
+        row = escapes[i] // width
+        column = escapes[i] % width
+        r = column if transposed else row
+        c = row if transposed else column
         missing = weight(BF16, values, i) - instead
         for t in range(len(inputs) if begin <= r < end else 0):
             total = weight(F32, job.y, (first + t) * R + r)
