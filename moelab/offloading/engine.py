@@ -248,7 +248,7 @@ class Engine:
 
     @contextmanager
     def token(self, modules: list[SeamExperts], dtype: torch.dtype) -> Iterator[tuple]:
-        """Layers of a token in one call (`moelab.experts.executor.Executor.token`), as far as their
+        """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`), as far as their
         experts are resident for good."""
         with self._one:
             self._require_sound()
