@@ -6,22 +6,14 @@ pio = pytest.importorskip("plotly.io")
 
 from tests.viz import (
     test_ane_figures,
-    test_engine_figures,
-    test_figures,
+    test_charts,
     test_ndp_figures,
-    test_speculation_figures,
-    test_static_figures,
-    test_store_figures,
 )
 
 MODULES = (
     test_ane_figures,
-    test_engine_figures,
-    test_figures,
+    test_charts,
     test_ndp_figures,
-    test_speculation_figures,
-    test_static_figures,
-    test_store_figures,
 )
 EVERY = [(module.MADE, name) for module in MODULES for name in module.MADE]
 

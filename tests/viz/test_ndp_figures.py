@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("plotly.io")
 
 from moelab.specs import Event
-from moelab.viz.engine_figures import gantt
+from moelab.viz.charts import gantt
 from moelab.viz.story import ndp_figures as figures
 from tests.viz.lazily import Lazily
 

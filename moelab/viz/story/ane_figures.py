@@ -14,7 +14,7 @@ from moelab.ane.systems import SYSTEMS, TABLE_2
 from moelab.cards import load_device
 from moelab.claims import FITTED, FOLLOWS, NOT_REPRODUCED, REPRODUCED, Row
 from moelab.viz import theme
-from moelab.viz.figures import (
+from moelab.viz.charts import (
     DASHED,
     GREY,
     ROUND,

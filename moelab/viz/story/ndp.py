@@ -24,8 +24,7 @@ from moelab.ndp.readings import Readings, readings
 from moelab.ndp.simulation import timeline
 from moelab.ndp.sweep import MODELS, SHORT, Assumptions, Spread, Sweep, modules_needed, over_seeds
 from moelab.ndp.systems import PAPER, SYSTEMS
-from moelab.viz.engine_figures import gantt
-from moelab.viz.figures import bars, lines
+from moelab.viz.charts import bars, gantt, lines
 from moelab.viz.notebook import interact, say, show
 from moelab.viz.story import ndp_figures as figures
 from moelab.viz.story import ndp_tables as tables

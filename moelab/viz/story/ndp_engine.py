@@ -14,7 +14,7 @@ from moelab.bench import ndp as bench
 from moelab.ndp.routing import recorded_routing, simulated_routing
 from moelab.ndp.sweep import MODELS, Sweep
 from moelab.recording import record
-from moelab.viz.figures import bars, lines
+from moelab.viz.charts import bars, lines
 from moelab.viz.story import ndp_tables as tables
 from moelab.viz.story.ndp import CHOSEN, OURS, STEPS
 from moelab.viz.story.ndp_tables import times

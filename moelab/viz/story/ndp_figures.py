@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from moelab.ndp.fit import CLAIMS
 from moelab.ndp.sweep import SHORT, Spread, Sweep
 from moelab.viz import theme
-from moelab.viz.figures import (
+from moelab.viz.charts import (
     add_points,
     bars,
     finish,

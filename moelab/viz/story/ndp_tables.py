@@ -16,7 +16,7 @@ from moelab.ndp.sweep import MODELS, SHORT, UNITS, Assumptions, Spread, modules_
 from moelab.records import Rows
 from moelab.specs import MoESpec
 from moelab.table import ms
-from moelab.viz.figures import Values
+from moelab.viz.charts import Values
 
 
 def times(ratio: float) -> str:
