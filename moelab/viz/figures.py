@@ -6,6 +6,8 @@ Sizes come in bytes and are drawn in GB of 10⁹ bytes, or in MB."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -66,18 +68,7 @@ def budget_curve(
         row_heights=[0.55, 0.45],
     )
     halves = (upper, 1, 1e3, "ms"), (lower, 2, 100, "%")
-
-    def add(name: str, points: Sequence[Sequence[float]], half: tuple, **look: object) -> None:
-        at, place, factor, what = half
-        figure.add_scatter(
-            x=[point[0] / scale for point in points],
-            y=[factor * point[place] for point in points],
-            name=name,
-            hovertemplate=hover("%{x:.2f} " + unit + ": %{y:.1f} " + what, name),
-            **look,
-            **at,
-        )
-
+    add = partial(_add_half, figure, scale, unit)
     optimum = {"mode": "lines", "line": {"color": theme.BLACK, "width": 3, "dash": "solid"}}
     looks = [(name, of, line_look(i)) for i, (name, of) in enumerate(curves.items())]
     for name, points, look in [*looks, ("Belady, whole experts", ceiling, optimum)]:
@@ -103,6 +94,28 @@ def budget_curve(
     figure.update_yaxes(title="TPOT (ms)", **upper)
     figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
     return finish(figure, legend="policies: simulated", height=560)
+
+
+def _add_half(
+    figure: Figure,
+    scale: float,
+    unit: str,
+    name: str,
+    points: Sequence[Sequence[float]],
+    half: tuple[Mapping[str, int], int, float, str],
+    **look: Any,
+) -> None:
+    """A series in one panel of the budget curve: (where it is, which number of a point, its factor,
+    its unit)."""
+    at, place, factor, what = half
+    figure.add_scatter(
+        x=[point[0] / scale for point in points],
+        y=[factor * point[place] for point in points],
+        name=name,
+        hovertemplate=hover("%{x:.2f} " + unit + ": %{y:.1f} " + what, name),
+        **look,
+        **at,
+    )
 
 
 def _add_marks(figure: Figure, marks: Values, scale: float) -> None:
