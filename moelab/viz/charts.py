@@ -729,7 +729,7 @@ def gantt(
     """Timelines, one below the other: a row a resource, a look a kind of work; a dashed line marks
     a run's end.
 
-    runs : {title: events}. numbers : on the bars, "experts" or "layers".
+    runs : {title: events}. numbers : on the bars, "experts", "layers" or, without any, "".
     """
     rows = [sorted({e.resource for e in events}, key=_row) for events in runs.values()]
     spans = [(min(e.start for e in events), max(e.end for e in events)) for events in runs.values()]
@@ -760,7 +760,7 @@ def gantt(
     figure.update_annotations(x=0, xanchor="left")
     finish(
         figure,
-        legend=f"{kind}<br>numbers: {numbers}",
+        legend=f"{kind}<br>numbers: {numbers}" if numbers else kind,
         barmode="overlay",
         height=110 + 26 * round(sum(heights)),
         uniformtext={"minsize": 8, "mode": "hide"},
