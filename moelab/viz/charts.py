@@ -487,7 +487,9 @@ def bars(
     figure.update_yaxes(rangemode=None if upwards else "normal")
     look = {"barmode": "group", "scattermode": "group", "bargap": 0.18, "height": height}
     title = kind + (f"<br>dashed: {line[1]}" if line else "")
-    look |= {"showlegend": len(names) > 1}
+    look |= {"showlegend": len(names) > 1 or bool(paper) or (len(groups) > 1 and bool(line))}
+    if not look["showlegend"]:
+        figure.update_yaxes(title=f"{y}, {kind}" if kind and y else y, col=1)
     if layout.get("barmode") == "stack":
         figure.update_traces(offsetgroup=None)
     return finish(figure, legend=title).update_layout(**look | layout)

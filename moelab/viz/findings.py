@@ -90,6 +90,7 @@ def combinations(metrics: Mapping[str, Any]) -> Figure:
         "combinations that fit (modelled)",
         f"of {len(JUDGED)} published figures that were held out, agree",
         text=",",
+        kind="",
         height=360,
     )
     for name, key in (
