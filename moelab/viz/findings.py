@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.datasets import REMEMBERED
+from moelab.comparison import BenchFile, MetricsFile
+from moelab.evaluation.intervals import t95
+from moelab.evaluation.questions import REMEMBERED
 from moelab.files import atomic, read_json, results_root
-from moelab.intervals import t95
 from moelab.ndp.fit import JUDGED
-from moelab.records import BenchFile, MetricsFile
 from moelab.viz import theme
 from moelab.viz.charts import NOTE, Values, bars, intervals, lines
 from moelab.viz.plotly_json import Figure
