@@ -238,44 +238,6 @@ def add_reference(figure: Figure, y: float, text: str, dash: str = "dash", shift
     )
 
 
-def apart(values: Sequence[float], gap: float, high: float) -> list[float]:
-    """Values moved so that any two are at least `gap` from each other and none is above `high`, in
-    their order."""
-    order, moved = np.argsort(values, kind="stable"), np.array(values, dtype=float)
-    for before, here in zip(order, order[1:]):
-        moved[here] = max(moved[here], moved[before] + gap)
-    above = high + gap
-    for here in order[::-1]:
-        moved[here] = above = min(moved[here], above - gap)
-    return moved.tolist()
-
-
-def label_ends(figure: Figure, high: float, height: int) -> Figure:
-    """Names beside the last points of the right panel's lines in place of a legend, moved apart
-    where they are close.
-
-    high : the upper end of the vertical axis, which begins at 0. height : of the figure, pixels.
-    """
-    last = figure.traces[-1].get("yaxis", "y")
-    lines = {trace["name"]: trace for trace in figure.traces if trace.get("yaxis", "y") == last}
-    ends = [next((y for y in trace["y"][::-1] if np.isfinite(y)), 0.0) for trace in lines.values()]
-    for (name, trace), y in zip(lines.items(), apart(ends, 17 * high / (height - 96), high)):
-        figure.add_annotation(
-            x=1.01,
-            xref="paper",
-            y=y,
-            yref=last,
-            xanchor="left",
-            showarrow=False,
-            font={"size": 12},
-            text=f'<span style="color:{trace["line"]["color"]}">'
-            f"{theme.GLYPHS[trace['marker']['symbol']]}</span> {name}",
-        )
-    return figure.update_layout(
-        showlegend=False, margin_r=40 + 7 * max(map(len, lines)), height=height
-    )
-
-
 def quantiles(samples: Sequence[float]) -> Spread:
     """Median, tenth and ninetieth percentile of seconds, in ms."""
     low, middle, high = np.quantile(1e3 * np.asarray(samples, dtype=float), (0.1, 0.5, 0.9))
@@ -341,7 +303,6 @@ def lines(
     across: Values | None = None,
     dots: Mapping[str, Points] | None = None,
     top: float | None = None,
-    ends: bool = False,
     kind: str = "modelled",
     **layout: Any,
 ) -> Figure:
@@ -352,8 +313,7 @@ def lines(
     y : the title of the vertical axis, or that of each panel; then panels are below one another.
     log : the axes with a logarithmic scale: "x", "y" or "xy". at : where a vertical line is drawn.
     across : {what: value}, horizontal lines. dots : {series: [(x, y), …]}, points beside the first
-        panel's lines. top : the upper end of the vertical axes. ends : names stand at the ends of
-        the last panel's lines. kind : the legend's title.
+        panel's lines. top : the upper end of the vertical axes. kind : the legend's title.
     """
     groups = _panelled(groups, 2)
     below = isinstance(y, Mapping)
@@ -364,7 +324,7 @@ def lines(
         columns,
         x,
         "" if below else y,
-        horizontal_spacing=0.05 if ends else 0.08,
+        horizontal_spacing=0.08,
         vertical_spacing=(0.06 if below else 0.2) / rows,
         shared_xaxes=below,
     )
@@ -385,7 +345,7 @@ def lines(
     if top is not None:
         figure.update_yaxes(range=[0, top])
     finish(figure, legend=kind, height=(190 if below else 310) * rows + 80)
-    return (label_ends(figure, top, 400) if ends else figure).update_layout(**layout)
+    return figure.update_layout(**layout)
 
 
 def _pairs(points: Any) -> Any:
@@ -644,7 +604,6 @@ def points(
     y: str,
     x: str | Mapping[str, str],
     *,
-    fronts: Mapping[str, Sequence[str]] | None = None,
     at: Values | None = None,
     log: str = "",
     kind: str = "measured",
@@ -653,15 +612,12 @@ def points(
     """Named points, a panel or several side by side.
 
     groups : {series: {name: (x, y)}} or {panel: that}; (x, y, low, high) has an interval.
-    fronts : {panel: names}, those that a dashed staircase joins; only they are named in the figure.
     at : {what: x}, vertical lines.
     """
     groups = _panelled(groups, 3)
     figure, places = panels([""] * len(groups), y=y, horizontal_spacing=0.12)
     kinds = list(dict.fromkeys(name for of in groups.values() for name in of))
     for place, (panel, of) in zip(places, groups.items()):
-        best = (fronts or {}).get(panel)
-        every = {name: v for by_name in of.values() for name, v in by_name.items()}
         for name, by_name in of.items():
             xs, ys, *ends = zip(*by_name.values()) if by_name else ((), ())
             figure.add_scatter(
@@ -669,7 +625,7 @@ def points(
                 y=ys,
                 name=name,
                 mode="markers+text",
-                text=[f" {one}" if best is None or one in best else "" for one in by_name],
+                text=[f" {one}" for one in by_name],
                 textposition="middle right",
                 textfont={"size": 11},
                 cliponaxis=False,
@@ -679,10 +635,6 @@ def points(
                 hovertemplate=hover("%{customdata}: %{x:.3g}, %{y:.3g}", name),
                 **place,
             )
-        if best:
-            line = {"mode": "lines", "line": DASHED | {"shape": "hv"}, "showlegend": False}
-            a, b = zip(*(every[name][:2] for name in best))
-            figure.add_scatter(x=a, y=b, name="front", hoverinfo="skip", **line, **place)
         for what, value in (at or {}).items():
             figure.add_vline(x=value, line=DASHED, layer="below", annotation_text=what, **place)
         figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **place)

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("plotly.io")
 
@@ -53,9 +51,6 @@ MADE = Lazily(
         "lines log": lambda: charts.lines(
             {"a": [(2, 1), (64, 30)]}, "rows", "ranks", log="xy", dots={"a": [(2, 1.5)]}
         ),
-        "lines ends": lambda: charts.lines(
-            {"a": [1, 2], "b": [2, 2]}, "y", "layer", top=4, ends=True
-        ),
         "bars": lambda: charts.bars(
             {"ours": {"a": (2, 1, 4), "b": None}, "theirs": {"a": 3, "b": 1}}, "ms", text=".1f"
         ),
@@ -82,7 +77,6 @@ MADE = Lazily(
             {"ours": {"x": (1, 3), "y": (2, 1)}, "others": {"z": (3, 3)}},
             "TPOT (ms)",
             "memory (GB)",
-            fronts={"": ["x", "y"]},
             at={"all of it": 2.5},
         ),
         "matrix": lambda: charts.matrix(
@@ -128,13 +122,6 @@ def test_logarithmic_lines_have_a_tick_at_each_point_and_dots_in_their_look():
     assert line.line.color == dots.marker.color and (*dots.x, *dots.y) == (2, 1.5)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
-def test_names_at_the_ends_of_lines_are_apart_and_in_order(values):
-    moved = charts.apart(values, 0.05, 1.0)
-    order = np.argsort(values, kind="stable")
-    assert max(moved) <= 1 and (np.diff(np.array(moved)[order]) > 0.0499).all()
-
-
 def test_bars_have_whiskers_where_there_is_a_spread_and_say_what_is_missing():
     ours, theirs, missing = MADE["bars"].data
     assert [*map(list, (ours.x, ours.y, ours.error_y.array))] == [["a"], [2], [2]]
@@ -160,10 +147,8 @@ def test_intervals_are_around_zero_in_the_order_given():
     assert limited.shapes[0].x0 == 8 and 10 ** limited.xaxis.range[0] < 8
 
 
-def test_a_front_joins_its_points_and_only_they_are_named():
-    figure = MADE["points"]
-    assert list(named(figure, "front").x) == [1, 2] and named(figure, "front").line.shape == "hv"
-    assert named(figure, "ours").text == (" x", " y") and named(figure, "others").text == ("",)
+def test_points_are_named_and_cells_are_as_given():
+    assert named(MADE["points"], "ours").text == (" x", " y")
     np.testing.assert_array_equal(MADE["matrix"].data[0].z, [[75, 0], [25, 50]])
 
 
