@@ -1,7 +1,7 @@
-"""`moelab claims`: every quantitative claim of the five sources, what answers it, and a verdict by
-rule.
+"""`moelab claims`: what the five sources claim, what answers it, and a verdict by rule.
 
-`data/claims.toml` is the ledger. A claim is a number, a range, a word or an order (`above`,
+`data/claims.toml` is the ledger; tables of the papers, which nobody disputes, are in
+`moelab.papers`. A claim is a number, a range, a word or an order (`above`,
 `below`), and is answered by metrics of a notebook or of a bench, or by what testing it would need.
 Its verdict is the first that applies:
 
@@ -67,6 +67,8 @@ COMBINE: dict[str, Callable[[list[float]], float]] = {
     "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
     "least": min,
     "most": max,
+    "least ratio": lambda v: min(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
+    "largest ratio": lambda v: max(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
 }
 Metrics = Records  # name → {"value", "kind"}
 
@@ -370,7 +372,11 @@ def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
     def read(reading: str | None) -> Any:
         values = [metric.get("readings", {}).get(reading, metric["value"]) for metric in found]
         words = not isinstance(claim.value, (bool, str)) and not _are_numbers(values)
-        return None if words or claim.combine == "ratio" and 0 in values[1:] else combine(values)
+        return (
+            None
+            if words or claim.combine.endswith("ratio") and 0 in values[1:]
+            else combine(values)
+        )
 
     if not all(names) or (value := read(None)) is None:
         return None, "", {}

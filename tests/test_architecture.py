@@ -31,6 +31,7 @@ COMMON = {
     "schema",
     "records",
     "forks",
+    "papers",
 }
 #: what cards, configs and datasets may use of these
 BASE = {"specs", "progress", "files", "registry", "schema"}
@@ -51,6 +52,7 @@ DIRECTIONS = {
     "journal": set(),
     "forks": set(),
     "records": {"schema"},
+    "papers": {"files", "records"},
     "claims": {"comparison"},
     "comparison": set(),
     "store": set(),
@@ -98,8 +100,8 @@ DIRECTIONS = {
         "speculate",
         "api",
     },
-    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static", "claims"},
-    "ndp": {"trace", "experts", "parallel", "claims"},
+    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static"},
+    "ndp": {"trace", "experts", "parallel"},
 }
 TECHNIQUES = set(DIRECTIONS)
 DIRECTIONS["evaluation"] = TECHNIQUES
@@ -152,6 +154,7 @@ WITHOUT_TORCH = {
     "lab",
     "claims",
     "comparison",
+    "papers",
     "__main__",
     "__init__",
 }

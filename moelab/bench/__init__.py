@@ -27,7 +27,6 @@ BENCHES = {
         "engine",
         "prefetch",
         "quantization",
-        "ane",
         "ane_accuracy",
         "parallel",
         "experts",

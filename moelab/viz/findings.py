@@ -15,7 +15,6 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.datasets import REMEMBERED
 from moelab.files import atomic, read_json, results_root
 from moelab.intervals import t95
-from moelab.ndp.fit import JUDGED
 from moelab.records import BenchFile, MetricsFile
 from moelab.viz import theme
 from moelab.viz.figures import (
@@ -118,49 +117,6 @@ def balancing(metrics: Mapping[str, Any]) -> Figure:
     ).update_layout(
         height=340,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "title": {"text": ""}},
-    )
-
-
-def combinations(metrics: Mapping[str, Any]) -> Figure:
-    """With how many figures that were held out the combinations agree that fit all others; metrics
-    of notebook 07."""
-    counts = [
-        metrics.get(f"readings_judged_{n}", {"value": 0})["value"] for n in range(len(JUDGED) + 1)
-    ]
-    figure = Figure().add_bar(
-        x=list(range(len(counts))),
-        y=counts,
-        marker=bar_look(0),
-        text=[f"{n:,}" for n in counts],
-        textposition="outside",
-        cliponaxis=False,
-        hovertemplate="%{x}: %{y:,}<extra></extra>",
-    )
-    for name, key in (
-        ("chosen in notebook 07", "agree_judge"),
-        ("ratios of published numbers,<br>without any simulator", "agree_null"),
-    ):
-        n = metrics[key]["value"]
-        figure.add_annotation(
-            x=n,
-            y=counts[n],
-            text=name,
-            ay=-64,
-            ax=0,
-            yshift=18,
-            arrowhead=2,
-            xanchor="left",
-            align="left",
-            font={"size": 13},
-        )
-    figure.update_xaxes(
-        tickvals=list(range(len(counts))), range=[-0.6, len(counts) + 0.4], showgrid=False
-    )
-    return finish(
-        figure,
-        f"of {len(JUDGED)} published figures that were held out, agree",
-        "combinations that fit (modelled)",
-        height=360,
     )
 
 
@@ -294,7 +250,6 @@ def notebook(name: str) -> Callable[[Path], Any]:
 FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "bf12": (bench("experts"), bf12),
     "balancing": (notebook("07_ndp_scheduling"), balancing),
-    "combinations": (notebook("07_ndp_scheduling"), combinations),
     "estimators": (bench("recall_and_misses"), estimators),
     "evictions": (bench("recall_and_misses"), evictions),
     "dropping": (bench("ane_accuracy"), dropping),

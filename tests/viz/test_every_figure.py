@@ -5,20 +5,16 @@ import pytest
 pio = pytest.importorskip("plotly.io")
 
 from tests.viz import (
-    test_ane_figures,
     test_engine_figures,
     test_figures,
-    test_ndp_figures,
     test_speculation_figures,
     test_static_figures,
     test_store_figures,
 )
 
 MODULES = (
-    test_ane_figures,
     test_engine_figures,
     test_figures,
-    test_ndp_figures,
     test_speculation_figures,
     test_static_figures,
     test_store_figures,

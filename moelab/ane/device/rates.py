@@ -11,11 +11,11 @@ exceed 1024 rows. Weights and rows add up (a roofline, max(b, c·C), fits worse)
 hide behind computing. Graphs submitted at once overlap in part, up to 1024 rows; above, they run as
 if serial. Energy is e·ms + f per slot, for each mode: a power and a work. All are least squares of
 relative errors; half a digit of the smallest published figure, 0.07 ms, is 7 %. A slot is a row of
-a graph, padding included, not a prompt token (`published.expert_ffn`).
+a graph, padding included, not a prompt token (docs/papers/npumoe.md).
 
 An expert on the CPU costs its weights once a chunk and then each of its tokens, whatever the chunk.
 Each CPU parameter is read off one published figure (§5.3, Fig. 7, Tables 4, 6, 7), so there is no
-fit error; `comparison` judges what follows from them. Times are for PhiMoE's experts (157.3 million
+fit error; notebook 06 judges what follows from them. Times are for PhiMoE's experts (157.3 million
 weights, H = 4096), to be scaled."""
 
 from __future__ import annotations
