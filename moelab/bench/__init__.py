@@ -30,7 +30,6 @@ BENCHES = {
         "ane_accuracy",
         "parallel",
         "experts",
-        "dataset_free",
         "recall_and_misses",
         "popularity",
         "plans",

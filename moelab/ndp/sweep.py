@@ -141,11 +141,6 @@ class Sweep:
         """The numbers of units, ascending."""
         return sorted({N for _, N, *_ in self.cells})
 
-    def joined(self, other: Sweep) -> Sweep:
-        """The cells of both sweeps, which share their assumptions; the other's where both have
-        one."""
-        return Sweep(self.assumptions, self.cells | other.cells)
-
     def speedups(
         self, system: str, over: str, what: str, seed: int
     ) -> dict[tuple[str, int], float]:
