@@ -38,9 +38,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moelab.comparison import are_numbers, finished_runs
+from moelab.comparison import BenchFile, MetricsFile, are_numbers, finished_runs
 from moelab.files import read_json, results_root, shipped
-from moelab.records import BenchFile, MetricsFile, Record, Records
+from moelab.records import Record, Records
 from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table
 

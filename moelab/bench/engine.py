@@ -290,7 +290,6 @@ def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, 
         residency,
         replace(profiled.machine, workers=ran["workers"]),
         staging=ran["staging"],
-        quiet=True,
     )
     return said.metrics(), dict(zip(FOUND, ran["found"]))
 

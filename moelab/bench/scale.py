@@ -31,8 +31,9 @@ from moelab.bench.measure import load_average, working
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
+from moelab.comparison import BenchFile
 from moelab.files import read_json
-from moelab.records import BenchFile, Numbers, Record, Records
+from moelab.records import Numbers, Record, Records
 from moelab.registry import make
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit

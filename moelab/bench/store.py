@@ -25,15 +25,17 @@ import torch
 
 from moelab.bench import reading
 from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
+from moelab.bench.memory_limit import drop_cached
 from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.intervals import Interval
+from moelab.evaluation.intervals import Interval
 from moelab.records import Numbers, Record, Records
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
 from moelab.store.headers import NAMES
-from moelab.store.reader import measure_modes, modes
+from moelab.store.layout import ExpertStore
+from moelab.store.reader import Reader, modes
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 EXPERT = 16 << 20  # bytes of the expert that is measured
@@ -377,6 +379,21 @@ def round_trip(weights: torch.Tensor, codec: str) -> tuple[float, bool]:
     )
 
 
+def read_rates(store: ExpertStore) -> dict[str, float]:
+    """Median bytes a second of reading a store's experts from the disk itself in each mode, in turns:
+    each mode has others, as a disk or its host may keep for the next mode what one has read."""
+    rates: dict[str, list[float]] = {mode: [] for mode in modes()}
+    experts = len(store.layers[0].experts)
+    for i, mode in enumerate([*rates] * experts):
+        with Reader(store, mode, verify=False) as reader:
+            buffer = reader.buffer()
+            buffer[:] = 0  # so that no page is touched for the first time below
+            drop_cached(store.folder)
+            reader.read(0, i % experts, "both", buffer)
+            rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
+    return {mode: statistics.median(found) for mode, found in rates.items()}
+
+
 def from_disk(nbytes: int, repeats: int) -> tuple[Record, Samples]:
     """Figures and samples of reading a store in the system's temporary folder; see
     `moelab.bench.reading`."""
@@ -385,10 +402,7 @@ def from_disk(nbytes: int, repeats: int) -> tuple[Record, Samples]:
         plain, packed = (
             reading.write_store(f"{folder}/{codec}", weights, codec) for codec in ("raw", CODED)
         )
-        found = {
-            f"{mode} reads GB/s": value / 1e9
-            for mode, value in measure_modes(plain, len(weights)).items()
-        }
+        found = {f"{mode} reads GB/s": value / 1e9 for mode, value in read_rates(plain).items()}
         samples, _ = reading.compare(plain, packed, modes()[0], repeats=repeats)
     ways = reading.summary(samples, sum(w.numel() * 2 for w in weights))
     return found | {

@@ -65,7 +65,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
 from moelab.claims import flat
-from moelab.comparison import are_numbers
+from moelab.comparison import KeptMetric, MetricsFile, are_numbers
 from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
 from moelab.journal import Journal
 from moelab.lab.results import environment
@@ -79,7 +79,7 @@ from moelab.lab.runner import (
     split_assignments,
 )
 from moelab.progress import progress
-from moelab.records import Metric, MetricsFile, Record
+from moelab.records import Record
 from moelab.schema import Amount, naming, typed
 from moelab.table import text_table
 
@@ -101,7 +101,7 @@ class Row(NamedTuple):
     """A finished point: metrics as in metrics.json; where, when and by which commit it was run."""
 
     point: Point
-    metrics: dict[str, Metric]
+    metrics: dict[str, KeptMetric]
     at: At
 
 

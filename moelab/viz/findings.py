@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.datasets import REMEMBERED
+from moelab.comparison import BenchFile, MetricsFile
+from moelab.evaluation.intervals import t95
+from moelab.evaluation.questions import REMEMBERED
 from moelab.files import atomic, read_json, results_root
-from moelab.intervals import t95
-from moelab.records import BenchFile, MetricsFile
 from moelab.viz import theme
 from moelab.viz.figures import (
     DASHED,

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moelab.comparison import BenchFile
 from moelab.files import atomic, read_json
-from moelab.records import BenchFile
 from moelab.viz import theme
 from moelab.viz.figures import Values, add_points, bar_look, finish, hover, panels, point_look
 from moelab.viz.plotly_json import Figure
