@@ -15,7 +15,6 @@ from moelab.comparison import BenchFile, MetricsFile
 from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
 from moelab.files import atomic, read_json, results_root
-from moelab.ndp.fit import JUDGED
 from moelab.viz import theme
 from moelab.viz.charts import NOTE, Values, bars, intervals, lines
 from moelab.viz.plotly_json import Figure
@@ -76,32 +75,6 @@ def balancing(metrics: Mapping[str, Any]) -> Figure:
         height=340,
         **ABOVE,
     )
-
-
-def combinations(metrics: Mapping[str, Any]) -> Figure:
-    """With how many figures that were held out the combinations agree that fit all others; metrics
-    of notebook 07."""
-    counts = {
-        str(n): metrics.get(f"readings_judged_{n}", {"value": 0})["value"]
-        for n in range(len(JUDGED) + 1)
-    }
-    figure = bars(
-        {"": counts},
-        "combinations that fit (modelled)",
-        f"of {len(JUDGED)} published figures that were held out, agree",
-        text=",",
-        kind="",
-        height=360,
-    )
-    for name, key in (
-        ("chosen in notebook 07", "agree_judge"),
-        ("ratios of published numbers,<br>without any simulator", "agree_null"),
-    ):
-        n = metrics[key]["value"]
-        figure.add_annotation(
-            x=n, y=counts[str(n)], text=name, ay=-64, ax=0, yshift=18, arrowhead=2, xanchor="left"
-        )
-    return figure
 
 
 def by_model(results: Mapping[str, Any], what: str) -> dict[str, dict[str, Rows]]:
@@ -245,7 +218,6 @@ def notebook(name: str) -> Callable[[Path], Any]:
 FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "findings/bf12": (bench("experts"), bf12),
     "findings/balancing": (notebook("07_ndp_scheduling"), balancing),
-    "findings/combinations": (notebook("07_ndp_scheduling"), combinations),
     "findings/estimators": (bench("recall_and_misses"), estimators),
     "findings/evictions": (bench("recall_and_misses"), evictions),
     "findings/dropping": (bench("ane_accuracy"), dropping),

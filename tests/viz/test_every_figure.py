@@ -4,18 +4,9 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from tests.viz import (
-    test_ane_figures,
-    test_charts,
-    test_ndp_figures,
-)
+from tests.viz.test_charts import MADE
 
-MODULES = (
-    test_ane_figures,
-    test_charts,
-    test_ndp_figures,
-)
-EVERY = [(module.MADE, name) for module in MODULES for name in module.MADE]
+EVERY = [(MADE, name) for name in MADE]
 
 
 def look(trace):

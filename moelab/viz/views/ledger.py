@@ -87,6 +87,7 @@ def draw(rows: Sequence[ledger.Row]) -> Figure:
         type="category",
         categoryorder="array",
         categoryarray=[name_of(row) for row in there][::-1],
+        range=[-0.8, len(there) - 0.2],  # plotly leaves a share of the height, however high
         tickfont={"size": 11},
     )
     return finish(
