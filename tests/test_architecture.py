@@ -30,6 +30,7 @@ COMMON = {
     "schema",
     "records",
     "forks",
+    "papers",
 }
 #: what cards, configs and library may use of these
 BASE = {"specs", "progress", "files", "registry", "schema"}
@@ -49,6 +50,7 @@ DIRECTIONS = {
     "journal": set(),
     "forks": set(),
     "records": set(),
+    "papers": {"files", "records"},
     "claims": {"comparison"},
     "comparison": set(),
     "store": set(),
@@ -96,8 +98,8 @@ DIRECTIONS = {
         "speculate",
         "api",
     },
-    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static", "claims"},
-    "ndp": {"trace", "experts", "parallel", "claims"},
+    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static"},
+    "ndp": {"trace", "experts", "parallel"},
 }
 TECHNIQUES = set(DIRECTIONS)
 #: prompts, with which these try what they have made
@@ -153,6 +155,7 @@ WITHOUT_TORCH = {
     "lab",
     "claims",
     "comparison",
+    "papers",
     "__main__",
     "__init__",
 }
