@@ -13,10 +13,9 @@ Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
-from moelab.speculate.rows import Examples, Rows, generator_of
+from moelab.speculate.rows import Examples, Rows
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 
@@ -89,34 +88,44 @@ def train(
     estimator = _estimator(data, kind, parameters, seed)
     optimizers = _optimizers(estimator)
     every = every or max(tokens // 20, 1)
-    seen = 0
     history = []
     weights = {}
     with progress(total=tokens, desc="training the estimator", unit="token") as bar:
-        for buffer in count():
-            if not history or seen - history[-1].tokens >= every or seen == tokens:
-                point = Point(seen, evaluate(estimator, held_out))
-                bar.note(f"KL {point.loss:.4f}")
-                history.append(point)
-                if point is best_of(history):
-                    weights = deepcopy(estimator.state_dict())
-            if seen == tokens:
-                break
-            spans = data.spans(buffer, seed, tokens - seen)
-            n = sum(b - a for a, b in spans)
-            batches = shuffled(data.read(spans), batch, generator_of(seed, "rows", buffer))
+
+        def validate() -> None:
+            point = Point(int(bar.n), evaluate(estimator, held_out))
+            bar.note(f"KL {point.loss:.4f}")
+            history.append(point)
+            if point is best_of(history):
+                weights.update(deepcopy(estimator.state_dict()))
+
+        validate()
+        generator = torch.Generator().manual_seed(seed)
+        for some in drawn(len(trace), data.size, tokens, generator):
+            batches = shuffled(data.read(some), batch, generator)
             for step, rows in enumerate(batches):
                 loss = divergence(rows.logits, predicted(estimator, rows), data.spec.router)
-                part = (seen + n * (step + 0.5) / len(batches)) / tokens
+                part = (bar.n + len(some) * (step + 0.5) / len(batches)) / tokens
                 _step(optimizers, loss.mean(), schedule(part))
-            seen += n
-            bar.update(n)
+            bar.update(len(some))
+            if bar.n - history[-1].tokens >= every or bar.n == tokens:
+                validate()
     estimator.load_state_dict(weights)
     return Training(estimator.eval(), tuple(history))
 
 
 def best_of(history: Sequence[Point]) -> Point:
     return min(history, key=lambda point: point.loss)
+
+
+def drawn(T: int, size: int, total: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """`total` numbers of T tokens, at most `size` at a time: all in random order, again and again."""
+    while True:
+        for some in torch.randperm(T, generator=generator).split(size):
+            yield some[:total]
+            total -= len(some)
+            if total <= 0:
+                return
 
 
 def shuffled(examples: Examples, batch: int, generator: torch.Generator) -> list[Examples]:
@@ -193,8 +202,8 @@ def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Te
 @torch.no_grad()
 def evaluate(estimator: Estimator, rows: Rows) -> float:
     """Mean divergence over all rows, nats."""
-    losses = [
-        divergence(some.logits, predicted(estimator, some), rows.spec.router)
-        for some in rows.buffers()
-    ]
+    losses = []
+    for tokens in torch.arange(len(rows.trace)).split(rows.size):
+        some = rows.read(tokens)
+        losses.append(divergence(some.logits, predicted(estimator, some), rows.spec.router))
     return float(torch.cat(losses).mean(dtype=torch.float64))
