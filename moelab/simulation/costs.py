@@ -10,7 +10,7 @@ measured."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -181,18 +181,16 @@ def delays_of(
             )
         decompress_gbs = device["decompress_gbs"]
     half = spec.expert_bytes / 2
-    delays = Delays(
-        e_read=rho * half / rates.read,
+    read, other = delays_in_place(device, spec, rho * half, spec.expert_bytes, dense_bytes)
+    delays = replace(
+        read,
         sm_read=half / rates.read,
         decompress=half / (decompress_gbs * 1e9),
         recover=4 * half / rates.memory,
-        expert_base=2 * half / rates.memory,
-        expert_token=2 * spec.expert_params / rates.flops,
         N=3 if spec.gated else 2,
-        e_bytes=round(rho * half),
         sm_bytes=round(half),
     )
-    return delays, _other(spec, rates, dense_bytes)
+    return delays, other
 
 
 def delays_in_place(
@@ -210,11 +208,5 @@ def delays_in_place(
         expert_token=2 * spec.expert_params / rates.flops,
         e_bytes=round(stored),
     )
-    return delays, _other(spec, rates, dense_bytes)
-
-
-def _other(spec: MoESpec, rates: MachineRates, dense_bytes: float) -> Linear:
-    """Before a layer's experts: its share of the weights that every token uses is read, and
-    multiplied."""
-    dense = dense_bytes / spec.L
-    return dense / rates.memory, dense / rates.flops
+    dense = dense_bytes / spec.L  # of a layer: read, then multiplied
+    return delays, (dense / rates.memory, dense / rates.flops)
