@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab import intervals
 from moelab.arguments import number, several, whole
 from moelab.bench import measure
 from moelab.bench.engine import replayed
 from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
 from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
+from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec

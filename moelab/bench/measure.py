@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moelab import intervals
+from moelab.evaluation import intervals
 from moelab.evaluation.intervals import Interval
 from moelab.progress import progress
 
