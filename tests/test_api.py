@@ -125,7 +125,7 @@ def test_prefetching_changes_no_token(folder, prefetch):
         ({"prefetch": "router"}, "memory="),
         ({"executor": "fsat"}, "there is no executor 'fsat'. Did you mean 'fast'"),
         ({"memory": "60%", "cache": "lur"}, "'lur'"),
-        ({"memory": "60%", "prefetch": "oracle"}, "trace"),
+        ({"memory": "60%", "prefetch": "static"}, "trace"),
         ({"memory": "1kB"}, "the least that works"),
         ({"memory": "60%", "workers": 0}, "at least one thread"),
         ({"memory": "130%"}, "all of them are 100%"),

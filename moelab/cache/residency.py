@@ -198,10 +198,9 @@ class Residency:
     def resident(self, state: State) -> list[ExpertKey]:
         return [key for group in self._groups if state in group for key in group[state].keys]
 
-    def reset_counters(self) -> CacheCounters:
-        """Start counting anew and return the counts so far."""
-        counters, self.counters = self.counters, CacheCounters()
-        return counters
+    def reset_counters(self) -> None:
+        """Start counting anew."""
+        self.counters = CacheCounters()
 
     def _place(
         self, layer: int, keys: list[ExpertKey], before: list[State]

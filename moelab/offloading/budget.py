@@ -142,7 +142,7 @@ def own_groups(root: Path = ROOT) -> list[Path]:
     return list(dict.fromkeys(found)) or [root]
 
 
-def kv_bytes(spec: MoESpec, tokens: int, itemsize: float = 2.0) -> int:
-    """Bytes of keys and values of `tokens` tokens, all sequences together; for models with ordinary
-    attention."""
-    return round(2 * spec.num_layers * spec.kv_heads * spec.head_dim * itemsize * tokens)
+def kv_bytes(spec: MoESpec, tokens: int) -> int:
+    """Bytes of keys and values of `tokens` tokens in 16 bits, all sequences together; for models with
+    ordinary attention."""
+    return 4 * spec.num_layers * spec.kv_heads * spec.head_dim * tokens

@@ -33,7 +33,6 @@ from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
-from moelab.offloading.mean import Mean
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
@@ -46,6 +45,7 @@ from moelab.store.reader import cast
 PREFILL = 2
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
 SHARE = 0.2
+MEMORY = 20  # decode steps that the mean of this share looks back on
 
 
 class Cancelled(RuntimeError):
@@ -76,7 +76,8 @@ class Engine:
         self._one = threading.Lock()  # one layer at a time
         self._idle_since: float | None = None  # in a forward: when experts were last computed
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
-        self._share = Mean()  # of a core that loading uses in a decode step
+        self._share = 0.0  # of a core that loading uses in a decode step, a running mean
+        self._steps = 0  # that it is of
         self._threads: int | None = None  # as many as torch had before it got fewer
         #: of `token`, by first layer: (what they are of, banks)
         self._banks: dict[int, tuple[Any, Any]] = {}
@@ -306,7 +307,9 @@ class Engine:
         if self._broken:
             return now
         if self.decoding:
-            self._share.add(max(0.0, self.loader.used - self._used) / (now - self._began))
+            share = max(0.0, self.loader.used - self._used) / (now - self._began)
+            self._steps = min(self._steps + 1, MEMORY)
+            self._share += (share - self._share) / self._steps
         with self.loader.changing():
             self.controller.end_forward(now - self._began)
         return now
@@ -316,7 +319,7 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        if spare := int(self._share.value + 1 - SHARE):
+        if spare := int(self._share + 1 - SHARE):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
 

@@ -11,7 +11,6 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
@@ -27,7 +26,7 @@ from moelab.models.stream import stacks
 from moelab.offloading.engine import Cancelled, Engine, counts
 from moelab.offloading.interrupts import deferred
 from moelab.offloading.loading import clock
-from moelab.offloading.metrics import Forward, Metrics, metrics, process
+from moelab.offloading.metrics import Forward, Metrics, process
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.store.layout import ExpertStore
 
@@ -169,13 +168,7 @@ class Session:
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see
         `moelab.offloading.metrics`."""
-        return metrics(
-            list(self.timeline),
-            self.forwards,
-            self.run.counters,
-            asdict(self.run.fetched),
-            **process(),
-        )
+        return self.run.metrics(**process())
 
     def enter(self, context: Any) -> Any:
         """Enter a context that ends when the model is closed."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
-from moelab.offloading.link import host_memory, link_to
+from moelab.offloading.link import Link, host_memory
 from moelab.store.codec import RAW
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
@@ -67,7 +67,8 @@ class Slots:
         device: torch.device | str = "cpu",
     ) -> None:
         self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
-        self.link = link_to(self.device)
+        #: None to the CPU, which computes where is read
+        self.link = None if self.device.type == "cpu" else Link(self.device)
         #: kind → the memory of its slots that the CPU reaches
         self._host = {
             kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
@@ -194,14 +195,13 @@ class Slots:
         for e, entries in enumerate(experts):
             where, found = places(entries, in_place)[0], []
             for n, (begin, end, entry) in enumerate(map(where.get, names)):
-                codec = entry.codec.kernel(entry.dtype, entry.shape) if in_place else "raw"
-                packed = codec not in ("", "raw")
-                row = (
-                    entry.codec.row(begin, end - begin, entry.shape) if packed else [begin, 0, 0, 0]
-                )
-                rows[n, e], moves[n, e, : 1 + packed] = row, 1  # one address or, packed, two
-                found.append(codec)
+                codec = entry.codec if in_place else RAW
+                found.append(codec.kernel(entry.dtype, entry.shape))
+                if found[-1]:
+                    rows[n, e] = codec.row(begin, end - begin, entry.shape)
             codecs.append(tuple(found))
+        moves[..., 0] = 1  # one address or, packed, two
+        moves[..., 1] = rows[..., 1] > 0
         return names, codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
 
 

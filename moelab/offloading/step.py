@@ -39,18 +39,13 @@ class StepController:
 
     def begin_forward(self, phase: str) -> None:
         """A forward pass begins, "prefill" or "decode"."""
-        self.drop_prefetched()
+        self.announced = None
         self.gate.begin_forward(phase)
 
     def end_forward(self, seconds: float) -> None:
-        """It took so long."""
-        self.drop_prefetched()
-        self.gate.end_forward(seconds)
-
-    def drop_prefetched(self) -> None:
-        """What was prefetched and not used is given up: the forward pass that wanted it is over."""
-        self.announced = None
+        """It took so long: what it has prefetched and not used is given up."""
         self.queue.drop_prefetched()
+        self.gate.end_forward(seconds)
 
     def announce(self, layer: int, experts: Iterable[int]) -> None:
         """A layer to come will probably choose these experts, the likeliest first; `load` of the
@@ -82,7 +77,5 @@ class StepController:
         if not self.gate.enabled:
             return
         keys = [ExpertKey(layer, expert) for expert in experts]
-        states = map(self.residency.state, keys)
-        self.queue.prefetch(
-            [Request(key, 1, state, State.MISSED) for key, state in zip(keys, states)]
-        )
+        state = self.residency.state
+        self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Executor
 from moelab.models import discover, plug
-from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
+from moelab.parallel import VARIANTS, degree
+from moelab.parallel.exchange import Exchange, Grid
+from moelab.parallel.sharding import ShardedExperts
 from moelab.static.advice import Advice, advise
 
 #: the default of a run on several ranks: the only way that is exact to the bit

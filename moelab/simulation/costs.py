@@ -99,7 +99,7 @@ class Machine:
 
     workers : threads that decode.
     other, head : before each layer's experts, and after the last layer's: (base, per token).
-    decide : (experts that must be loaded, seconds) of deciding about a layer's step, ascending.
+    decide : about a layer's step: (base, per expert that must be loaded).
     handover : until threads have woken up, between an expert's last read and its computation, if
         that waits for it.
     predict : of a prediction of a layer's experts.
@@ -109,13 +109,9 @@ class Machine:
     workers: Size = 1
     other: Linear = (0.0, 0.0)
     head: Linear = (0.0, 0.0)
-    decide: tuple[tuple[Count, Seconds], ...] = ()
+    decide: Linear = (0.0, 0.0)
     handover: Seconds = 0.0
     predict: Seconds = 0.0
-
-    def deciding(self, loads: int) -> float:
-        """Seconds of deciding about a step that must load so many experts."""
-        return float(np.interp(loads, *zip(*self.decide))) if self.decide else 0.0
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def fitted(run: EngineRun, reads: bool = True) -> Machine:
         run.settings.workers,
         other=_line(before),
         head=_line(compute.head),
-        decide=_means(compute.decide),
+        decide=_line(compute.decide),
         handover=_mean(compute.handover),
         predict=predict,
     )
@@ -164,7 +164,7 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
         e_bytes=round(e_bytes),
         sm_bytes=round(sm_bytes),
         experts_bytes=run.settings.experts_bytes,
-        together=tuple((n, seconds) for n, seconds in _means(compute.together) if n > 1),
+        together=tuple((n, _mean(compute.together[n])) for n in sorted(compute.together) if n > 1),
     )
 
 
@@ -172,10 +172,6 @@ def _mean(seconds: Sequence[float]) -> float:
     """The mean, 0 of nothing."""
     longest = LONG * median(seconds) if seconds else 0.0
     return fmean(min(one, longest) for one in seconds) if seconds else 0.0
-
-
-def _means(samples: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
-    return tuple((n, _mean(samples[n])) for n in sorted(samples))
 
 
 def _line(samples: Mapping[int, Sequence[float]]) -> Linear:

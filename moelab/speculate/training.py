@@ -13,9 +13,10 @@ Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +49,6 @@ class Training:
 
     estimator: Estimator
     history: tuple[Point, ...]
-
-    @property
-    def best(self) -> Point:
-        return best_of(self.history)
 
 
 def train(
@@ -96,7 +93,7 @@ def train(
             point = Point(int(bar.n), evaluate(estimator, held_out))
             bar.note(f"KL {point.loss:.4f}")
             history.append(point)
-            if point is best_of(history):
+            if point.loss == min(loss for _, loss in history):
                 weights.update(deepcopy(estimator.state_dict()))
 
         validate()
@@ -112,10 +109,6 @@ def train(
                 validate()
     estimator.load_state_dict(weights)
     return Training(estimator.eval(), tuple(history))
-
-
-def best_of(history: Sequence[Point]) -> Point:
-    return min(history, key=lambda point: point.loss)
 
 
 def drawn(T: int, size: int, total: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -191,12 +184,10 @@ def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Te
     are added up."""
     if router.startswith("sigmoid"):
         yes = logits.sigmoid()
-        return sum(
-            side * (F.logsigmoid(sign * logits) - F.logsigmoid(sign * predicted))
-            for side, sign in ((yes, 1), (1 - yes, -1))
-        ).sum(-1)
-    true = logits.log_softmax(-1)
-    return (true.exp() * (true - predicted.log_softmax(-1))).sum(-1)
+        of = partial(F.binary_cross_entropy_with_logits, target=yes, reduction="none")
+        return (of(predicted) - of(logits)).sum(-1)
+    logs = predicted.log_softmax(-1), logits.log_softmax(-1)
+    return F.kl_div(*logs, reduction="none", log_target=True).sum(-1)
 
 
 @torch.no_grad()

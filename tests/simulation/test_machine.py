@@ -59,7 +59,7 @@ def check_expert(was, of):
     run = of.pop("expert")
     if was is State.FULL:
         return not of
-    read = {"E": -inf if was.has_e else None, "SM": -inf if was.has_sm else None}
+    read = {"E": -inf if was in "EC" else None, "SM": -inf if was in "SC" else None}
     for kind, parts in (("read", ("E", "SM")), ("read E", ("E",)), ("read SM", ("SM",))):
         for part in parts if kind in of else ():
             assert read[part] is None, "read though it was in memory"
@@ -101,7 +101,7 @@ def test_a_step_keeps_the_graph_and_one_thing_at_a_time(
         assert len({event.kind for event in mine}) == len(mine), "done twice"
         assert check_expert(r.state, {event.kind: event for event in mine})
     missing = [r for r in asked if r.state is not State.FULL]
-    needed = sum(3 * (not r.state.has_e) + 5 * (not r.state.has_sm) for r in missing)
+    needed = sum(3 * (r.state not in "EC") + 5 * (r.state not in "SC") for r in missing)
     assert sum(event.bytes for event in events) == needed
     now = start
     for begin, stop in sorted(by_resource.get("compute", [])):  # busy, or says that it waits
