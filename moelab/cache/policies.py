@@ -19,7 +19,7 @@ import heapq
 import math
 import random
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +45,7 @@ class FIFO:
     """First in, first out."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[ExpertKey, None] = OrderedDict()
+        self._order: dict[ExpertKey, None] = {}
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self._order.setdefault(key)
@@ -61,8 +61,8 @@ class LRU(FIFO):
     """Least recently used."""
 
     def touch(self, key: ExpertKey, step: int) -> None:
+        self._order.pop(key, None)
         self._order[key] = None
-        self._order.move_to_end(key)
 
 
 class _ByPriority:
@@ -167,16 +167,15 @@ class LeastStale:
     among the stale are left out."""
 
     def __init__(self) -> None:
-        self._layers: dict[
-            int, OrderedDict[ExpertKey, int]
-        ] = {}  # layer → key → last step, oldest first
+        #: layer → key → last step, oldest first
+        self._layers: dict[int, dict[ExpertKey, int]] = {}
         self._ran: dict[int, int] = {}
         self._latest = 0
 
     def touch(self, key: ExpertKey, step: int) -> None:
-        order = self._layers.setdefault(key.layer, OrderedDict())
+        order = self._layers.setdefault(key.layer, {})
+        order.pop(key, None)
         order[key] = self._ran[key.layer] = step
-        order.move_to_end(key)
         self._latest = key.layer
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:

@@ -103,6 +103,11 @@ class Link:
         self._left |= dict.fromkeys(slots, done)
 
 
+def link_to(device: torch.device) -> Link | None:
+    """None to the CPU, which computes where is read."""
+    return None if device.type == "cpu" else Link(device)
+
+
 def host_memory(n: int, device: torch.device, owner: Any) -> np.ndarray:
     """`n` bytes of the CPU's memory from a multiple of 4096 on; for a GPU pinned as long as the
     owner lives. torch's own pinned memory would take up to twice as much, the next power of two.

@@ -24,6 +24,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from moelab.registry import make
 from moelab.specs import ExpertKey, State
 
 KINDS = ("full", "e", "sm")
@@ -70,6 +71,15 @@ def given_order(requests: Iterable[Any]) -> Order:
 def plain_order(requests: Iterable[Any]) -> Order:
     """The experts with the most tokens first, as they compute longest; each in one read."""
     return given_order(sorted(requests, key=lambda r: (-r.tokens, r.key.expert)))
+
+
+def order_of(scheduler: Any, delays: Any, workers: int) -> Callable[[Any], Order]:
+    """A scheduler, by its name or (requests, delays, workers) → `Order`, as it is called with
+    requests alone."""
+    if scheduler == "default" and delays is None:
+        return plain_order
+    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
+    return lambda requests: order(requests, delays, workers)
 
 
 def read_name(kinds: tuple[str, ...]) -> str:

@@ -10,7 +10,6 @@ the experts' modules hand each call to the engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import Order, plain_order
+from moelab.offloading.load_queue import order_of
 from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
@@ -43,7 +42,6 @@ from moelab.offloading.slots import (
     slot_counts,
 )
 from moelab.offloading.step import StepController
-from moelab.registry import make
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -191,7 +189,7 @@ def offload(
             run, loader = memory.loader(residency, reader)
             unless_open.callback(loader.end)
             loader.slots.touch()
-        order = _order(how.scheduler, delays, how.workers)
+        order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
         engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
@@ -286,14 +284,6 @@ class Memory:
             workers = readers = threads_to_fill(slots, self.store.scratch)
         run = EngineRun(settings, residency)
         return run, Loader(slots, reader, workers, run.timeline, ahead, run.fetched, readers)
-
-
-def _order(scheduler: Any, delays: Any, workers: int) -> Callable[..., Order]:
-    """A scheduler as the engine calls it, with requests alone."""
-    if scheduler == "default" and delays is None:
-        return plain_order
-    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
-    return lambda requests: order(requests, delays, workers)
 
 
 def _bound_code_caches() -> None:

@@ -19,9 +19,13 @@ from moelab.specs import Event
 TRACKS = ("forward passes", "compute", "disk")
 
 
-def trace_events(events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> dict[str, Any]:
-    """The document of a timeline whose times are `kind`: "measured" or "simulated"; time 0 is its
-    first moment."""
+def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> Path:
+    """Write a timeline, whose times are `kind`, "measured" or "simulated", atomically as JSON; time 0
+    is its first moment. Returns the path. ValueError: nothing has happened yet."""
+    if not forwards and not (events := list(events)):
+        raise ValueError(
+            "this run has no events: run the model first (lm.generate), or do not reset it before"
+        )
     rows = [
         (TRACKS[0], f"{one.phase} {n}", one.phase, one.start, one.end, {"tokens": one.tokens})
         for n, one in enumerate(forwards)
@@ -42,14 +46,4 @@ def trace_events(events: Iterable[Event], forwards: Sequence[Forward], kind: str
         when = {"ts": 1e6 * (start - zero), "dur": 1e6 * (end - start)}
         what = {"name": name, "cat": category, "args": about}
         found.append({"ph": "X", "pid": 1, "tid": tracks.index(track), **what, **when})
-    return {"traceEvents": found, "otherData": {"kind": kind}}
-
-
-def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> Path:
-    """Write a timeline atomically as JSON; returns the path. ValueError: nothing has happened
-    yet."""
-    if not forwards and not (events := list(events)):
-        raise ValueError(
-            "this run has no events: run the model first (lm.generate), or do not reset it before"
-        )
-    return write_json(path, trace_events(events, forwards, kind))
+    return write_json(path, {"traceEvents": found, "otherData": {"kind": kind}})

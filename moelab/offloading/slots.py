@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
-from moelab.offloading.link import Link, host_memory
+from moelab.offloading.link import host_memory, link_to
 from moelab.store.codec import RAW
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
@@ -67,8 +67,7 @@ class Slots:
         device: torch.device | str = "cpu",
     ) -> None:
         self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
-        #: None to the CPU, which computes where is read
-        self.link = None if self.device.type == "cpu" else Link(self.device)
+        self.link = link_to(self.device)
         #: kind → the memory of its slots that the CPU reaches
         self._host = {
             kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
@@ -220,14 +219,14 @@ def places(
 ) -> tuple[dict[str, tuple[int, int, TensorEntry]], int]:
     """(name → (begin, end in a slot, entry) of an expert's tensors, bytes of the slot): as they are
     read, or joined, each at a multiple of 64."""
+    found, at = {}, 0
     if in_place:
         first, length = run(entries, "both")
-        chunks = {name: entry.planes[0][1][0] for name, entry in entries.items()}
-        return {
-            name: (chunk.offset - first, chunk.offset - first + chunk.length, entries[name])
-            for name, chunk in chunks.items()
-        }, length
-    found, at = {}, 0
+        for name, entry in entries.items():
+            chunk = entry.planes[0][1][0]
+            begin = chunk.offset - first
+            found[name] = begin, begin + chunk.length, entry
+        return found, length
     for name, entry in entries.items():
         found[name] = at, at + entry.nbytes, entry
         at += -(-entry.nbytes // 64) * 64

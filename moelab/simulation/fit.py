@@ -121,11 +121,11 @@ class _Compute:
         """How much longer a layer takes in a decode step that asks a predictor; the first, which
         embeds, is left out."""
         least = min((tokens for tokens, *_ in self.other), default=0)
-        asked, not_asked = (
-            [s for tokens, layer, a, s in self.other if tokens == least and layer and a is which]
-            for which in (True, False)
-        )
-        return max(_mean(asked) - _mean(not_asked), 0.0) if asked and not_asked else 0.0
+        took = defaultdict(list)
+        for tokens, layer, asked, seconds in self.other:
+            if tokens == least and layer:
+                took[asked].append(seconds)
+        return max(_mean(took[True]) - _mean(took[False]), 0.0) if len(took) == 2 else 0.0
 
 
 def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:

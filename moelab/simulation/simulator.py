@@ -17,13 +17,12 @@ from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
-from moelab.offloading.load_queue import Order, PrefetchCounts, plain_order
+from moelab.offloading.load_queue import Order, PrefetchCounts, order_of, plain_order
 from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, Recorded
 from moelab.offloading.slots import slot_counts
 from moelab.offloading.step import StepController
-from moelab.registry import make
 from moelab.simulation.costs import Machine, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
 from moelab.simulation.machine import SimulatedMachine
@@ -204,9 +203,7 @@ def replay(
 
 def ordered(scheduler: Any, machine: Machine) -> Callable[[Sequence[Any]], Order]:
     """A scheduler, by its name or (requests, delays, workers) → `Order`, as `simulate` takes it."""
-    if isinstance(scheduler, str):
-        scheduler = make("scheduler", scheduler)
-    return lambda requests: scheduler(requests, machine.delays, machine.workers)
+    return order_of(scheduler, machine.delays, machine.workers)
 
 
 def machine_of(

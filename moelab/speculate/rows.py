@@ -34,9 +34,7 @@ class Examples(NamedTuple):
 class Rows:
     """Training examples from a trace, read a buffer at a time."""
 
-    def __init__(
-        self, trace: RoutingTrace, model: Any, vectors: DefaultVectors, ahead: int
-    ) -> None:
+    def __init__(self, trace: RoutingTrace, model: Any, vectors: DefaultVectors) -> None:
         if trace.router_inputs is None or trace.residuals is None:
             raise ValueError(
                 "this trace has no hidden states to train on; moelab.record(model, prompts, "
@@ -45,9 +43,9 @@ class Rows:
         of_model(trace, model)
         self.trace = trace
         self.spec = trace.spec
-        self.quasi = Quasi(model, vectors=vectors, ahead=ahead)
+        self.quasi = Quasi(model, vectors=vectors)
         if not self.quasi.targets:
-            raise ValueError(f"ahead is {ahead}, and no MoE layer has another one so far ahead")
+            raise ValueError("no MoE layer of this model has another one ahead of it")
         #: tokens that are read together
         self.size = max(1, BUFFER // (2 * trace.residuals[:1].nbytes))
 

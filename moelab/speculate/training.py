@@ -62,7 +62,6 @@ def train(
     tokens: int = 300_000,
     batch: int = 1280,
     every: int | None = None,
-    ahead: int = 1,
     seed: int = 0,
 ) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
@@ -81,7 +80,7 @@ def train(
     Raises ValueError: a trace without hidden states or of another model."""
     if min(tokens, batch) < 1:
         raise ValueError(f"tokens={tokens}, batch={batch}: each must be at least 1")
-    data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
+    data, held_out = (Rows(t, model, vectors) for t in (trace, validation))
     estimator = _estimator(data, kind, parameters, seed)
     optimizers = _optimizers(estimator)
     every = every or max(tokens // 20, 1)
@@ -150,10 +149,9 @@ def _estimator(data: Rows, kind: str, parameters: int, seed: int) -> Estimator:
     """Untrained, on the model's device; its initial weights are drawn by the seed alone."""
     spec = data.spec
     H = data.trace.residuals.shape[-1]
-    ahead = data.quasi.ahead
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        estimator = find("estimator", kind).sized(H, spec.E, spec.L, parameters, ahead=ahead)
+        estimator = find("estimator", kind).sized(H, spec.E, spec.L, parameters)
     estimator.model_id = data.trace.model_id
     return estimator.to(data.quasi.device)
 

@@ -110,32 +110,6 @@ def test_a_step_keeps_the_graph_and_one_thing_at_a_time(
     assert now == pytest.approx(end)
 
 
-@settings(max_examples=40, deadline=None)
-@given(requests(), machines, st.integers(1, 4), st.integers(1, 4))
-def test_slots_limit_what_is_in_flight(asked, machine, workers, in_flight):
-    """Where nothing is kept and nothing is there, an expert has its slots from its first operation
-    to its last."""
-    asked = [r._replace(state=State.MISSED, keep=State.MISSED) for r in asked]
-    events, _ = limited(asked, order(asked, machine, workers), machine, workers, in_flight)
-    spans = []
-    for r in asked:
-        mine = [event for event in events if event.expert == r.key.expert]
-        spans.append((min(event.start for event in mine), max(event.end for event in mine)))
-    assert at_most(spans, in_flight)
-
-
-@settings(max_examples=60, deadline=None)
-@given(requests(), delays, st.integers(1, 4))
-def test_workers_decode_every_tensor_once(asked, machine, workers):
-    loads = sum(r.state is not State.FULL for r in asked)
-    events, _ = execute(asked, order(asked, machine, workers), machine, workers)
-    work = [e for e in events if e.resource.startswith("worker")]
-    assert sum(e.end - e.start for e in work) == pytest.approx(loads * machine.decode)
-    kinds, tensors = Counter(e.kind for e in work), loads * (machine.N if machine.decode else 1)
-    assert kinds["decompress"] == kinds["recover"]
-    assert kinds["decode"] + kinds["recover"] == tensors
-
-
 @pytest.mark.parametrize(
     "states, expected",
     [

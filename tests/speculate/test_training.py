@@ -37,7 +37,7 @@ def quick(small, **changes):
 def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
     trace = record(model, PROMPTS[:4], max_new_tokens=3, hidden=True)
     vectors = default_vectors(model, PROMPTS[:4])
-    rows = Rows(trace, model, vectors, 1)
+    rows = Rows(trace, model, vectors)
     expected = []
     for l, target in sorted(rows.quasi.targets.items()):
         for t in range(len(trace)):
@@ -85,7 +85,7 @@ def test_training_learns_and_returns_its_best(small, kind):
     assert torch.equal(torch.get_rng_state(), state)  # all draws are its own
     start, best = trained.history[0], min(point.loss for point in trained.history)
     assert (start.tokens, trained.history[-1].tokens) == (0, 1100)
-    assert evaluate(trained.estimator, Rows(validation, model, vectors, 1)) == best
+    assert evaluate(trained.estimator, Rows(validation, model, vectors)) == best
     bag = {"vectors": vectors, "estimator": trained.estimator}
     assert score(validation, make("estimator", model, **bag)).recall.min() > 0
     assert kind != "appendix-a" or best < 0.8 * start.loss
@@ -118,7 +118,6 @@ def test_unusable_arguments_are_named(small, tiny_model):
     for what, changes, message in (
         ((model, record(model, PROMPTS[:2]), validation, vectors), {}, "no hidden states"),
         ((tiny_model("olmoe"), trace, validation, vectors), {}, "another model"),
-        (small, {"ahead": 3}, "no MoE layer has another one so far ahead"),
         (small, {"tokens": 0}, "at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
