@@ -42,7 +42,8 @@ class Router:
         weight = next(matrix for matrix in layer.router.parameters() if matrix.dim() > 1)
         x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0))
         x = x.to(weight.device, dtype)
-        logits, off = router_logits(layer, x), {}
+        logits = router_logits(layer, x)
+        off = {}
         ids, weights = route(layer, x)
         again, _ = route(layer, x, logits)
         for rule in product((SOFTMAX, torch.sigmoid), (False, True)):
@@ -63,7 +64,8 @@ class Router:
         `favour` [E] added to the logits that are compared: ids and weights [T, K]."""
         logits = router_logits(self.layer, x)
         chosen, _ = route(self.layer, x, logits + favour)
-        own, other = self.weights(logits, ids), self.weights(logits, chosen)
+        own = self.weights(logits, ids)
+        other = self.weights(logits, chosen)
         return chosen, other * (weights.float().sum(-1, keepdim=True) / own.sum(-1, keepdim=True))
 
     def weights(self, logits: Tensor, ids: Tensor) -> Tensor:
@@ -117,7 +119,8 @@ class CacheAwareRouting(Patches):
         """What the experts of a layer are to run with."""
         if not self.engine.decoding:
             return ids, weights
-        state, E = self.engine.residency.state, layer.E
+        state = self.engine.residency.state
+        E = layer.E
         held = [state((layer.index, e)) is State.FULL for e in range(E)]
         held = torch.tensor([*held, False], device=ids.device)  # the last one is "no expert"
         if router is not None:

@@ -90,11 +90,13 @@ class Engine:
         self.loader.stop()
         self.residency.clear()
         self.loader.start()
-        self.controller.queue, self._broken = self.loader.queue, False
+        self.controller.queue = self.loader.queue
+        self._broken = False
 
     def forked(self) -> None:
         """In a child process, the next layer starts anew."""
-        self._one, self._broken = threading.Lock(), True
+        self._one = threading.Lock()
+        self._broken = True
         self.loader.forked()
 
     def close(self) -> None:
@@ -130,7 +132,9 @@ class Engine:
             self._restart()
 
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-        layer, E, controller = experts.layer, experts.num_experts, self.controller
+        layer = experts.layer
+        E = experts.num_experts
+        controller = self.controller
         tokens = counts(ids, E)
         if controller.announced is None and ids.numel() >= PREFILL * E:
             controller.announce(layer + 1, range(E))
@@ -166,7 +170,8 @@ class Engine:
         GPU, as many as are loaded by then; [T, H]. No bit is promised."""
 
         def together(requests: list[Request], everything: bool) -> Tensor:
-            start, chosen = clock(), ids if everything else _only(requests, ids, E)
+            start = clock()
+            chosen = ids if everything else _only(requests, ids, E)
             y = execute(experts.executor, x, chosen, weights, experts)
             self._executed(requests, start)
             return y
@@ -203,7 +208,8 @@ class Engine:
         parts = {expert: rows for expert, *rows in assignments(ids, E)}
         found = []
         for request in requests:
-            expert, start = request.key.expert, clock()
+            expert = request.key.expert
+            start = clock()
             choice, tokens = parts[expert]
             found.append((expert, tokens, compute(expert, tokens, weights[tokens, choice])))
             self._executed([request], start)
@@ -266,7 +272,8 @@ class Engine:
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
         """Where the experts of these layers lie, as the executor asks for it; None if some may
         leave."""
-        residency, executor = self.residency, modules[0].executor
+        residency = self.residency
+        executor = modules[0].executor
         find = getattr(executor, "banks", None)
         if find is None or not residency.holds_all or residency.sees:
             return None

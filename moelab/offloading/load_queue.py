@@ -382,7 +382,8 @@ class LoadQueue:
     def _drop(self, load: Load) -> None:
         """Nobody wants a prefetched expert any more."""
         del self.prefetched[load.key]
-        waited, load.phase = load.phase is Phase.WAITING, Phase.DROPPED
+        waited = load.phase is Phase.WAITING
+        load.phase = Phase.DROPPED
         if not waited:
             self.counts.begun += 1
             self.counts.wasted += load.nbytes

@@ -42,7 +42,8 @@ class Bell:
     the garbage collector may ring it within one of these threads."""
 
     def __init__(self, threads: int) -> None:
-        self._threads, self._tokens = threads, SimpleQueue()
+        self._threads = threads
+        self._tokens = SimpleQueue()
         self.wait = self._tokens.get
 
     def ring(self, n: int | None = None) -> None:
@@ -70,9 +71,12 @@ class Loader:
         counts: PrefetchCounts | None = None,
         readers: int = DEPTH,
     ) -> None:
-        self.slots, self.reader, self.timeline = slots, reader, timeline
+        self.slots = slots
+        self.reader = reader
+        self.timeline = timeline
         self.in_place = slots.sizes.in_place
-        two_stages, store = slots.link is None, reader.store
+        two_stages = slots.link is None
+        store = reader.store
         self._make_queue = partial(
             LoadQueue,
             slots.count,
@@ -93,7 +97,9 @@ class Loader:
 
     def start(self) -> None:
         """Begin with nothing in memory, a queue and threads of its own."""
-        self.queue, self.ready, self.closed = self._make_queue(), SimpleQueue(), False
+        self.queue = self._make_queue()
+        self.ready = SimpleQueue()
+        self.closed = False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._lock = threading.Lock()
         self._disk, self._work = Bell(self._readers), Bell(self._workers)
@@ -174,7 +180,8 @@ class Loader:
 
     def forked(self) -> None:
         """In a child process there are no threads, and their lock may be taken."""
-        self._lock, self.threads = threading.Lock(), []
+        self._lock = threading.Lock()
+        self.threads = []
         self.halt(
             RuntimeError(
                 "the process was forked while this model was loading experts: run it again"
@@ -208,7 +215,9 @@ class Loader:
             self._used[me] = time.thread_time()
 
     def _read(self, me: str, load: Load, kinds: tuple[str, ...]) -> None:
-        start, chunks, error = clock(), [], None
+        start = clock()
+        chunks = []
+        error = None
         try:
             into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             chunks = self.reader.read_parts(*load.key, into)
@@ -219,13 +228,15 @@ class Loader:
             if self._lands:
                 self.slots.land(load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
-            error, end = caught, clock()
+            error = caught
+            end = clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
             if error is None:
                 self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
             if nbytes:
-                begin, self._served = max(start, self._served), max(end, self._served)
+                begin = max(start, self._served)
+                self._served = max(end, self._served)
                 name = read_name(kinds)
                 self.timeline.add(Event("disk", name, *load.key, begin, self._served, nbytes))
             queue.read_done(load, kinds, nbytes, error)
@@ -266,7 +277,8 @@ class Loader:
         decode = decoder(self.slots)
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, tensor, operation, chunks = found
-            start, error = clock(), None
+            start = clock()
+            error = None
             try:
                 for part in chunks.values():  # not when it is read: decoding finds it cached
                     self._check_first(part, tensor)
@@ -288,7 +300,9 @@ def threads_to_fill(slots: Slots, scratch: int) -> int:
     both at once: so no page is touched before it is read into. No more memory is used than the
     slots and what `DEPTH` threads read with: what others need is that of the loads in flight, of
     which there are none yet."""
-    spare, in_flight, in_place = slots.count["e"], slots.sizes.in_flight, slots.sizes.in_place
+    spare = slots.count["e"]
+    in_flight = slots.sizes.in_flight
+    in_place = slots.sizes.in_place
     own = scratch + (0 if in_place else in_flight)  # bytes that a thread needs
     threads = (os.cpu_count() or 1) + WAITING
     return max(1, min(threads, (spare * in_flight + scratch) // own)) if own else threads

@@ -157,7 +157,8 @@ def process() -> dict[str, int | None]:
     """Peak memory and page faults of this process since it began; None where the system does not
     tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
-    usage, peak = resource.getrusage(resource.RUSAGE_SELF), None
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    peak = None
     with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
         status = Path("/proc/self/status").read_text()
         peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)[1])

@@ -228,7 +228,8 @@ class Memory:
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
         as_stored = compact and device.type == "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
-        L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
+        L = len(store.layers)
+        E = max(len(layer.experts) for layer in store.layers)
         ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
         most = L * E * sizes.full + scratch
         most += max(how.staging or how.workers + 2, ahead + 1) * sizes.in_flight
@@ -260,7 +261,8 @@ class Memory:
 
     def loader(self, residency: Residency, reader: Reader) -> tuple[EngineRun, Loader]:
         """What loads the model's experts into this memory, and records it."""
-        how, spec = self.how, self.store.spec
+        how = self.how
+        spec = self.store.spec
         ahead = min(spec.K, self.staging - 1) if how.ahead is None else how.ahead
         ahead = 0 if residency.holds_all else ahead
         settings = EngineSettings(
@@ -279,7 +281,8 @@ class Memory:
         )
         count = slot_counts(self.pools, self.L if how.scope == "layer" else 1, self.staging)
         slots = Slots(self.store, count, self.sizes, how.on)
-        workers, readers = how.workers, DEPTH
+        workers = how.workers
+        readers = DEPTH
         if residency.holds_all:
             workers = readers = threads_to_fill(slots, self.store.scratch)
         run = EngineRun(settings, residency)

@@ -95,7 +95,8 @@ class Timeline:
         return len(self._rows) // _ROW.size
 
     def __iter__(self) -> Iterator[Event]:
-        rows, names = bytes(self._rows), list(self._numbers)
+        rows = bytes(self._rows)
+        names = list(self._numbers)
         for resource, kind, *rest in _ROW.iter_unpack(rows):
             yield Event(names[resource], names[kind], *rest)
 
@@ -130,7 +131,8 @@ class EngineRun(Recorded):
     """
 
     def __init__(self, settings: EngineSettings, residency: Residency) -> None:
-        self.settings, self._residency = settings, residency
+        self.settings = settings
+        self._residency = residency
         self.events = self.timeline = Timeline()
         self.fetched = PrefetchCounts()
         self.reset()

@@ -33,7 +33,10 @@ class StepController:
         order: Callable[[Sequence[Request]], Order],
         log: EngineRun | None = None,
     ) -> None:
-        self.residency, self.queue, self.gate, self.order = residency, queue, gate, order
+        self.residency = residency
+        self.queue = queue
+        self.gate = gate
+        self.order = order
         self.log = log
         self.announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
@@ -65,17 +68,16 @@ class StepController:
 
         ready : called with the key of each expert that is loaded, or with the error that ends the
         step."""
-        announced, self.announced = self.announced, None
+        announced = self.announced
+        self.announced = None
         if step.loads or step.evicted or self.queue.prefetched:
             self.queue.begin(step.layer, step.loads, step.evicted, ready, self.order)
-        if announced is not None:
-            self._prefetch(*announced)
-
-    def _prefetch(self, layer: int, experts: list[int]) -> None:
-        if self.log is not None:
-            self.log.predicted(layer, experts)
-        if not self.gate.enabled:
+        if announced is None:
             return
-        keys = [ExpertKey(layer, expert) for expert in experts]
-        state = self.residency.state
-        self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])
+        if self.log is not None:
+            self.log.predicted(*announced)
+        if self.gate.enabled:
+            layer, experts = announced
+            keys = [ExpertKey(layer, expert) for expert in experts]
+            state = self.residency.state
+            self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])

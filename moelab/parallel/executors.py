@@ -152,7 +152,8 @@ def there_and_back(
     ep: Exchange, parts: tuple[Tensor, ...], send: Tensor, compute: Callable[..., Tensor]
 ) -> Tensor:
     """`send[r]` rows of the parts go to rank r, and what it computes of them comes back."""
-    receive, sent = ep.counts(send).tolist(), send.tolist()
+    receive = ep.counts(send).tolist()
+    sent = send.tolist()
     arrived = unpack(ep.all_to_all(pack(*parts), sent, receive, "dispatch"), parts)
     return ep.all_to_all(compute(*arrived), receive, sent, "combine")
 

@@ -91,8 +91,13 @@ class _Compute:
                 since = max(loaded.get(event[2:4], event.end), event.start)
                 self.handover.append(max(event.end - since, 0.0))
             elif event.kind == "expert" and event.layer in routed:
-                gap = event.start - before.end if before and before.kind != "other" else 0.0
-                self._add_experts(event, seconds, gap, routed[event.layer], compute)
+                wanted = routed[event.layer]
+                if event.expert >= 0:
+                    gap = event.start - before.end if before and before.kind != "other" else 0.0
+                    self.alone[wanted[event.expert]].append(gap + seconds)
+                elif max(wanted.values()) == 1:  # one call, of all that are not computed alone
+                    calls = sum(e[1:3] == event[1:3] for e in compute)
+                    self.together[len(wanted) - calls + 1].append(seconds)
             elif event.kind == "other" and event.layer < 0:
                 self.head[tokens].append(seconds)
             elif event.kind == "other":
@@ -101,21 +106,6 @@ class _Compute:
                 if after is not None and after.layer == event.layer in routed:
                     loads = sum((event.layer, e) in loaded for e in routed[event.layer])
                     self.decide[loads].append(after.start - event.end)
-
-    def _add_experts(
-        self,
-        event: Event,
-        seconds: float,
-        gap: float,
-        routed: Mapping[int, int],
-        compute: list[Event],
-    ) -> None:
-        """One expert, or −1 for all of a layer's that are not computed by themselves."""
-        if event.expert >= 0:
-            self.alone[routed[event.expert]].append(gap + seconds)
-        elif max(routed.values()) == 1:
-            calls = sum(e.kind == "expert" and e.layer == event.layer for e in compute)
-            self.together[len(routed) - calls + 1].append(seconds)
 
     def predicting(self) -> float:
         """How much longer a layer takes in a decode step that asks a predictor; the first, which

@@ -105,6 +105,7 @@ def coming(chosen: Tensor, sequence: Tensor, discount: float) -> tuple[Tensor, T
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
     """W [F, E] of y ≈ x W, held near 0 as by `PRIOR` further rows."""
-    x, y = x.double(), y.double()
+    x = x.double()
+    y = y.double()
     level = PRIOR * x.square().mean() * torch.eye(x.shape[1], dtype=x.dtype)
     return torch.linalg.solve(x.T @ x + level, x.T @ y).float()
