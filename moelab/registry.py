@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
-from inspect import isfunction, signature
+from inspect import Parameter, isfunction, signature
+from operator import or_
 from typing import Any, NamedTuple
 
+from moelab.schema import typed
 from moelab.table import text_table
 
 
@@ -127,8 +130,22 @@ def make(kind: str, name: str, *positional: Any, **options: Any) -> Any:
     takes = signature(made)
     try:
         takes.bind(*positional, **options)
-    except TypeError as error:
+        for option, value in options.items():
+            if option in takes.parameters:
+                _check(option, value, str(takes.parameters[option].annotation))
+    except (TypeError, ValueError) as error:
         plain = [one.replace(annotation=one.empty) for one in takes.parameters.values()]
         listed = ", ".join(map(str, plain)) or "no options"
         raise ValueError(f"{kind} {name!r}: {error}; it takes {listed}") from None
     return made(*positional, **options)
+
+
+def _check(option: str, value: Any, annotation: str) -> None:
+    """ValueError unless a value is what an annotation of plain types says; a text is none of
+    others."""
+    plain = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
+    wanted = annotation.split(" | ")
+    if {*wanted} <= plain.keys():
+        typed(value, reduce(or_, (plain[one] for one in wanted)), option)
+    elif isinstance(value, str) and annotation not in ("Any", str(Parameter.empty)):
+        raise ValueError(f"{option} is {value!r}; it must be {annotation}")
