@@ -32,7 +32,7 @@ from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
 from moelab.specs import DeviceSpec, Figure
 
-FORMAT = "moelab.profile/3"
+FORMAT = "moelab.profile/4"
 #: of what experts take
 MEMORY = "50%"
 #: tokens of a prompt, and decoded after it; rounds of both, however long they take
@@ -118,7 +118,7 @@ class Profile:
             ("further tokens of it, each", delays.expert_token),
             ("before a layer's experts", costs.other[0] + costs.other[1]),
             ("further tokens, each", costs.other[1]),
-            ("deciding, with a load", costs.deciding(1)),
+            ("deciding, with a load", sum(costs.decide)),
             ("waking up for a loaded one", costs.handover),
             ("after the last layer", costs.head[0] + costs.head[1]),
             ("a token, half in memory", self.tpot),
