@@ -130,9 +130,9 @@ def seam_of(module: nn.Module, layer: int = 0) -> SeamExperts:
     known = [KINDS[one.__name__] for one in cls.__mro__ if one.__name__ in KINDS]
     if not known and not compat.dispatches_by_name(cls):
         raise ValueError(
-            f"{cls.__name__} of transformers {compat.transformers_version()} may compute anything: its "
-            f"forward is not that of use_experts_implementation. It needs a class in "
-            f"moelab/models/experts.py, and until then is run without moelab"
+            f"{cls.__name__} may compute anything: in transformers {compat.transformers_version()} its "
+            f"forward is not that of use_experts_implementation. Say how in a subclass of SeamExperts, "
+            f"named in moelab.models.experts.KINDS; until then it is run without moelab"
         )
     return [*known, SeamExperts][0](module, layer)
 
