@@ -268,6 +268,12 @@ def _layer(experts: SeamExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
             f"{', '.join(compat.parameters_of(experts.module))} of these experts is not in memory, so it cannot "
             f"be another: open the model without memory= and experts="
         )
+    if ids.shape != weights.shape:
+        raise ValueError(
+            f"{type(experts.module).__name__} was called with hidden states {list(x.shape)}, ids "
+            f"{list(ids.shape)} and weights {list(weights.shape)}; a block that calls it otherwise than "
+            f"(hidden_states, ids, weights) needs an entry in moelab.models.dialects.BLOCKS"
+        )
     executor = experts.engine or experts.executor
     if not torch.is_grad_enabled():
         return execute(executor, x, ids, weights, experts)

@@ -147,3 +147,5 @@ def test_what_is_no_routing_is_refused_with_the_table_that_it_needs(tmp_path):
     layer.block.forward = lambda x: turned(x.reshape(-1, 32)).reshape(x.shape)
     with pytest.raises(ValueError, match="MixtralTopKRouter needs .*ROUTING"):
         record(model, [[5, 6, 7, 8, 9]], max_new_tokens=1)
+    with plugged(model, zero), pytest.raises(ValueError, match="MixtralExperts .*BLOCKS"):
+        model(IDS)
