@@ -21,6 +21,7 @@ from moelab.models.forward import forward_info
 from moelab.models.greedy import greedy
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
+from moelab.models.seam import MoELayer
 from moelab.models.stream import stacks, streams
 from moelab.progress import progress
 from moelab.trace import (
@@ -154,7 +155,7 @@ class _Recorder:
             patches.hook(stack.register_forward_pre_hook, mine(self.step), with_kwargs=True)
             patches.hook(stack.register_forward_hook, mine(lambda *_: self.flush(appends)))
             for layer in layers:
-                layer.listen(patches, mine(partial(self.put, layer.index)))
+                layer.listen(patches, mine(partial(self.put, layer)))
                 if appends:
                     listen(layer.router, "router_inputs", layer.index)
                     listen(around[layer.index].entry, "residuals", layer.index)
@@ -185,13 +186,13 @@ class _Recorder:
         self.routed: dict[int, tuple[Tensor, Tensor]] = {}
         self.hidden: dict[str, Tensor] = {}  # [T, L, H], filled as layers run
 
-    def put(self, layer: int, ids: Tensor, weights: Tensor) -> None:
-        if layer in self.routed:
+    def put(self, layer: MoELayer, ids: Tensor, weights: Tensor) -> None:
+        if layer.index in self.routed:
             raise ValueError(
-                f"MoE layer {layer} calls its experts more than once in a forward pass, so its routing "
-                f"cannot be told from one call: it needs a line in moelab/models/dialects.py"
+                f"MoE layer {layer.index} calls its experts more than once in a forward pass, so its routing "
+                f"cannot be told from one call: say how its router is read in moelab.models.dialects.ROUTING"
             )
-        self.routed[layer] = ids, weights
+        self.routed[layer.index] = layer.checked(ids, weights)
 
     def see(self, name: str, layer: int, value: Tensor) -> None:
         value = value.reshape(-1, value.shape[-1]).cpu()[self.rows]

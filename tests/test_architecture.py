@@ -223,7 +223,8 @@ def violations(path):
 
 
 def test_directions():
-    assert [wrong for path in FILES for wrong in violations(path)] == []
+    found = [f"{path.relative_to(ROOT)}: {wrong}" for path in FILES for wrong in violations(path)]
+    assert found == []
 
 
 def graph(paths):

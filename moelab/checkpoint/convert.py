@@ -215,7 +215,7 @@ def kept_store(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="a checkpoint folder or a hub id, in bf16, fp16, fp32, MXFP4, FP8 or quantised "
+        help="a checkpoint folder (data/small is the small model) or a hub id, in bf16, fp16, fp32, MXFP4, FP8 or quantised "
         "by compressed-tensors, GPTQ or AWQ",
     )
     parser.add_argument("destination", help="the store's folder, which must not exist")
@@ -223,7 +223,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--codec",
         default=codecs.DEFAULT,
         choices=sorted(codecs.CODECS),
-        help="(default: %(default)s)",
+        metavar="NAME",
+        help="; ".join(
+            f"{name}: {purpose}" for name, (purpose, _) in registry.describe("codec").items()
+        )
+        + " (default: %(default)s)",
     )
     parser.add_argument(
         "--quantize",

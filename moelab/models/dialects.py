@@ -3,8 +3,17 @@ translated for the seam; and experts that transformers does not dispatch by name
 
 Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor
 without the tokens that were dropped; LongCat's ids go on beyond its experts, to some that give back
-their input. How the experts compute is in `moelab.models.experts`. Shapes: ids [T, K], E means "no
-expert"; weights [T, K]."""
+their input. Shapes: ids [T, K], E means "no expert"; weights [T, K].
+
+What is unusual, and the table that says it:
+
+    what the router's forward returns          `ROUTING`, also asked by recording and predicting
+    the router's forward takes [B, S, H]       `SEQUENCES`
+    how the block calls its experts            `BLOCKS`
+    how an expert computes, or is summed       `moelab.models.experts.KINDS`
+    what the block calls its router            `moelab.models.seam.ROUTERS`
+    where the config says E, K, H, …           `moelab.configs.NAMES` and `EXCEPTIONS`
+"""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ def seam_of(module: nn.Module, layer: int = 0) -> SeamExperts:
     known = [KINDS[one.__name__] for one in cls.__mro__ if one.__name__ in KINDS]
     if not known and not compat.dispatches_by_name(cls):
         raise ValueError(
-            f"{cls.__name__} of transformers {compat.transformers_version()} may compute anything: its "
-            f"forward is not that of use_experts_implementation. It needs a class in "
-            f"moelab/models/experts.py, and until then is run without moelab"
+            f"{cls.__name__} may compute anything: in transformers {compat.transformers_version()} its "
+            f"forward is not that of use_experts_implementation. Say how in a subclass of SeamExperts, "
+            f"named in moelab.models.experts.KINDS; until then it is run without moelab"
         )
     return [*known, SeamExperts][0](module, layer)
 
@@ -267,6 +267,12 @@ def _layer(experts: SeamExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
         raise ValueError(
             f"{', '.join(compat.parameters_of(experts.module))} of these experts is not in memory, so it cannot "
             f"be another: open the model without memory= and experts="
+        )
+    if ids.shape != weights.shape:
+        raise ValueError(
+            f"{type(experts.module).__name__} was called with hidden states {list(x.shape)}, ids "
+            f"{list(ids.shape)} and weights {list(weights.shape)}; a block that calls it otherwise than "
+            f"(hidden_states, ids, weights) needs an entry in moelab.models.dialects.BLOCKS"
         )
     executor = experts.engine or experts.executor
     if not torch.is_grad_enabled():

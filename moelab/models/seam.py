@@ -61,7 +61,23 @@ class MoELayer:
         id E."""
         if adapter := ROUTING.get(type(self.router).__name__):
             return adapter(self.router, router_output)
-        _, weights, ids, *_ = router_output
+        try:
+            _, weights, ids, *_ = router_output
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{self.name}: {type(self.router).__name__} does not return (logits, weights, ids); say "
+                f"how it is read in moelab.models.dialects.ROUTING"
+            ) from None
+        return self.checked(ids, weights)
+
+    def checked(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The same two; ValueError unless they can be ids and weights [T, K]."""
+        if ids.is_floating_point() or ids.shape != weights.shape:
+            raise ValueError(
+                f"{self.name}: ids {list(ids.shape)} of {ids.dtype} and weights {list(weights.shape)} are no "
+                f"routing [T, K]: {type(self.router).__name__} needs an entry in "
+                f"moelab.models.dialects.ROUTING, and {type(self.block).__name__} perhaps one in BLOCKS"
+            )
         return ids, weights
 
     def listen(self, patches: Patches, told: Callable[[Tensor, Tensor], None]) -> None:
@@ -120,11 +136,11 @@ def discover(model: nn.Module) -> list[MoELayer]:
             continue
         block = model.get_submodule(block_name)
         parts = dict(block.named_children())
-        router = parts.get("gate", parts.get("router"))
+        router = next((parts[name] for name in ROUTERS if name in parts), None)
         if router is None:
             raise ValueError(
-                f"the MoE block {block_name} ({type(block).__name__}) has no child named gate or router; "
-                f"this architecture needs a line in moelab/models/dialects.py"
+                f"the MoE block {block_name} ({type(block).__name__}) has no child named {' or '.join(ROUTERS)}; "
+                f"name its router in moelab.models.seam.ROUTERS"
             )
         layers.append(MoELayer(len(layers), block_name, block, module, router))
     if not layers:
@@ -151,6 +167,8 @@ def require_adaptable(model: nn.Module) -> None:
 
 #: attributes of an experts module that say how many it has
 COUNTS = ("num_experts", "num_routed_experts")
+#: what blocks call their router
+ROUTERS = ("gate", "router")
 
 
 def banks(experts: nn.Module) -> dict[str, nn.Parameter]:

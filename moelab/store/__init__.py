@@ -12,7 +12,7 @@
     verify, inspect    commands
     *_triton           the same on a GPU
 
-A new codec is a subclass of `Codec` and a line in `codecs.CODECS`, or in `fewbit.FORMATS` if it
-rounds: `compress` and `decompress` for byte planes, and for one that is computed from as it lies
+A new codec is a subclass of `Codec` and a line in `codecs.CODECS` with an object of it, or in
+`fewbit.FORMATS` if it rounds: `compress` and `decompress` for byte planes, and for one that is computed from as it lies
 `in_place`, `admits`, `kernel` and `row`, too. Commands, tests and stores know it by its name.
 """

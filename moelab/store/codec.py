@@ -2,7 +2,8 @@
 
 A codec is either `in_place`, its blob is a whole tensor, which is read to where it is computed
 from, or it compresses byte planes (`moelab.store.codecs`), which are decoded and joined first.
-Adding one is a subclass, and a line in `CODECS` or `moelab.store.fewbit.FORMATS`.
+Adding one is a subclass, and a line with an object of it in `CODECS` or
+`moelab.store.fewbit.FORMATS`.
 """
 
 from __future__ import annotations

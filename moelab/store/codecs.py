@@ -30,7 +30,7 @@ MIN_SHARD = 3 * (180 << 10)
 _SAMPLE, _BLOCK = 1 << 15, 1 << 11
 
 
-#: name → `Codec` in an entry of `moelab.registry`
+#: name → a `Codec`, an object and no class, in an entry of `moelab.registry`
 CODECS: dict[str, Entry] = {
     "raw": Entry(RAW, "uncompressed, read in place"),
     "lz4hc": Entry("moelab.zipmoe.codecs:LZ4HC", "ZipMoE's LZ4HC, level 9"),

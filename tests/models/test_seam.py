@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from moelab import open_model
+from moelab import open_model, record
 from moelab.models import compat, discover, eager, plug, plugged
 from moelab.models.patches import Patches
 from moelab.models.stream import FOUND
@@ -131,4 +131,21 @@ def test_weights_given_to_experts_on_disk_are_refused(tmp_path):
     model = open_model(tiny.save("mixtral", tmp_path / "m"), experts="external")
     discover(model)[1].experts.down_proj = nn.Parameter(torch.ones(8, 8, 8))
     with pytest.raises(ValueError, match="down_proj of these experts is not in memory"):
+        model(IDS)
+
+
+def test_what_is_no_routing_is_refused_with_the_table_that_it_needs(tmp_path):
+    model = open_model(tiny.save("mixtral", tmp_path / "m"))
+    layer = discover(model)[0]
+    logits, weights, ids = layer.router(torch.randn(5, 32))
+    assert layer.routing((logits, weights, ids))[0] is ids
+    for output in ((weights, ids), logits.sum(), (logits, ids, weights)):
+        with pytest.raises(ValueError, match="MixtralTopKRouter.*ROUTING"):
+            layer.routing(output)
+    experts = layer.experts
+    turned = lambda x: experts(weights, ids, x)  # noqa: E731
+    layer.block.forward = lambda x: turned(x.reshape(-1, 32)).reshape(x.shape)
+    with pytest.raises(ValueError, match="MixtralTopKRouter needs .*ROUTING"):
+        record(model, [[5, 6, 7, 8, 9]], max_new_tokens=1)
+    with plugged(model, zero), pytest.raises(ValueError, match="MixtralExperts .*BLOCKS"):
         model(IDS)
