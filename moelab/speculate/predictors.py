@@ -120,7 +120,7 @@ class NextRouter(Predictor):
     def prepare(self, model):
         width = model.config.get_text_config().hidden_size
         for layer in self.targets.values():  # each can be asked
-            layer.ask(torch.zeros(1, width, dtype=model.dtype, device=model.device))
+            route(layer, torch.zeros(1, width, dtype=model.dtype, device=model.device))
 
     def predict(self, layer, s, r, ids, weights):
         return route(self.targets[layer], s)
