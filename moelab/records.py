@@ -96,9 +96,37 @@ class FigureFile(TypedDict):
     figure: Plot
 
 
+class BenchRun(TypedDict):
+    """How and on what something was measured, as far as it is known: `moelab.results.provenance`."""
+
+    git: str | None
+    date: str | None
+    system: str
+    cpu: str
+    cores: int | None
+    versions: dict[str, str]
+    parameters: dict[str, Any]
+    conditions: dict[str, Any]
+    quiet: NotRequired[bool | None]
+
+
+class BenchRecord(TypedDict):
+    """One value that a run has found; samples : what it is the median of."""
+
+    run: Count
+    section: str
+    row: str
+    metric: str
+    value: Value | None
+    unit: str
+    kind: Literal[KINDS]
+    spread: NotRequired[list[float]]
+    samples: NotRequired[list[float]]
+
+
 class BenchFile(TypedDict):
-    """results/bench/NAME.json: what a bench printed."""
+    """results/bench/NAME.json."""
 
     bench: str
-    kind: str
-    results: dict[str, Any]
+    runs: list[BenchRun]
+    records: list[BenchRecord]

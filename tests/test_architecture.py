@@ -30,6 +30,7 @@ COMMON = {
     "journal",
     "schema",
     "records",
+    "results",
     "forks",
 }
 #: what cards, configs and datasets may use of these
@@ -51,6 +52,7 @@ DIRECTIONS = {
     "journal": set(),
     "forks": set(),
     "records": {"schema"},
+    "results": {"files", "records"},
     "claims": {"comparison"},
     "comparison": set(),
     "store": set(),

@@ -33,9 +33,9 @@ from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of, t
 from moelab.advice.verify import Kept, forwards, given, opened, options_of, stored
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
-from moelab.bench.measure import load_average
 from moelab.bench.memory_limit import drop_cached
 from moelab.progress import progress
+from moelab.results import load_average
 from moelab.specs import DeviceSpec, MoESpec
 
 

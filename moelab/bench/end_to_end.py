@@ -39,6 +39,7 @@ from moelab.bench.machine import disk
 from moelab.bench.peers import RAPL, joules
 from moelab.offloading.budget import kv_bytes, parse_budget
 from moelab.records import Numbers, Record, Records
+from moelab.results import load_average
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 
@@ -480,7 +481,7 @@ def run(
 ) -> Record:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
-    load, engines = measure.load_average(), interpreters(python)
+    load, engines = load_average(), interpreters(python)
     sections, profiles = {}, {}
     with measure.working(folder) as place:
         count = max(batches) * (max(contexts) + decode)

@@ -23,10 +23,11 @@ from typing import Any
 from moelab.arguments import one_of, several, whole
 from moelab.bench.harness import PROCESS, Arm, EngineBenchmark, interpreters
 from moelab.bench.machine import disk
-from moelab.bench.measure import load_average, multiple, working
+from moelab.bench.measure import multiple, working
 from moelab.bench.peers import FOUND
 from moelab.files import folder_bytes
 from moelab.records import Numbers, Record
+from moelab.results import load_average
 from moelab.specs import MoESpec
 
 SPEC = MoESpec(

@@ -26,6 +26,7 @@ from moelab.bench.lru_baseline import lay_out
 from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.files import folder_bytes
 from moelab.records import Record, Records
+from moelab.results import tenths
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.codecs import CODECS
@@ -160,7 +161,7 @@ class EngineBenchmark:
                     "result": "failed: "
                     f"{'killed, out of memory?' if done.returncode == -9 else last}"
                 }
-            report = json.loads(done.stdout.strip().splitlines()[-1])
+            report = measure.last_json(done.stdout)
             return self._told(
                 report, {"limit": group.reason, "group_peak_bytes": group.peak_bytes}, name
             )
@@ -250,7 +251,7 @@ class EngineBenchmark:
                 continue
             tpot = [second for report in found for second in report["tpot_s"]]
             self.samples[f"{title}: {name}"] = tpot
-            low, high = measure.tenths(tpot)
+            low, high = tenths(tpot)
             rows[name] = {
                 "TPOT s": median(tpot),
                 "undisturbed s": median(undisturbed(found)),

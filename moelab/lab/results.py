@@ -19,13 +19,10 @@ from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
 import math
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from moelab.comparison import LAB, run_number
-from moelab.files import CHECKOUT, remove_leftovers, results_root, write_json
+from moelab.files import remove_leftovers, results_root, write_json
 from moelab.records import KINDS, Numbers, Record, Records
+from moelab.results import environment
 
 SCHEMA = "moelab.metrics/1"
 
@@ -296,74 +294,3 @@ def _plain(name: str, value: Any) -> float | int | str | bool:
             f"{name!r} is {value}; it must be finite, so say in words what happened instead"
         )
     return value
-
-
-def environment() -> Record:
-    """What a run ran on: git commit, versions, device, processor, cores."""
-    packages = (
-        "moelab",
-        "torch",
-        "transformers",
-        "numpy",
-        "numba",
-        "zstandard",
-        "lz4",
-        "coremltools",
-        "plotly",
-    )
-    versions = {"python": platform.python_version()}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return {
-        "git": _git(),
-        "versions": versions,
-        "device": _device(),
-        "system": platform.platform(),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-    }
-
-
-def _git() -> str | None:
-    """The commit, with "+changes" where the tree differs from it; None outside a clone of
-    moelab."""
-    if CHECKOUT is None:
-        return None
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "-uno") else ""
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _device() -> str:
-    """The accelerator that torch sees, if the run has loaded torch at all."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return "Apple GPU (mps)" if torch is not None and torch.backends.mps.is_available() else "cpu"
-
-
-def _cpu() -> str:
-    try:
-        if sys.platform == "darwin":
-            return subprocess.run(
-                ["sysctl", "-n", "machdep.cpu.brand_string"],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return platform.processor() or platform.machine()

@@ -16,7 +16,8 @@ from moelab.datasets import REMEMBERED
 from moelab.files import atomic, read_json, results_root
 from moelab.intervals import t95
 from moelab.ndp.fit import JUDGED
-from moelab.records import BenchFile, MetricsFile
+from moelab.records import MetricsFile
+from moelab.results import bench_file, sections_of
 from moelab.viz import theme
 from moelab.viz.figures import (
     DASHED,
@@ -282,7 +283,7 @@ def dropping(results: Mapping[str, Any]) -> Figure:
 
 def bench(name: str) -> Callable[[Path], Any]:
     """Reads the results of a bench below a folder of results."""
-    return lambda root: read_json(root / "bench" / f"{name}.json", BenchFile)["results"]
+    return lambda root: sections_of(bench_file(name, root))
 
 
 def notebook(name: str) -> Callable[[Path], Any]:

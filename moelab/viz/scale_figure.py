@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moelab.files import atomic, read_json
-from moelab.records import BenchFile
+from moelab.files import atomic
+from moelab.results import sections_of
 from moelab.viz import theme
 from moelab.viz.figures import Values, add_points, bar_look, finish, hover, panels, point_look
 from moelab.viz.plotly_json import Figure
@@ -123,7 +123,7 @@ def _add_times(
 
 
 def main(source: str, destination: str) -> int:
-    conditions, rows, limits, *_ = read_json(Path(source), BenchFile)["results"].values()
+    conditions, rows, limits, *_ = sections_of(Path(source)).values()
     pictures = theme.render_png([theme.to_json(beside_memory(conditions, rows, limits))])
     for picture in pictures:
         with atomic(destination) as path:
