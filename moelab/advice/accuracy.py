@@ -33,6 +33,7 @@ from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of, t
 from moelab.advice.verify import Kept, forwards, given, opened, options_of, stored
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
+from moelab.bench import ENGINE
 from moelab.bench.memory_limit import drop_cached
 from moelab.progress import progress
 from moelab.results import load_average
@@ -318,6 +319,7 @@ def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Cal
     )
 
 
+MEASURES = (*ENGINE, "moelab/advice", "moelab/simulation")
 OPTIONS = {
     "budgets": (
         several(number(above=0, most=1)),

@@ -17,8 +17,22 @@ from moelab.files import absolute
 from moelab.results import bench_file, measuring, write
 from moelab.table import format_value, head_and_rows, text_table
 
-#: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not
-#: measured
+#: folders of the code that benches of tokens measure: their results are older once it changes
+ENGINE = tuple(
+    f"moelab/{room}"
+    for room in (
+        "kernels",
+        "fast",
+        "store",
+        "offloading",
+        "experts",
+        "models",
+        "cache",
+        "speculate",
+    )
+)
+#: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured;
+#: `MEASURES`, the files and folders whose changes make its results old
 BENCHES = {
     name: f"moelab.bench.{name}"
     for name in (

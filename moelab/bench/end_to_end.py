@@ -32,7 +32,7 @@ import numpy as np
 
 from moelab import intervals
 from moelab.arguments import number, several, whole
-from moelab.bench import measure
+from moelab.bench import ENGINE, measure
 from moelab.bench.engine import replayed
 from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
 from moelab.bench.machine import disk
@@ -656,6 +656,7 @@ def _arm(text: str) -> str:
     return text
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "arms": (
         several(_arm),

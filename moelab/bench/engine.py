@@ -21,6 +21,7 @@ from statistics import fmean, median
 from typing import Any
 
 from moelab.arguments import one_of, several, whole
+from moelab.bench import ENGINE
 from moelab.bench.harness import PROCESS, Arm, EngineBenchmark, interpreters
 from moelab.bench.machine import disk
 from moelab.bench.measure import multiple, working
@@ -398,6 +399,7 @@ def run(
     return found | {"aims": bench.aims, "samples": bench.samples}
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "only": (several(one_of(SECTIONS)), "sections"),
     "folder": (None, "where the model is kept, 40 GB, for the next time; else it is temporary"),

@@ -26,6 +26,7 @@ import torch
 
 from moelab import open_model, using
 from moelab.arguments import number, one_of, several, whole
+from moelab.bench import ENGINE
 from moelab.bench.external_engines import write_gguf
 from moelab.bench.measure import aim, share, turns, working
 from moelab.bench.peers import Accelerate, Transformers
@@ -356,6 +357,7 @@ def run(
     return found | {"aims": aims}
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "only": (several(one_of(SECTIONS)), "sections"),
     "folder": (None, "where the model is kept, 25 GB, for the next time; else it is temporary"),

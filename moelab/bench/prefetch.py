@@ -34,7 +34,7 @@ import torch
 
 from moelab.api import using
 from moelab.arguments import number, several, whole
-from moelab.bench import measure
+from moelab.bench import ENGINE, measure
 from moelab.bench.end_to_end import SPEC
 from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
@@ -463,6 +463,7 @@ def rates(
         yield ratio, bench.slow_down(ratio, free)
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "folder": (None, "where the model is kept, for the next time; else it is temporary"),
     "tokens": (

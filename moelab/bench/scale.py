@@ -22,6 +22,7 @@ import torch
 
 from moelab.api import open_model
 from moelab.arguments import number, one_of, several, whole
+from moelab.bench import ENGINE
 from moelab.bench.engine import against_limit
 from moelab.bench.harness import EngineBenchmark
 from moelab.bench.measure import working
@@ -121,6 +122,7 @@ def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -
     }
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "model": (None, "a model card"),
     "memory": (None, "for experts"),
