@@ -12,7 +12,6 @@ Arms may be measured at different times, as each takes long: rows of others stay
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from functools import partial
@@ -23,15 +22,13 @@ import torch
 from moelab.api import open_model
 from moelab.arguments import number, one_of, several, whole
 from moelab.bench import ENGINE
-from moelab.bench.engine import against_limit
-from moelab.bench.harness import EngineBenchmark
+from moelab.bench.grid import Experiment, against_limit
 from moelab.bench.measure import working
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.records import Numbers, Records
 from moelab.registry import make
-from moelab.results import load_average
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
 from moelab.store.layout import ExpertStore
@@ -61,23 +58,21 @@ def run(
         "executor": executor,
         "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
         "rounds": rounds,
-        "cores": os.cpu_count(),
     }
     title = f"{memory} of experts in memory"
     rows, limits, turns = {}, {}, {}
     with working(folder) as place:
-        bench = EngineBenchmark(
+        bench = Experiment(
             spec, place, prompt, decode, rounds, {}, reference={"result": "the model does not fit"}
         )
         for name in stored:
             if new := not (bench.folder / name).exists():
                 form = "quantize" if name in fewbit.FORMATS else "codec"
                 synthesize(bench.folder / name, model, scale, **{form: name})
-            load = load_average()
             found, reports = bench.compare(
                 name, {name: bench.moelab(name, memory, executor=executor)}, name
             )
-            rows[name] = found[name] | {"load average before": load}
+            rows[name] = found[name]
             if "result" not in (report := reports[name][-1]):
                 limits[name] = against_limit(reports[name]) | {
                     "other weights GB": report["others_bytes"] / 1e9,
@@ -91,7 +86,6 @@ def run(
         title: rows,
         "against the limit": limits,
         "prefetching, tokens in turn": turns,
-        "samples": bench.samples,
     }
 
 

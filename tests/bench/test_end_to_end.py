@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.bench import end_to_end, harness, peers
-from moelab.bench.end_to_end import BASE, RESIDENT, divergence, front, together
-from moelab.bench.harness import EngineBenchmark
+from moelab.bench import end_to_end, grid, peers
+from moelab.bench.end_to_end import BASE, RESIDENT, front, together
+from moelab.bench.grid import Experiment, divergence
 from moelab.bench.limits import LayerRecord, on_demand_limit, overlapped_limit
 from moelab.specs import MoESpec
 
@@ -67,12 +67,10 @@ def test_a_table_for_each_budget_and_rate_has_every_configuration(found):
 def test_a_wrong_output_has_no_speed(tmp_path, monkeypatch):
     def wrong(name, options):
         report = right(name, options)
-        for one in report if isinstance(report, list) and options["predictor"] else ():
-            one["digest"] = "another"
-        return report
+        return report | ({"digest": "another"} if options.get("predictor") else {})
 
     right = peers.run
-    monkeypatch.setattr(harness.peers, "run", wrong)
+    monkeypatch.setattr(grid.peers, "run", wrong)
     found = end_to_end.run(
         ("prefetch",),
         (0.5,),
@@ -100,9 +98,9 @@ def test_experts_that_do_not_fit_in_the_process_are_not_loaded_and_still_compare
         return right(name, options)
 
     right, ran = peers.run, []
-    monkeypatch.setattr(harness.peers, "run", remembered)
+    monkeypatch.setattr(grid.peers, "run", remembered)
     monkeypatch.setattr(end_to_end, "PROCESS", 0)
-    monkeypatch.setattr(EngineBenchmark, "others", lambda *_: {})
+    monkeypatch.setattr(Experiment, "others", lambda *_: {})
     found = end_to_end.run(
         (), (0.5,), (0,), contexts=(3,), decode=2, here=True, spec=SPEC, folder=tmp_path
     )
@@ -120,8 +118,8 @@ def test_contexts_and_batches_are_axes_and_what_is_done_is_kept(tmp_path, monkey
             raise KeyboardInterrupt
         return right(bench, arm)
 
-    right, asked = EngineBenchmark.report, []
-    monkeypatch.setattr(EngineBenchmark, "report", stops)
+    right, asked = Experiment.report, []
+    monkeypatch.setattr(Experiment, "report", stops)
     found = end_to_end.run(
         ("fast",),
         (0.5,),

@@ -15,7 +15,7 @@ import torch
 from moelab.bench import (
     engine,
     external_engines,
-    harness,
+    grid,
     lru_baseline,
     machine,
     memory_limit,
@@ -70,7 +70,7 @@ def here(monkeypatch):
             words, 0, json.dumps(peers.run(words[2], json.loads(words[3]))), ""
         )
 
-    monkeypatch.setattr(harness, "_python", run)
+    monkeypatch.setattr(grid, "_python", run)
 
 
 def test_eager_is_what_transformers_computes(place, eager):
@@ -163,7 +163,7 @@ def test_what_is_not_installed_is_said(place, monkeypatch):
 def bench(place, reports):
     """A benchmark whose engines report what they are told to."""
 
-    class Told(harness.EngineBenchmark):
+    class Told(grid.Experiment):
         def report(self, arm, decode=None):
             name, options, _ = arm
             form = Path(options.get("store") or options.get("gguf", "")).stem
@@ -218,14 +218,15 @@ def test_tables_have_a_row_for_every_engine_and_a_reason_for_those_that_are_miss
         "aim": "≤ 0.85",
         "met": True,
     }
-    assert made.samples["resident: moelab"] == [0.1] * DECODE * 2
+    assert rows["moelab"]["each token s"] == [0.1] * DECODE * 2
     made = bench(place, told | {"moelab": report(0.3, "other")})
-    assert engine.resident(made)["everything resident"]["moelab"]["output"] == "≠ EAGER"
-    assert not made.aims["everything resident: TPOT ÷ eager"]["met"]
+    wrong = engine.resident(made)["everything resident"]["moelab"]
+    assert wrong == {"result": "≠ EAGER: its speed does not count"}
+    assert not made.aims["resident: outputs that differ"]["met"]
 
 
 def test_a_process_that_fails_is_a_row_with_its_last_word(place):
-    made = harness.EngineBenchmark(SPEC, place, 5, DECODE, 1, {"lru baseline": "/no/such/python"})
+    made = grid.Experiment(SPEC, place, 5, DECODE, 1, {"lru baseline": "/no/such/python"})
     assert made.report(("lru baseline", {}, None))["result"].startswith(
         "not installed (no interpreter"
     )
@@ -353,9 +354,9 @@ def test_gguf_in_few_bits_holds_the_checkpoint_rounded(place, tmp_path, kind, bi
 def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
     how = {"prompt": 5, "decode": 3, "executor": "exact"}
     found = scale.run(SPEC, ("huffman", "bf12", "int4"), "60%", str(tmp_path / "here"), **how)
-    conditions, rows, limits, turns, samples = found.values()
+    conditions, rows, limits, turns = found.values()
     assert list(rows) == list(limits) == list(turns) == ["huffman", "bf12", "int4"]
-    assert all(len(seconds) == 3 for seconds in samples.values()) and len(samples) == 3
+    assert all(len(row["each token s"]) == 3 for row in rows.values())
     assert all(turn["MB read on demand"] > 0 for turn in turns.values())
     for name, fraction in (("bf12", 0.7), ("huffman", 0.6), ("int4", 0.2)):
         assert (
