@@ -36,7 +36,6 @@ from moelab.arguments import number, several, whole
 from moelab.bench import ENGINE
 from moelab.bench.memory_limit import drop_cached
 from moelab.progress import progress
-from moelab.results import load_average
 from moelab.specs import DeviceSpec, MoESpec
 
 
@@ -260,8 +259,6 @@ def run(
         specs, budgets, rates, rounds = specs[:1], budgets[:1], rates[:1], 1
     rows, ways = {}, {}
     conditions = {
-        "load average before": load_average(),
-        "cores": os.cpu_count(),
         "rounds": rounds,
         "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that "
         "count",

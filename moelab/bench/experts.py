@@ -36,7 +36,7 @@ from moelab.models import compat
 from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
-from moelab.results import load_average, tenths
+from moelab.results import tenths
 from moelab.specs import DeviceSpec, Figure
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
@@ -496,7 +496,7 @@ def run(
     dtypes: list[str] | None = None,
 ) -> Records:
     threads = torch.get_num_threads()
-    found = {"conditions": {"threads": threads, "load average before": load_average()}}
+    found = {"conditions": {"threads": threads}}
     aims, every = {}, {}
     for label in dtypes or DTYPES:
         bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])
