@@ -23,6 +23,7 @@ import math
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from typing import Any
 from moelab.comparison import LAB, run_number
 from moelab.files import remove_leftovers, results_root, write_json
 from moelab.records import KINDS, Numbers, Record, Records
-from moelab.results import environment
+from moelab.results import environment, load_average, why_busy
 
 SCHEMA = "moelab.metrics/1"
 
@@ -62,8 +63,11 @@ def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
         params = {name: params[name] for name in annotated(cells)}
     params = dict(params)
     seed = params.pop("seed") if seed is None else seed
+    busy = None if shell is None else why_busy()
+    if busy:
+        print(f"This machine is busy: {busy}. Times below mean little.", file=sys.stderr)
     if given := os.environ.get("MOELAB_RUN_DIR"):
-        return Run(notebook, params, seed, Path(given))
+        return Run(notebook, params, seed, Path(given), busy=busy)
     if shell is not None:
         from moelab.viz.notebook import follow_the_theme
 
@@ -71,7 +75,7 @@ def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
     folder = results_root() / "runs" / notebook
     remove_leftovers(folder)
     name = new_run_id(folder) + LAB
-    return Run(notebook, params, seed, folder / part_name(name), folder / name)
+    return Run(notebook, params, seed, folder / part_name(name), folder / name, busy)
 
 
 def part_name(run: str) -> str:
@@ -125,7 +129,8 @@ def check_injected(cells: list[str]) -> None:
 class Run:
     """The findings of one execution of a notebook; `open_run` makes one.
 
-    home : what `directory` is renamed to by `save`; None where the runner does it.
+    home : what `directory` is renamed to by `save`; None where the runner does it. busy : why times
+        mean little, if they do.
     """
 
     notebook: str
@@ -133,6 +138,7 @@ class Run:
     seed: int
     directory: Path
     home: Path | None = None
+    busy: str | None = None
     opened: float = field(default_factory=time.monotonic, repr=False)
     metrics: Records = field(default_factory=dict)
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -247,7 +253,7 @@ class Run:
             "notebook": self.notebook,
             "params": self.params,
             "seed": self.seed,
-            "env": environment(),
+            "env": environment() | {"busy": self.busy, "load": load_average()},
             "takeaways": self.takeaways,
             "metrics": self.metrics,
             "figures": self.figures,
