@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -24,15 +24,16 @@ from moelab.results import bench_file, older_than, sections_of
 from moelab.table import markdown_table
 
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-ZEN4, ZEN3 = "", "_avx2"  # ends of files' names
+MACHINES = {"Zen 4": "", "Zen 3": "_avx2"}  # → the end of its files' names
+PEERS = ("3.06", "1.85")  # GB
 
 
 class Table(NamedTuple):
-    """rows : given `find`, the cells of each."""
+    """files : that its numbers are from. rows : the cells of each."""
 
     files: tuple[str, ...]
     head: tuple[str, ...]
-    rows: Callable[[Callable[..., Any]], list[list[Any]]]
+    rows: Callable[[], list[list[Any]]]
 
 
 def find(file: str, section: str, row: str, metric: str, unit: float = 1.0) -> Any:
@@ -50,23 +51,31 @@ def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _resident(find: Callable[..., Any]) -> list[list[Any]]:
-    few = "everything resident in few bits"
-    arms = {
+def _tpot(places: Sequence[tuple[str, str]], arms: Mapping[str, str]) -> list[list[Any]]:
+    """Milliseconds a token of arms, what they are called → their row, at each file and section."""
+    return [
+        [name, *(_ms(find(file, section, arm, "TPOT s", 1e-3)) for file, section in places)]
+        for name, arm in arms.items()
+    ]
+
+
+def _resident() -> list[list[Any]]:
+    whole, few = "everything resident", "everything resident in few bits"
+    arms: dict[str, Sequence[tuple[str, str] | None]] = {
         "moelab `fast`, `dense` in as many bits": (
-            ("everything resident", "moelab fast"),
-            ("everything resident", "moelab fast, bf12"),
+            (whole, "moelab fast"),
+            (whole, "moelab fast, bf12"),
             (few, "moelab fast, int8, dense too"),
             (few, "moelab fast, int4, dense too"),
         ),
         "llama.cpp: BF16, Q8_0, Q4_0": (
-            ("everything resident", "llama.cpp"),
+            (whole, "llama.cpp"),
             None,
             (few, "llama.cpp Q8_0"),
             (few, "llama.cpp Q4_0"),
         ),
-        "moelab `exact`": (("everything resident", "moelab"), None, None, None),
-        "transformers, eager experts": (("everything resident", "eager"), None, None, None),
+        "moelab `exact`": ((whole, "moelab"), None, None, None),
+        "transformers, eager experts": ((whole, "eager"), None, None, None),
     }
 
     def cell(file: str, place: tuple[str, str] | None) -> str:
@@ -77,75 +86,72 @@ def _resident(find: Callable[..., Any]) -> list[list[Any]]:
 
     return [
         [f"{machine}: {name}", *(cell(f"engine{end}", place) for place in places)]
-        for machine, end in (("Zen 4", ZEN4), ("Zen 3", ZEN3))
+        for machine, end in MACHINES.items()
         for name, places in arms.items()
     ]
 
 
-def _budgets(find: Callable[..., Any]) -> list[list[Any]]:
+def _budgets() -> list[list[Any]]:
+    return _tpot(
+        [("end_to_end_5GB", f"{of}% of experts, the disk as it is") for of in (25, 50, 100)],
+        {
+            "moelab, bf12 and `fast`": "bf12 + fast",
+            "moelab, bf12 and `fast`, prefetching": "bf12 + fast + prefetch",
+            "moelab, `exact`": "on demand",
+            "llama.cpp BF16, mapped": "llama.cpp BF16 mmap",
+            "LRU cache of experts": "LRU baseline",
+            "transformers, mapped": "transformers mmap",
+            "accelerate": "accelerate disk",
+            "moelab, mxfp4 and `fast` (lossy)": "mxfp4 + fast",
+            "llama.cpp Q8_0, mapped (lossy)": "llama.cpp Q8_0 mmap",
+            "llama.cpp Q4_0, mapped (lossy)": "llama.cpp Q4_0 mmap",
+        },
+    )
+
+
+def _peers() -> list[list[Any]]:
+    return _tpot(
+        [(f"engine{end}", f"peers in {gb} GB") for end in MACHINES.values() for gb in PEERS],
+        {
+            "moelab, `exact`": "moelab",
+            "moelab, bf12 and `fast`, prefetching": "moelab, bf12, fast, prefetching",
+            "moelab, int4, `dense` too (lossy)": "moelab, int4, dense too",
+            "LRU cache of experts": "LRU baseline",
+            "llama.cpp BF16, mapped": "llama.cpp BF16 mmap",
+            "llama.cpp Q4_0, mapped (lossy)": "llama.cpp Q4_0 mmap",
+            "accelerate": "accelerate disk",
+        },
+    )
+
+
+def _gpu() -> list[list[Any]]:
+    tokens = [f"{{}}, {share} on the GPU" for share in ("25%", "50%", "everything")]
+    peers = [f"{{}} {n} of 4 layers on the GPU" for n in (1, 2, 4)]
     arms = {
-        "moelab, bf12 and `fast`": "bf12 + fast",
-        "moelab, bf12 and `fast`, prefetching": "bf12 + fast + prefetch",
-        "moelab, `exact`": "on demand",
-        "llama.cpp BF16, mapped": "llama.cpp BF16 mmap",
-        "LRU cache of experts": "LRU baseline",
-        "transformers, mapped": "transformers mmap",
-        "accelerate": "accelerate disk",
-        "moelab, mxfp4 and `fast` (lossy)": "mxfp4 + fast",
-        "llama.cpp Q8_0, mapped (lossy)": "llama.cpp Q8_0 mmap",
-        "llama.cpp Q4_0, mapped (lossy)": "llama.cpp Q4_0 mmap",
+        "moelab, `exact`": ("tokens", "raw, exact", tokens),
+        "moelab, `fast`": ("tokens", "raw, fast", tokens),
+        "moelab, bf12 and `fast`": ("tokens", "bf12, fast", tokens),
+        "transformers and accelerate": ("peers", "accelerate,", peers),
+        "llama.cpp BF16, other layers' experts on the CPU": (
+            "peers",
+            "llama.cpp, experts of",
+            peers,
+        ),
     }
-    where = [f"{share}% of experts, the disk as it is" for share in (25, 50, 100)]
-    return [
-        [name, *(_ms(find("end_to_end_5GB", section, arm, "TPOT s", 1e-3)) for section in where)]
-        for name, arm in arms.items()
+    rows = [
+        [name, *(_ms(find("gpu", section, row.format(arm), "TPOT ms")) for row in places)]
+        for name, (section, arm, places) in arms.items()
     ]
-
-
-def _peers(find: Callable[..., Any]) -> list[list[Any]]:
-    arms = {
-        "moelab, `exact`": "moelab",
-        "moelab, bf12 and `fast`, prefetching": "moelab, bf12, fast, prefetching",
-        "moelab, int4, `dense` too (lossy)": "moelab, int4, dense too",
-        "LRU cache of experts": "LRU baseline",
-        "llama.cpp BF16, mapped": "llama.cpp BF16 mmap",
-        "llama.cpp Q4_0, mapped (lossy)": "llama.cpp Q4_0 mmap",
-        "accelerate": "accelerate disk",
-    }
-    places = [
-        (f"engine{end}", f"peers in {memory} GB")
-        for end in (ZEN4, ZEN3)
-        for memory in ("3.06", "1.85")
+    whole = [
+        find("gpu", "tokens", f"{arm}, everything on the GPU", "TPOT ms")
+        for arm in ("eager", "fast")
     ]
-    return [
-        [name, *(_ms(find(file, section, arm, "TPOT s", 1e-3)) for file, section in places)]
-        for name, arm in arms.items()
-    ]
+    rows[1][-1] = _ms(whole[1])
+    rows[3][-1] = _ms(whole[0])  # then it is transformers alone
+    return rows
 
 
-def _gpu(find: Callable[..., Any]) -> list[list[Any]]:
-    def tokens(arm: str) -> list[str]:
-        return [
-            _ms(find("gpu", "tokens", f"{arm}, {of}% on the GPU", "TPOT ms")) for of in (25, 50)
-        ]
-
-    def peers(name: str) -> list[str]:
-        shares = [f"{name} {n} of 4 layers on the GPU" for n in (1, 2, 4)]
-        return [_ms(find("gpu", "peers", row, "TPOT ms")) for row in shares]
-
-    def whole(arm: str) -> str:
-        return _ms(find("gpu", "tokens", f"{arm}, everything on the GPU", "TPOT ms"))
-
-    return [
-        ["moelab, `exact`", *tokens("raw, exact"), whole("eager") + " (transformers)"],
-        ["moelab, `fast`", *tokens("raw, fast"), whole("fast")],
-        ["moelab, bf12 and `fast`", *tokens("bf12, fast"), "–"],
-        ["transformers and accelerate", *peers("accelerate,")],
-        ["llama.cpp BF16, other layers' experts on the CPU", *peers("llama.cpp, experts of")],
-    ]
-
-
-def _scale(find: Callable[..., Any]) -> list[list[Any]]:
+def _scale() -> list[list[Any]]:
     return [
         [
             f"{machine}: {form}",
@@ -155,29 +161,25 @@ def _scale(find: Callable[..., Any]) -> list[list[Any]]:
             f"{find(file, 'prefetching, tokens in turn', form, '÷ on demand'):.2f}",
             f"{find(file, '14GB of experts in memory', form, 'peak GB'):.1f}",
         ]
-        for machine, file in (("Zen 4", f"scale{ZEN4}"), ("Zen 3", f"scale{ZEN3}"))
+        for machine, file in ((machine, f"scale{end}") for machine, end in MACHINES.items())
         for form in ("bf12", "huffman", "int4")
     ]
 
 
-def _prefetch(find: Callable[..., Any]) -> list[list[Any]]:
-    section = "never slower (hint ÷ on demand)"
-
-    def cells(file: str, setting: str) -> Iterator[str]:
-        ratio, low, high, verdict = (
-            find(file, section, setting, f"64 tokens{end}")
-            for end in ("", "_from", "_to", ": ≤ 1.01")
-        )
-        yield f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
-        yield verdict
-
-    return [
-        [setting, *cells(f"prefetch{ZEN4}", setting), *cells(f"prefetch{ZEN3}", setting)]
-        for setting in _sections(bench_file("prefetch"))[section]
-    ]
+def _prefetch() -> list[list[Any]]:
+    section, rows = "never slower (hint ÷ on demand)", []
+    for setting in _sections(bench_file("prefetch"))[section]:
+        rows.append([setting])
+        for end in MACHINES.values():
+            ratio, low, high, verdict = (
+                find(f"prefetch{end}", section, setting, f"64 tokens{of}")
+                for of in ("", "_from", "_to", ": ≤ 1.01")
+            )
+            rows[-1] += [f"{ratio:.2f} [{low:.2f}, {high:.2f}]", verdict]
+    return rows
 
 
-def _advice(find: Callable[..., Any]) -> list[list[Any]]:
+def _advice() -> list[list[Any]]:
     return [[name, of] for name, of in _sections(bench_file("advise"))["summary"].items()]
 
 
@@ -191,7 +193,7 @@ TABLES = {
     "budgets": Table(("end_to_end_5GB",), ("ms a token; memory for experts", *MEMORY), _budgets),
     "peers": Table(
         ("engine", "engine_avx2"),
-        ("ms a token", *(f"{m}, {gb} GB" for m in ("Zen 4", "Zen 3") for gb in ("3.06", "1.85"))),
+        ("ms a token", *(f"{m}, {gb} GB" for m in MACHINES for gb in PEERS)),
         _peers,
     ),
     "gpu": Table(("gpu",), ("ms a token; experts in the GPU's memory", *MEMORY), _gpu),
@@ -228,7 +230,7 @@ def written(name: str) -> str:
         raise ValueError(f"there is no table {name}; there are {', '.join(TABLES)}")
     table = TABLES[name]
     sources = "; ".join(map(source, table.files))
-    return f"{markdown_table(table.head, table.rows(find))}\n\n<sub>Measured: {sources}.</sub>\n"
+    return f"{markdown_table(table.head, table.rows())}\n\n<sub>Measured: {sources}.</sub>\n"
 
 
 def filled(text: str) -> str:

@@ -25,7 +25,7 @@ def test_every_table_is_on_a_page_and_has_numbers():
     }
     assert shown == tables.TABLES.keys()
     for table in tables.TABLES.values():
-        rows = table.rows(tables.find)
+        rows = table.rows()
         assert rows and all(len(row) == len(table.head) for row in rows)
         assert all(any(cell not in ("–", "", None) for cell in row[1:]) for row in rows)
 
